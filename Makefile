@@ -1,0 +1,51 @@
+# PYTHON makes the virtual environment, PY runs everything in it. PY=python3 uses an interpreter as it is, with no
+# virtual environment and nothing installed: for an image that has all the packages.
+PYTHON = python3
+VENV = .venv
+PY = $(VENV)/bin/python
+
+READY = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/ready)
+PIP = $(PYTHON) -m pip --python $(PY) install --disable-pip-version-check
+export SHOW_PACKAGES = import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")
+
+.PHONY: help venv build demo test test-gpu bench compile-check clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(READY)  ## a virtual environment with the pinned requirements
+
+# Only pip and the standard library are taken for granted: Debian's Python has no ensurepip, so PYTHON's own pip
+# installs into the environment. Where PYTHON has PyTorch, a .pth file shows the environment its packages. (What
+# --system-site-packages shows is the base installation, so it misses them if PYTHON is in an environment itself.)
+$(VENV)/ready: $(wildcard requirements/*.txt)
+	$(PYTHON) -m venv --without-pip $(VENV)
+	if $(PYTHON) -c "import torch" 2> /dev/null; then $(PYTHON) -c "$$SHOW_PACKAGES" \
+		> "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"; fi
+	$(PY) -c "import torch" 2> /dev/null || $(PIP) -r requirements/torch.txt
+	$(PY) -c "import triton" 2> /dev/null || $(PIP) -r requirements/triton.txt
+	$(PIP) -r requirements/runtime.txt -r requirements/test.txt
+	touch $@
+
+build: $(READY)  ## the variants of the package, in build/
+	$(PY) tools/build.py
+
+demo: build  ## trains a small Qwen3-MoE with the package and with eager, then runs it expert-parallel
+	$(PY) examples/quickstart.py
+
+test: build  ## everything a machine without a GPU can test
+	$(PY) -m pytest tests --ignore tests/interpreter
+	TRITON_INTERPRET=1 $(PY) -m pytest tests/interpreter
+
+test-gpu: build  ## the same tests on this machine's GPU, and those that need one
+	$(PY) -m pytest tests --ignore tests/interpreter
+
+bench: build  ## speed and memory on this machine, beside what transformers has
+	$(PY) -m benchmarks
+
+compile-check: build  ## every kernel for every target, with registers, shared memory and spills
+	$(PY) tools/compile_check.py
+
+clean:  ## removes the build and the virtual environment
+	rm -rf build .venv

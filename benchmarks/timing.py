@@ -1,0 +1,122 @@
+"""Timing in turn, peak memory, CUDA graphs and time limits: nothing here knows what is measured."""
+
+import contextlib
+import gc
+import math
+import signal
+import statistics
+import time
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+Call = Callable[[int], Sequence[Tensor]]
+
+
+class Plan(NamedTuple):
+    """How long to measure: seconds of warming up, rounds, seconds that a sample takes at least."""
+
+    warm_seconds: float = 0.4
+    rounds: int = 9
+    sample_seconds: float = 5e-3
+
+
+def capture(call: Call, sets: int) -> Call:
+    """The call as one CUDA graph per input set."""
+    graphs, results = [], []
+    for i in range(sets):
+        call(i)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results.append(call(i))
+        graphs.append(graph)
+
+    def replay(i: int) -> Sequence[Tensor]:
+        graphs[i % sets].replay()
+        return results[i % sets]
+
+    return replay
+
+
+@contextlib.contextmanager
+def time_box(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block after so many seconds."""
+
+    def expire(*_) -> None:
+        raise TimeoutError(f"not done after {seconds:.0f} s")
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def sample(call: Call, calls: int, cuda: bool) -> float:
+    """ms per call over so many calls in a row, by CUDA events on a GPU."""
+    if not cuda:
+        start = time.perf_counter()
+        for i in range(calls):
+            call(i)
+        return (time.perf_counter() - start) * 1e3 / calls
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for i in range(calls):
+        call(i)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def time_in_turn(calls: Dict[str, Call], plan: Plan, seconds: float, cuda: bool) -> Dict[str, dict]:
+    """Median, min and max ms of each. Every round takes all in turn and begins with another one.
+
+    Ends early, but not before three rounds, when so many seconds are over.
+    """
+    names, counts = list(calls), {}
+    times: Dict[str, List[float]] = {name: [] for name in names}
+    deadline = time.monotonic() + seconds
+    warm_until = time.monotonic() + plan.warm_seconds
+    while time.monotonic() < warm_until or not counts:
+        for name in names:
+            per_call = sample(calls[name], 4, cuda)
+            counts[name] = min(64, max(1, math.ceil(plan.sample_seconds * 1e3 / max(per_call, 1e-6))))
+    gc.collect()
+    gc.disable()
+    for done in range(plan.rounds):
+        if done >= 3 and time.monotonic() > deadline:
+            break
+        turn = done % len(names)
+        for name in names[turn:] + names[:turn]:
+            times[name].append(sample(calls[name], counts[name], cuda))
+    gc.enable()
+    return {
+        name: {
+            "median_ms": statistics.median(times[name]),
+            "min_ms": min(times[name]),
+            "max_ms": max(times[name]),
+            "rounds": len(times[name]),
+            "calls_per_round": counts[name],
+        }
+        for name in names
+    }
+
+
+def peak_mib(call: Call, cuda: bool) -> Optional[float]:
+    """MiB that a call allocates at its peak, results included; None off the GPU."""
+    if not cuda:
+        return None
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = call(0)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del results
+    return peak / 2**20

@@ -1,0 +1,151 @@
+"""The cases of the experts block, one line each, and the builder of their inputs.
+
+Legend as in the package: T tokens, top_k slots per token, E experts, H hidden, I intermediate.
+"""
+
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+GPT_OSS = ("silu", 1.702, 0.5625, 1.0)  # its formula; the limit is low enough to clamp a third of unit-scale inputs
+INT32_SENTINELS = (-1, -7, "E", "E + 3", 2**31 - 1, -(2**31))
+INT64_SENTINELS = INT32_SENTINELS + (2**31, 2**32, 2**40 + 1, 2**63 - 1, -(2**63))
+
+
+class Case(NamedTuple):
+    """One experts block. bias: which of the two, "both", "up", "down" or "". sentinels: the share of sentinel slots."""
+
+    id: str
+    T: int = 37
+    top_k: int = 3
+    E: int = 5
+    H: int = 48
+    I: int = 40  # noqa: E741
+    gated: bool = True
+    interleaved: bool = False
+    transposed: bool = False
+    bias: str = ""
+    activation: Tuple[str, float, Optional[float], float] = ("silu", 1.0, None, 0.0)
+    recompute: bool = False
+    sentinels: float = 0.3
+
+    @property
+    def preact_width(self) -> int:
+        """Columns of the pre-activation."""
+        return 2 * self.I if self.gated else self.I
+
+    @property
+    def kinked(self) -> bool:
+        """Whether the derivative of the activation jumps somewhere."""
+        return self.activation[2] is not None or self.activation[0] == "relu"
+
+
+CASES = [
+    Case("silu"),
+    Case("silu-recompute", recompute=True),
+    Case("silu-no-sentinels", sentinels=0.0),
+    Case("silu-mostly-sentinels", sentinels=0.9),
+    Case("silu-transposed", transposed=True),
+    Case("silu-interleaved", interleaved=True),
+    Case("silu-bias", bias="both"),
+    Case("silu-interleaved-transposed-recompute", interleaved=True, transposed=True, recompute=True),
+    Case("silu-not-gated-limit", gated=False, activation=("silu", 1.5, 0.5625, 0.0)),
+    Case("gpt-oss", interleaved=True, transposed=True, bias="both", activation=GPT_OSS),
+    Case("gpt-oss-halves-recompute", bias="both", activation=GPT_OSS, recompute=True),
+    Case("gelu", activation=("gelu", 1.0, None, 0.0)),
+    Case("gelu-not-gated", gated=False, activation=("gelu", 1.0, None, 0.0), bias="both"),
+    Case("gelu-tanh-limit", activation=("gelu_tanh", 1.0, 0.5625, 0.5), interleaved=True),
+    Case("gelu-tanh-not-gated", gated=False, activation=("gelu_tanh", 1.0, None, 0.0), transposed=True),
+    Case("relu-gated", activation=("relu", 1.0, None, 0.0), bias="both"),
+    Case("relu-not-gated-limit", gated=False, activation=("relu", 1.0, 0.5625, 0.0)),
+    Case("relu2-gated", activation=("relu2", 1.0, None, 0.0), recompute=True),
+    Case("relu2-not-gated", gated=False, activation=("relu2", 1.0, None, 0.0), transposed=True, bias="both"),
+    Case("not-gated-up-bias-only", gated=False, activation=("relu2", 1.0, None, 0.0), bias="up"),
+    Case("not-gated-down-bias-only", gated=False, activation=("gelu", 1.0, None, 0.0), bias="down", recompute=True),
+    Case("one-token", T=1, top_k=4, E=8),
+    Case("top-1", top_k=1),
+    Case("one-expert", E=1, top_k=2),
+    Case("top-k-above-experts", E=2, top_k=5),
+    Case("many-experts", T=9, top_k=8, E=1024, H=8, I=8, sentinels=0.1),
+    Case("odd-extents", T=29, top_k=2, E=3, H=35, I=21),
+    Case("extents-of-one", T=5, top_k=2, E=3, H=1, I=1, sentinels=0.0),
+    Case("aligned-extents", T=64, top_k=2, E=4, H=128, I=64),
+    Case("tall", T=300, top_k=2, E=2, H=40, I=24),
+]
+BY_ID: Dict[str, Case] = {case.id: case for case in CASES}
+assert len(BY_ID) == len(CASES), "two cases of one id"
+
+
+class Inputs(NamedTuple):
+    """The tensors of one experts block and the cotangent of its output."""
+
+    hidden_states: Tensor
+    top_k_index: Tensor
+    top_k_weights: Tensor
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    gate_up_proj_bias: Optional[Tensor]
+    down_proj_bias: Optional[Tensor]
+    dout: Tensor
+
+    def floating(self) -> Dict[str, Tensor]:
+        """The differentiable inputs that are there."""
+        tensors = {name: t for name, t in self._asdict().items() if name not in ("top_k_index", "dout")}
+        return {name: t for name, t in tensors.items() if t is not None}
+
+
+def make_ids(case: Case, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Random expert ids, repeats within a token allowed; with sentinels, two tokens have nothing else."""
+    ids = torch.randint(0, case.E, (case.T, case.top_k))
+    if case.sentinels:
+        foreign = sentinel_ids(case.E, dtype)
+        chosen = foreign[torch.randint(len(foreign), ids.shape)]
+        ids = torch.where(torch.rand(ids.shape) < case.sentinels, chosen, ids)
+        if case.T > 3:
+            ids[[0, case.T // 2]] = chosen[[0, case.T // 2]]
+    return ids.to(dtype)
+
+
+def sentinel_ids(num_experts: int, dtype: torch.dtype) -> Tensor:
+    """Ids that no local expert has, up to the ends of the dtype."""
+    values: List[int] = []
+    for value in INT64_SENTINELS if dtype == torch.int64 else INT32_SENTINELS:
+        values.append({"E": num_experts, "E + 3": num_experts + 3}.get(value, value))
+    return torch.tensor(values)
+
+
+def _on_grid(*shape: int) -> Tensor:
+    """-1, 0 or 1: over H of them times eighths, sums are eighths below 32, which bf16 and fp16 hold exactly."""
+    return torch.randint(-1, 2, shape).double()
+
+
+def make_inputs(
+    case: Case, dtype: torch.dtype, device: str, index_dtype: torch.dtype = torch.int64, weights_dtype=None
+) -> Inputs:
+    """Unit-scale inputs: weights are divided by sqrt(fan_in). Made in fp64 on the CPU: equal on every machine.
+
+    A two-byte dtype rounds the pre-activation, which may carry it across a kink (of relu, or of a clamp), where the
+    derivative jumps: no tolerance is right for that. There the pre-activation is made of exact eighths, and limits
+    are odd sixteenths, so no rounding takes place and none crosses a kink.
+    """
+    grid = case.kinked and dtype.itemsize == 2
+    random = _on_grid if grid else lambda *shape: torch.randn(*shape, dtype=torch.float64)
+    p, up_scale = case.preact_width, 8.0 if grid else case.H**0.5
+    up_shape = (case.E, case.H, p) if case.transposed else (case.E, p, case.H)
+    down_shape = (case.E, case.I, case.H) if case.transposed else (case.E, case.H, case.I)
+    up_bias = random(case.E, p) / (8.0 if grid else 1.0)
+    down_bias = torch.randn(case.E, case.H, dtype=torch.float64)
+    tensors = {
+        "hidden_states": random(case.T, case.H),
+        "top_k_weights": torch.rand(case.T, case.top_k, dtype=torch.float64) + 0.1,
+        "gate_up_proj": random(*up_shape) / up_scale,
+        "down_proj": torch.randn(*down_shape, dtype=torch.float64) / case.I**0.5,
+        "gate_up_proj_bias": up_bias if case.bias in ("both", "up") else None,
+        "down_proj_bias": down_bias if case.bias in ("both", "down") else None,
+        "dout": torch.randn(case.T, case.H, dtype=torch.float64),
+    }
+    cast = {name: t if t is None else t.to(device, dtype) for name, t in tensors.items()}
+    if weights_dtype is not None:
+        cast["top_k_weights"] = tensors["top_k_weights"].to(device, weights_dtype)
+    return Inputs(top_k_index=make_ids(case, index_dtype).to(device), **cast)

@@ -1,0 +1,65 @@
+"""Norm-wise and worst-row relative error against a reference in fp64.
+
+Tolerances, in units u of roundoff. Two-byte dtypes: sums are in fp32, so what counts are the roundings of stored
+values. A gradient passes at most eight (preact, activation, dout W, dpreact, row of y or dx, result, ...); each is
+uniform with an rms of u / sqrt(3), independent of the others, so eight make 1.7 u. Allowed are 4 u in norm; 8 u in
+the worst of some thousand rows. fp32 and fp64: sums of up to a few hundred terms, some after the other, make
+sqrt(terms) u each: 64 u in norm, 256 u in the worst row.
+"""
+
+import torch
+from torch import Tensor
+
+UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+
+
+def tolerances(dtype: torch.dtype):
+    """(norm-wise, worst-row) tolerance of a result computed in dtype."""
+    u = UNIT_ROUNDOFF[dtype]
+    return (4 * u, 8 * u) if dtype.itemsize == 2 else (64 * u, 256 * u)
+
+
+def assert_close(name: str, got: Tensor, want: Tensor, dtype: torch.dtype, inner_products: bool = False) -> None:
+    """Fails unless got is want (fp64) within the tolerances of dtype. A row is an entry of the first dimension.
+
+    A row that is 0 in want must be exactly 0 in got. NaN never passes. inner_products: entries are single inner
+    products, which cancel, so that a row's error is measured against the rms of all rows where that is larger.
+    """
+    assert got.shape == want.shape, f"{name}: expected shape {tuple(want.shape)}, got {tuple(got.shape)}"
+    assert want.dtype == torch.float64, f"{name}: the reference is in {want.dtype}"
+    assert bool(torch.isfinite(want).all()), f"{name}: the reference is not finite"
+    if not got.numel():
+        return
+    got_rows, want_rows = (t.detach().double().reshape(t.shape[0], -1) for t in (got, want))
+    error, size = (got_rows - want_rows).norm(dim=1), want_rows.norm(dim=1)
+    floor = size.square().mean().sqrt() if inner_products else torch.zeros_like(size[0])
+    allowed_norm, allowed_row = tolerances(dtype)
+    bad = ~(error <= allowed_row * torch.maximum(size, floor))
+    in_norm = bool(error.norm() <= allowed_norm * size.norm())
+    if bool(bad.any()) or not in_norm:
+        raise AssertionError(_describe(name, got_rows, want_rows, bad, (allowed_norm, allowed_row)))
+
+
+def _describe(name: str, got: Tensor, want: Tensor, bad: Tensor, allowed) -> str:
+    error = (got - want).norm(dim=1)
+    relative = error / want.norm(dim=1)
+    lines = [
+        f"{name} {tuple(got.shape)}: relative error {float(error.norm() / want.norm()):.3e} in norm"
+        f" (allowed {allowed[0]:.1e}), {int(bad.sum())} bad rows of {len(bad)} (allowed {allowed[1]:.1e})"
+    ]
+    for row in bad.nonzero().flatten()[:4].tolist():
+        column = int((got[row] - want[row]).abs().nan_to_num(torch.inf).argmax())
+        lines.append(
+            f"  row {row}: relative error {float(relative[row]):.3e}; worst at column {column}:"
+            f" got {float(got[row, column]):.9g}, expected {float(want[row, column]):.9g}"
+        )
+    return "\n".join(lines)
+
+
+def assert_bitwise(name: str, got: Tensor, want: Tensor) -> None:
+    """Fails unless got and want hold the same values in the same dtype. NaN never passes."""
+    assert got.dtype == want.dtype, f"{name}: expected {want.dtype}, got {got.dtype}"
+    assert got.shape == want.shape, f"{name}: expected shape {tuple(want.shape)}, got {tuple(got.shape)}"
+    if not torch.equal(got, want):
+        where = (got != want).nonzero()[:4].tolist()
+        raise AssertionError(f"{name}: differs at {int((got != want).sum())} of {got.numel()} places, first {where}")

@@ -1,0 +1,77 @@
+"""Loads the kernel as its users do: from the Hub's name for it, resolved to a local build."""
+
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import kernels
+import pytest
+import torch
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomlkit as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Hub(NamedTuple):
+    """Where build.toml says that the kernel is published, and under which name."""
+
+    repo_id: str
+    version: int
+    package: str
+
+
+def read_hub() -> Hub:
+    general = tomllib.loads((ROOT / "build.toml").read_text(encoding="utf-8"))["general"]
+    return Hub(general["hub"]["repo-id"], general["version"], general["name"].replace("-", "_"))
+
+
+def accelerator() -> str:
+    """The device type of the machine's accelerator, or an empty string."""
+    if torch.cuda.is_available():  # ROCm as well.
+        return "cuda"
+    return "xpu" if torch.xpu.is_available() else ""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The Hub build sets LOCAL_KERNELS to the variant under test.
+    if "LOCAL_KERNELS" in os.environ:
+        return
+    build = ROOT / "build"
+    if not build.is_dir():
+        pytest.exit("there is no build to test: run make build", returncode=pytest.ExitCode.USAGE_ERROR)
+    os.environ["LOCAL_KERNELS"] = f"{read_hub().repo_id}={build}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if accelerator():
+        return
+    skip = pytest.mark.skip(reason="needs an accelerator")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def hub() -> Hub:
+    return read_hub()
+
+
+@pytest.fixture(scope="session")
+def grouped_moe(hub: Hub):
+    """The kernel, loaded by its name on the Hub."""
+    return kernels.get_kernel(hub.repo_id, version=hub.version)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return accelerator() or "cpu"

@@ -1,0 +1,164 @@
+"""Kernels of routing, schedule, grouped linear, gather and combine under poison and guard bands."""
+
+import pytest
+import torch
+from cases import Case, make_ids, sentinel_ids
+from compare import assert_bitwise, assert_close
+from poison import guarded, is_sentinel
+from test_grouped_linear import LINEARS, WRONG, Linear, make, run_reference
+from test_permute import differentiate, loop_combine, loop_gather
+from test_routing import loop_route
+
+from interpreter.guard import GuardedAllocations
+
+NAN = float("nan")
+SIZES = [(0, 3, 4), (1, 1, 1), (1, 8, 128), (5, 3, 7), (33, 1, 31), (64, 2, 32), (129, 1, 5), (511, 1, 3), (256, 2, 4)]
+SIZES += [(513, 1, 5), (700, 2, 70), (60, 5, 1024), (200, 3, 1024)]
+
+
+@pytest.fixture(params=["one-launch", "three-launches"])
+def launches(module, monkeypatch, request):
+    """Both sorts at sizes that the interpreter can take."""
+    monkeypatch.setattr(module("routing"), "_SMALL_SLOTS", {"one-launch": 10**9, "three-launches": 0}[request.param])
+
+
+def assert_routed(module, ids, num_experts):
+    """route_triton equals the loop; what it does not write stays within bounds."""
+    with GuardedAllocations():
+        offsets, row_to_slot, slot_to_row = module("routing").route_triton(ids, num_experts)
+    want_offsets, order, places = loop_route(ids, num_experts)
+    assert offsets.tolist() == want_offsets
+    assert row_to_slot[: len(order)].tolist() == order
+    assert slot_to_row.tolist() == places
+
+
+@pytest.mark.parametrize("tokens, top_k, experts", SIZES)
+def test_route(module, launches, tokens, top_k, experts):
+    ids = make_ids(Case("route", T=tokens, top_k=top_k, E=experts))
+    assert_routed(module, ids, experts)
+
+
+def test_route_of_int32(module, launches):
+    assert_routed(module, make_ids(Case("route", T=300, top_k=2, E=7), torch.int32), 7)
+
+
+def test_route_of_more_blocks_than_one_scan_takes(module, monkeypatch):
+    monkeypatch.setattr(module("routing"), "_SMALL_SLOTS", 0)
+    monkeypatch.setattr(module("routing"), "_SCAN_ELEMENTS", 16)
+    assert_routed(module, make_ids(Case("route", T=1000, top_k=3, E=6)), 6)
+
+
+def test_route_of_one_kind(module, launches):
+    """Sentinels only, and all slots on the last expert."""
+    foreign = sentinel_ids(9, torch.int64)
+    assert_routed(module, foreign[torch.randint(len(foreign), (600, 1))], 9)
+    assert_routed(module, torch.full((600, 1), 8), 9)
+
+
+@pytest.mark.parametrize("block_m", [16, 64, 128])
+@pytest.mark.parametrize("sizes", [(5, 0, 40, 1), (0,), (2500,), (0, 0, 0), (1,) * 70, (16, 64, 128), (17, 65, 129)])
+def test_schedule(module, sizes, block_m):
+    """Every expert in order, once per started block of its rows; the bound holds with rows to spare, too."""
+    offsets = torch.tensor((0, *sizes)).cumsum(0).int()
+    tiles = [-(-size // block_m) for size in sizes]
+    for spare in (0, 1, 300):
+        with GuardedAllocations():
+            schedule = module("routing").make_schedule(offsets, sum(sizes) + spare, block_m)
+        assert schedule.tile_offsets.tolist() == [sum(tiles[:e]) for e in range(len(sizes) + 1)]
+        assert sum(tiles) <= schedule.max_tiles
+        want = [expert for expert, count in enumerate(tiles) for _ in range(count)]
+        assert schedule.tile_to_expert[: sum(tiles)].tolist() == want
+
+
+def run_linear(module, linear, x, weight, offsets, bias, dy, needs=None):
+    """{"y", "x", "weight", "bias"} by the launchers."""
+    functions = module("grouped_linear")
+    needs = needs or (True, True, bias is not None)
+    with GuardedAllocations():
+        safe = functions._safe_offsets(offsets, x.shape[0])
+        y = functions.forward_triton(x, weight, safe, bias, linear.transposed)
+        grads = functions.backward_triton(dy, x, weight, safe, linear.transposed, needs)
+        named = zip(("y", "x", "weight", "bias"), (y, *grads), (True, *needs))
+        return {name: tensor.clone() for name, tensor, need in named if need}
+
+
+DEEP = [
+    Linear("ten-row-tiles", sizes=(600, 3), tail=5, N=130, K=8, bias=True),
+    Linear("ten-weight-tiles", sizes=(5, 0), tail=1, N=600, K=70),
+    Linear("deep", sizes=(20, 45), tail=3, N=70, K=200, transposed=True),
+]
+SMALL = [case if len(case.sizes) < 100 else case._replace(sizes=(0, 1, 2, 0) * 16) for case in LINEARS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("linear", SMALL + DEEP, ids=lambda linear: linear.id)
+def test_grouped_linear(module, grouped_moe, linear, dtype):
+    """With NaN in rows of no group, in weights of groups without rows and around every operand."""
+    x, weight, offsets, bias, dy = inputs = make(linear, dtype, "cpu")
+    with torch.enable_grad():
+        want = run_reference(grouped_moe, linear, *inputs)
+    rows = torch.arange(x.shape[0])
+    outside, empty = (rows < offsets[0]) | (rows >= offsets[-1]), offsets.diff() == 0
+    x[outside], dy[outside], weight[empty] = NAN, NAN, NAN
+    x, weight, dy = guarded(x), guarded(weight), guarded(dy)
+    if bias is not None:
+        bias[empty] = NAN
+        bias = guarded(bias)
+    got = run_linear(module, linear, x, weight, offsets, bias, dy)
+    assert got.keys() == want.keys()
+    for name, tensor in got.items():
+        assert_close(name, tensor, want[name], dtype)
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_offsets_stay_in_bounds(module, kind):
+    """And the result is that of the offsets that they are clamped to."""
+    linear = LINEARS[1]
+    x, weight, _, bias, dy = make(linear, torch.float32, "cpu")
+    x, weight, bias, dy = (guarded(t) for t in (x, weight, bias, dy))
+    wrong = torch.tensor(WRONG[kind])
+    got = run_linear(module, linear, x, weight, wrong, bias, dy)
+    want = run_linear(module, linear, x, weight, wrong.clamp(0, x.shape[0]).cummax(0).values, bias, dy)
+    for name, tensor in got.items():
+        assert_bitwise(name, tensor, want[name])
+
+
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
+def test_grouped_linear_only_gradients_asked_for(module, needs):
+    inputs = make(LINEARS[3], torch.float32, "cpu")
+    full = run_linear(module, LINEARS[3], *inputs)
+    for name, tensor in run_linear(module, LINEARS[3], *inputs, needs=needs).items():
+        assert_bitwise(name, tensor, full[name])
+
+
+PERMUTES = [Case("plain"), Case("sentinels-only", T=4, sentinels=1.0), Case("top-1", T=9, top_k=1)]
+PERMUTES += [Case("no-token", T=0), Case("odd", T=9, H=35), Case("one", T=9, H=1), Case("wide", T=4, top_k=2, H=2100)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("case", PERMUTES, ids=lambda case: case.id)
+def test_permute(module, grouped_moe, case, dtype):
+    """gather, combine and the gradients of combine, with NaN in rows past R and in weights of sentinels."""
+    permute, ids = module("permute"), make_ids(case)
+    routing = grouped_moe.route(ids, case.E)
+    offsets, row_to_slot, slot_to_row = routing.expert_offsets, routing.row_to_slot, routing.slot_to_row
+    x, dout = (torch.randn(case.T, case.H).to(dtype) for _ in range(2))
+    y, weights = torch.randn(case.T * case.top_k, case.H).to(dtype), torch.rand(case.T, case.top_k)
+    with torch.enable_grad():
+        leaves = [y.double(), weights.double()]
+        want = differentiate(lambda y, w: loop_combine(y, w, routing), leaves, dout.double())
+        plain = loop_combine(y.double(), torch.ones_like(leaves[1]), routing)
+    sentinel = is_sentinel(ids, case.E)
+    y[int(offsets[-1]) :], weights[sentinel], dout[sentinel.all(1)] = NAN, NAN, NAN
+    row_to_slot = torch.where(torch.arange(len(row_to_slot)) < offsets[-1], row_to_slot, 2**30).int()
+    x, y, weights, dout = (guarded(t) for t in (x, y, weights, dout))
+    with GuardedAllocations() as mode:
+        mode.bands.append(torch.empty(0))  # T = 0 allocates nothing
+        gathered = permute.gather_rows_triton(x, row_to_slot, offsets, case.top_k)
+        out = permute.launch_combine(y, weights, slot_to_row, case.top_k)
+        unweighted = permute.launch_combine(y, None, slot_to_row, case.top_k)
+        dy, dw = permute.combine_grad_triton(dout, y, weights, offsets, slot_to_row, (True, True))
+    assert_bitwise("gather", gathered, loop_gather(x, routing))
+    for name, got, wanted in (("out", out, want[0]), ("unweighted", unweighted, plain), ("dy", dy, want[1][0])):
+        assert_close(name, got, wanted, dtype)
+    assert_close("dweights", dw, want[1][1], dtype, inner_products=True)

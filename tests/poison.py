@@ -1,0 +1,68 @@
+"""What must not be read is made NaN: fresh memory, rows, weights and the memory around a tensor."""
+
+import contextlib
+import warnings
+from typing import Iterator
+
+import torch
+from torch import Tensor
+
+
+@contextlib.contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Within it every torch.empty, also of the package, is NaN (or the largest integer)."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The mode warns of operations that it would otherwise refuse.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        try:
+            assert bool(torch.empty(3).isnan().all()), "this torch does not fill fresh memory"
+            yield
+        finally:
+            torch.utils.deterministic.fill_uninitialized_memory = filled
+            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+def is_sentinel(top_k_index: Tensor, num_experts: int) -> Tensor:
+    """(T, top_k) bool."""
+    return (top_k_index < 0) | (top_k_index >= num_experts)
+
+
+def poison_sentinels(inputs, num_experts: int, value: float = float("nan")):
+    """A copy of `cases.Inputs` with `value` in everything that the contract says is never read.
+
+    That is: routing weights of sentinels; hidden rows and output cotangents of tokens with nothing but sentinels;
+    weights and biases of experts without rows.
+    """
+    sentinel = is_sentinel(inputs.top_k_index, num_experts)
+    local = inputs.top_k_index[~sentinel].long()
+    idle = torch.ones(num_experts, dtype=torch.bool, device=local.device)
+    idle[local] = False
+    unrouted = sentinel.all(1)
+    masks = {"hidden_states": unrouted, "dout": unrouted, "top_k_weights": sentinel}
+    for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
+        masks[name] = idle
+    changed = {}
+    for name, mask in masks.items():
+        tensor = getattr(inputs, name)
+        changed[name] = tensor if tensor is None else tensor.detach().clone()
+        if tensor is not None:
+            changed[name][mask] = value
+    return inputs._replace(**changed)
+
+
+def guarded(tensor: Tensor, value: float = float("nan"), margin: int = 1031) -> Tensor:
+    """A copy of tensor (contiguous) in the middle of memory full of `value`, at an odd offset."""
+    storage = torch.full((tensor.numel() + 2 * margin,), value, dtype=tensor.dtype, device=tensor.device)
+    view = storage[margin : margin + tensor.numel()].view(tensor.shape)
+    view.copy_(tensor)
+    return view
+
+
+def dirty_allocator(device: str, floats: int = 1 << 20) -> None:
+    """Fills and frees memory of many sizes, so that the next torch.empty finds NaN in it."""
+    blocks = [torch.full((floats >> shift,), float("nan"), device=device) for shift in range(0, 20)]
+    del blocks

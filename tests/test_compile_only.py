@@ -1,0 +1,23 @@
+"""Every shipped kernel compiles for GPUs that are not here, fits their shared memory and does not spill."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+pytest.importorskip("triton")
+
+TARGETS = ("sm80", "sm90", "sm100", "sm120", "gfx942")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles_without_spilling(target):
+    """Two layers at the smallest and the largest row tile; tools/compile_check.py without options does all."""
+    command = [sys.executable, "tools/compile_check.py", "--targets", target, "--dtypes", "bf16"]
+    command += ["--layers", "qwen3-30b,gpt-oss", "--tokens", "1,4096"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "down_dgrad_kernel" in result.stdout and "wgrad_kernel" in result.stdout

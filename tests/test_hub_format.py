@@ -1,0 +1,363 @@
+"""The package as the Hub distributes it: builds, loads in every way that users load it, and stays as it was hashed."""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kernels._rust import Digest, DigestAlgorithm, DigestValidationError, Metadata
+
+ROOT = Path(__file__).resolve().parent.parent
+BACKENDS = ("cpu", "cuda", "rocm", "xpu")
+
+
+def run_python(code: str, *arguments: object, **environment: str) -> list[str]:
+    """Run `code` in a fresh interpreter without redirections and return the JSON that its last line prints."""
+    redirections = ("LOCAL_KERNELS", "KERNELS_CACHE")
+    clean = {name: value for name, value in os.environ.items() if name not in redirections}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    result = subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def run_build(tree: Path) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, tree / "tools" / "build.py"], capture_output=True, text=True, timeout=60)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def digest(variant: Path) -> Digest:
+    return Digest.hash_variant(DigestAlgorithm.SHA256, variant)
+
+
+def public_names(package: str) -> list[str]:
+    tree = ast.parse((ROOT / "torch-ext" / package / "__init__.py").read_text(encoding="utf-8"))
+    values = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
+    return ast.literal_eval(values[0])
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    build = ROOT / "build"
+    assert build.is_dir(), "run make build"
+    return build
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what the build reads, outside of any git repository."""
+    ignore = shutil.ignore_patterns("__pycache__", "_ops.py")
+    for name in ("torch-ext", "tools"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+    for name in ("build.toml", "CARD.md", ".gitignore"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.kernels_ci
+def test_loads_by_name_with_every_public_name(grouped_moe):
+    missing = [name for name in grouped_moe.__all__ if not hasattr(grouped_moe, name)]
+    assert grouped_moe.__all__ and not missing
+
+
+@pytest.mark.kernels_ci
+def test_loaded_from_local_kernels(grouped_moe, hub):
+    entries = dict(entry.split("=", 1) for entry in os.environ["LOCAL_KERNELS"].split(":"))
+    assert Path(grouped_moe.__file__).resolve().is_relative_to(Path(entries[hub.repo_id]).resolve())
+
+
+def test_loads_by_path(built, grouped_moe):
+    """From the repository, from its build directory, and from the variant itself."""
+    variant = built / Path(grouped_moe.__file__).parent.name
+    code = """
+import json, pathlib, sys, kernels
+print(json.dumps([kernels.get_local_kernel(pathlib.Path(path)).__file__ for path in sys.argv[1:]]))
+"""
+    assert run_python(code, ROOT, built, variant) == [str(variant / "__init__.py")] * 3
+
+
+def test_loads_from_a_hub_cache_offline(built, hub, tmp_path):
+    commit = "0123456789abcdef" * 2 + "01234567"
+    repository = tmp_path / f"kernels--{hub.repo_id.replace('/', '--')}"
+    shutil.copytree(built, repository / "snapshots" / commit / "build")
+    (repository / "refs").mkdir()
+    (repository / "refs" / f"v{hub.version}").write_text(commit)
+    code = """
+import json, sys, kernels
+kernel = kernels.get_kernel(sys.argv[1], version=int(sys.argv[2]), trust_remote_code=True)
+print(json.dumps([kernel.__file__]))
+"""
+    (file,) = run_python(code, hub.repo_id, hub.version, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
+    assert Path(file).is_relative_to(repository / "snapshots" / commit)
+
+
+def test_cpu_variant_loads_and_runs_without_triton(built):
+    code = """
+import importlib.abc, json, pathlib, sys, torch, kernels
+
+class NoTriton(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ImportError("triton is blocked")
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+    del sys.modules[name]
+sys.meta_path.insert(0, NoTriton())
+kernel = kernels.get_local_kernel(pathlib.Path(sys.argv[1]))
+for name in kernel.__all__:
+    getattr(kernel, name)
+x, w1, w2 = torch.randn(3, 8), torch.randn(2, 12, 8), torch.randn(2, 8, 6)
+ids, weights = torch.tensor([[0], [1], [2]]), torch.rand(3, 1)
+y = kernel.grouped_mm_experts(x, ids, weights, w1, w2)
+rows = []
+for t, expert in enumerate([0, 1]):
+    gate, up = (w1[expert] @ x[t]).chunk(2)
+    rows.append(weights[t] * (w2[expert] @ (torch.nn.functional.silu(gate) * up)))
+torch.testing.assert_close(y, torch.stack([*rows, torch.zeros(8)]))
+print(json.dumps([name for name in sys.modules if name.partition(".")[0] == "triton"]))
+"""
+    assert run_python(code, built / "torch-cpu") == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_metadata_describes_the_variant(built, hub, backend):
+    variant = built / f"torch-{backend}"
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    metadata.digest.validate(digest(variant))
+    unique_id = re.search(r'unique_id = "(\w+)"', (variant / "_ops.py").read_text(encoding="utf-8")).group(1)
+    assert metadata.id == f"_{hub.package}_{backend}_{unique_id}"
+    assert metadata.version == hub.version
+    assert str(metadata.backend.backend_type).lower() == backend
+    assert metadata.backend.archs is None
+
+
+def test_there_is_a_variant_for_every_backend_and_no_other(built):
+    assert sorted(path.name for path in built.glob("torch*")) == [f"torch-{backend}" for backend in BACKENDS]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_build_is_of_this_source(built, hub, backend):
+    """A stale build would let every other test pass on code that is no longer there."""
+    generated = {"_ops.py", "metadata.json"}
+
+    def files(directory: Path) -> dict[str, bytes]:
+        items = content(directory).items()
+        return {name: data for name, data in items if name.endswith((".py", ".json")) and name not in generated}
+
+    assert files(built / f"torch-{backend}") == files(ROOT / "torch-ext" / hub.package), "run make build"
+
+
+def append_to_a_file(variant: Path) -> None:
+    with open(variant / "__init__.py", "a") as file:
+        file.write("\n")
+
+
+def add_a_file(variant: Path) -> None:
+    (variant / "added.py").touch()
+
+
+def remove_a_file(variant: Path) -> None:
+    (variant / "_ops.py").unlink()
+
+
+@pytest.mark.parametrize("tamper", [append_to_a_file, add_a_file, remove_a_file])
+def test_digest_notices_tampering(built, tmp_path, tamper):
+    variant = Path(shutil.copytree(built / "torch-cpu", tmp_path / "torch-cpu"))
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    metadata.digest.validate(digest(variant))
+    tamper(variant)
+    with pytest.raises(DigestValidationError):
+        metadata.digest.validate(digest(variant))
+
+
+def test_public_names_are_documented(hub):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in public_names(hub.package) if not re.search(rf"\b{name}\b", readme)] == []
+
+
+def test_card_is_rendered_with_every_public_name(built, hub):
+    card = (built / "CARD.md").read_text(encoding="utf-8")
+    assert card.startswith("---\nlibrary_name: kernels\nlicense: apache-2.0\n")
+    assert f'get_kernel("{hub.repo_id}", version={hub.version}' in card
+    assert not re.search(r"{[{%]", card)
+    names = public_names(hub.package)
+    assert [name for name in names if name != "layers" and f"- `{name}`" not in card] == []
+    assert [name for name in re.findall(r"grouped_moe\.(\w+)", card) if name not in names] == []
+
+
+def test_ops_template_is_the_builders():
+    """The hash is that of the noarch template at the commit of huggingface/kernels that flake.lock pins."""
+    template = (ROOT / "tools" / "_ops.py.in").read_bytes()
+    assert hashlib.sha256(template).hexdigest() == "dce5b28dbdbde0ab81055939f5b89b413a4e48804206d4dde8080417bae18b27"
+
+
+def test_build_is_reproducible_and_takes_only_declared_files(tree, hub):
+    package = tree / "torch-ext" / hub.package
+    assert run_build(tree).returncode == 0
+    first = content(tree / "build")
+    (package / "NOTES.txt").write_text("not declared in pyext")
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "stale.cpython-39.pyc").touch()
+    (package / "_ops.py").write_text("raise RuntimeError('left by create-pyproject')")
+    assert run_build(tree).returncode == 0
+    assert content(tree / "build") == first
+    assert {Path(name).suffix for name in first} <= {".py", ".json", ".md"}
+
+
+def test_build_is_identified_by_content_or_by_git(tree, hub):
+    def identify() -> tuple[str, dict]:
+        result = run_build(tree)
+        assert result.returncode == 0, result.stderr
+        metadata = json.loads((tree / "build" / "torch-cpu" / "metadata.json").read_text())
+        return metadata["id"].removeprefix(f"_{hub.package}_cpu_"), metadata["provenance"]
+
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=test", "-c", "user.email=test@example.com", "-c", "commit.gpgsign=false")
+        command = ["git", "-C", tree, *identity, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    plain, provenance = identify()
+    assert re.fullmatch("[0-9a-f]{7}", plain) and "kernel" not in provenance
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "test")
+    unique_id = git("rev-parse", "HEAD^{tree}")[:7]
+    commit = git("rev-parse", "HEAD")
+    assert identify() == (unique_id, {**provenance, "kernel": {"commit": commit, "dirty": False}})
+    (tree / "torch-ext" / hub.package / "untracked.py").touch()
+    assert identify() == (f"{unique_id}_dirty", {**provenance, "kernel": {"commit": commit, "dirty": True}})
+
+
+REJECTED_MODULES = {
+    "op with a fixed namespace": ('@library.custom_op("ns::op", mutates_args=())\ndef op(): pass', "op: custom_op"),
+    "fake with a fixed namespace": ('@torch.library.register_fake("ns::op")\ndef op(): pass', "op: register_fake"),
+    "kernel without a namespace": ('@op.register_kernel("cpu")\ndef cpu(): pass', "cpu: register_kernel"),
+    "autograd with a fixed namespace": ('torch.library.register_autograd("ns::op", f)', "has a fixed namespace"),
+    "library with a fixed name": ('torch.library.Library("ns", "FRAGMENT")', "has a fixed namespace"),
+    "absolute import of the package": ("import grouped_moe.routing", "absolute import of grouped_moe"),
+    "absolute import from the package": ("from grouped_moe import route", "absolute import of grouped_moe"),
+    "import of another package": ("def f():\n    import numpy", "import of numpy"),
+    "import of transformers": ("import transformers", "import of transformers outside a function"),
+    "match statement": ("match x:\n    case 1:\n        pass", "not valid Python 3.9"),
+    "union in an annotation": ("def f(x: int | None): pass", "needs Python 3.10"),
+    "syntax error": ("def f(:", "not valid Python 3.9"),
+}
+
+
+@pytest.mark.parametrize("source, message", REJECTED_MODULES.values(), ids=REJECTED_MODULES.keys())
+def test_build_rejects_module(tree, hub, source, message):
+    (tree / "torch-ext" / hub.package / "rejected.py").write_text(source)
+    assert_rejected(tree, message)
+
+
+ACCEPTED_MODULE = """
+from __future__ import annotations
+
+import json
+import torch
+from . import _ops
+
+@torch.library.custom_op(_ops.add_op_namespace_prefix("op"), mutates_args=())
+def op(x: torch.Tensor | None) -> None:
+    from transformers import AutoModel
+
+@op.register_fake
+def fake(x): pass
+
+torch.library.register_autograd(_ops.add_op_namespace_prefix("op"), fake)
+"""
+
+
+def test_build_accepts_what_the_rules_ask_for(tree, hub):
+    (tree / "torch-ext" / hub.package / "accepted.py").write_text(ACCEPTED_MODULE)
+    result = run_build(tree)
+    assert result.returncode == 0, result.stderr
+
+
+def remove_init(package: Path) -> None:
+    (package / "__init__.py").unlink()
+
+
+def nest_package(package: Path) -> None:
+    (package / package.name).mkdir()
+
+
+def compute_all(package: Path) -> None:
+    (package / "__init__.py").write_text('__all__ = ["a"] + ["b"]')
+
+
+def omit_all(package: Path) -> None:
+    (package / "__init__.py").write_text("")
+
+
+def break_build_toml(package: Path) -> None:
+    file = package.parents[1] / "build.toml"
+    file.write_text(file.read_text().replace("edition = 5", "edition = 5\nunknown = 1"))
+
+
+def remove_repo_id(package: Path) -> None:
+    file = package.parents[1] / "build.toml"
+    file.write_text(re.sub("repo-id.*", "", file.read_text()))
+
+
+def misspell_card_variable(package: Path) -> None:
+    with open(package.parents[1] / "CARD.md", "a") as card:
+        card.write("{{ repo }}")
+
+
+def remove_card(package: Path) -> None:
+    (package.parents[1] / "CARD.md").unlink()
+
+
+def bad_op_in_tests(package: Path) -> None:
+    tests = package.parents[1] / "tests"
+    tests.mkdir()
+    (tests / "test_op.py").write_text('@torch.library.custom_op("ns::op", mutates_args=())\ndef op(): pass')
+
+
+REJECTED_TREES = [
+    (remove_init, "__init__.py is missing"),
+    (nest_package, "must not contain an entry named grouped_moe"),
+    (compute_all, "__all__ must be a literal"),
+    (omit_all, "__all__ is missing"),
+    (break_build_toml, "Unknown field unknown"),
+    (remove_repo_id, "repo-id"),
+    (misspell_card_variable, "'repo' is undefined"),
+    (remove_card, "CARD.md is missing"),
+    (bad_op_in_tests, "tests/test_op.py:2: op: custom_op"),
+]
+
+
+@pytest.mark.parametrize("spoil, message", REJECTED_TREES, ids=[case[0].__name__ for case in REJECTED_TREES])
+def test_build_rejects_tree(tree, hub, spoil, message):
+    spoil(tree / "torch-ext" / hub.package)
+    assert_rejected(tree, message)
+
+
+def assert_rejected(tree: Path, message: str) -> None:
+    """The build fails with one line that says why, and what was built before is still there."""
+    old = tree / "build" / "torch-cpu" / "old.py"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    result = run_build(tree)
+    assert result.returncode == 1
+    assert re.fullmatch("error: [^\n]+\n", result.stderr) and message in result.stderr
+    assert content(tree / "build") == {"torch-cpu/old.py": b""}
+    assert not list(tree.glob(".build-*"))
+
+
+def test_build_does_not_replace_what_is_not_a_build(tree):
+    result = subprocess.run(
+        [sys.executable, tree / "tools" / "build.py", "--output", tree], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 1 and "which is not part of a build: not replaced" in result.stderr
+    assert (tree / "build.toml").is_file()

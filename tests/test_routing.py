@@ -1,0 +1,95 @@
+"""route against a Python loop: stable order, ids of every kind, sizes around the blocks of the sort."""
+
+import pytest
+import torch
+from cases import Case, make_ids, sentinel_ids
+from poison import poisoned_allocations
+
+
+def loop_route(ids, num_experts):
+    """(expert_offsets, routed part of row_to_slot, slot_to_row) as lists."""
+    flat = ids.flatten().tolist()
+    slots_of = [[] for _ in range(num_experts)]
+    for slot, expert in enumerate(flat):
+        if 0 <= expert < num_experts:
+            slots_of[expert].append(slot)
+    offsets, order, places = [0], [], [-1] * len(flat)
+    for slots in slots_of:
+        order += slots
+        offsets.append(len(order))
+    for row, slot in enumerate(order):
+        places[slot] = row
+    return offsets, order, places
+
+
+def assert_routed(grouped_moe, ids, num_experts):
+    """route equals the loop, in int32, on the device of the ids; unwritten memory shows as NaN's integer twin."""
+    with poisoned_allocations():
+        routing = grouped_moe.route(ids, num_experts)
+    offsets, order, places = loop_route(ids, num_experts)
+    for tensor in (routing.expert_offsets, routing.row_to_slot, routing.slot_to_row):
+        assert tensor.dtype == torch.int32 and tensor.device == ids.device
+    assert routing.row_to_slot.shape == routing.slot_to_row.shape == (ids.numel(),)
+    assert (routing.top_k, routing.num_experts) == (ids.shape[1], num_experts)
+    assert routing.expert_offsets.tolist() == offsets
+    assert routing.row_to_slot[: len(order)].tolist() == order
+    assert routing.slot_to_row.tolist() == places
+
+
+# Around the kernels' steps of 32 slots, blocks of 128 and 512, and 4096, where the sort takes three launches.
+SIZES = [(0, 3, 4), (1, 1, 1), (1, 8, 128), (5, 3, 7), (31, 1, 2), (33, 1, 31), (64, 2, 32), (127, 1, 33), (43, 3, 64)]
+SIZES += [(511, 2, 3), (512, 2, 4), (1025, 1, 5), (40, 30, 1024), (4095, 1, 6), (2048, 2, 2), (4097, 1, 1)]
+SIZES += [(1536, 3, 7), (4609, 1, 63), (1100, 8, 1024)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("sentinels", [0.0, 0.4], ids=["local", "sentinels"])
+@pytest.mark.parametrize("tokens, top_k, experts", SIZES)
+def test_matches_loop(grouped_moe, device, tokens, top_k, experts, sentinels, dtype):
+    case = Case("routing", T=tokens, top_k=top_k, E=experts, sentinels=sentinels)
+    assert_routed(grouped_moe, make_ids(case, dtype).to(device), experts)
+
+
+def test_many_blocks(grouped_moe, device):
+    """More blocks of slots than the scan over blocks takes at a time."""
+    for tokens, experts in ((9000, 513), (8400, 6)):
+        ids = make_ids(Case("routing", T=tokens, top_k=4, E=experts)).to(device)
+        assert_routed(grouped_moe, ids, experts)
+
+
+@pytest.mark.parametrize("slots", [127, 129, 4096, 4097, 6000])
+@pytest.mark.parametrize("expert", [0, 3, 6])
+def test_one_expert_takes_all(grouped_moe, device, slots, expert):
+    ids = torch.full((slots, 1), expert, device=device)
+    assert_routed(grouped_moe, ids, 7)
+    assert grouped_moe.route(ids, 7).row_to_slot.tolist() == list(range(slots))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("slots", [40, 1500])
+def test_sentinels_only(grouped_moe, device, slots, dtype):
+    foreign = sentinel_ids(9, dtype)
+    ids = foreign[torch.randint(len(foreign), (slots, 1))].to(device, dtype)
+    assert_routed(grouped_moe, ids, 9)
+
+
+@pytest.mark.kernels_ci
+def test_huge_ids_do_not_wrap(grouped_moe, device):
+    """2**32 + e is not expert e, though its low 32 bits are."""
+    ids = torch.tensor([[2**32, 2**32 + 1, 1], [-(2**32), 2**33 + 2, 0], [2**63 - 1, -(2**63), 2]], device=device)
+    assert_routed(grouped_moe, ids, 3)
+
+
+@pytest.mark.kernels_ci
+def test_worked_example(grouped_moe, device):
+    routing = grouped_moe.route(torch.tensor([[1, 0], [2, 1], [0, -1]], device=device), 2)
+    assert routing.expert_offsets.tolist() == [0, 2, 4]
+    assert routing.row_to_slot[:4].tolist() == [1, 4, 0, 3]
+    assert routing.slot_to_row.tolist() == [2, 0, -1, 3, 1, -1]
+
+
+@pytest.mark.kernels_ci
+def test_strided_ids(grouped_moe, device):
+    ids = torch.randint(-1, 6, (70, 6), device=device)
+    for view in (ids[:, ::2], ids.t(), ids[1:, 2:], ids[:, :1].expand(70, 4)):
+        assert_routed(grouped_moe, view, 5)

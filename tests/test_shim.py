@@ -1,0 +1,171 @@
+"""The ways into the package from transformers and kernels: registration, errors, distributed parameters, Hub layers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import kernels
+import pytest
+import torch
+
+NUM_EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 32, 24, 16, 2
+
+LOAD = "import kernels; kernel = kernels.get_kernel({!r}, version={})\n"
+WITHOUT_TRANSFORMERS = """
+import sys
+sys.modules["transformers"] = None
+try:
+    kernel.register_experts_implementation()
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def implementation(grouped_moe) -> str:
+    return grouped_moe.register_experts_implementation()
+
+
+def make_experts(device: str, implementation: str, num_experts: int = NUM_EXPERTS) -> torch.nn.Module:
+    """gpt-oss experts: transposed, interleaved, with biases and a clamp."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    config = GptOssConfig(num_local_experts=num_experts, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE)
+    config._experts_implementation = implementation
+    experts = GptOssExperts(config)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return experts.to(device)
+
+
+def make_inputs(device: str, num_experts: int = NUM_EXPERTS) -> tuple:
+    """hidden_states, top_k_index, top_k_weights; the ids reach num_experts, the sentinel."""
+    ids = torch.randint(0, num_experts + 1, (TOKENS, TOP_K))
+    tensors = (torch.randn(TOKENS, HIDDEN, requires_grad=True), ids, torch.rand(TOKENS, TOP_K, requires_grad=True))
+    return tuple(tensor.to(device) for tensor in tensors)
+
+
+def test_registers_once_or_twice(grouped_moe):
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    names = [grouped_moe.register_experts_implementation() for _ in range(2)]
+    assert names == ["grouped_moe"] * 2
+    assert callable(ALL_EXPERTS_FUNCTIONS["grouped_moe"])
+
+
+def test_registers_under_another_name(grouped_moe, device):
+    name = grouped_moe.register_experts_implementation("another_name")
+    inputs = make_inputs(device)
+    experts = make_experts(device, name)
+    actual = experts(*inputs)
+    experts.config._experts_implementation = grouped_moe.register_experts_implementation()
+    assert name == "another_name" and torch.equal(actual, experts(*inputs))
+
+
+def test_fp8_experts_raise_a_clear_error(implementation):
+    """Where transformers puts FP8 experts into a model, and they run."""
+    from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, replace_with_fp8_linear
+
+    config = Qwen3MoeConfig(num_experts=NUM_EXPERTS, hidden_size=128, moe_intermediate_size=128, num_hidden_layers=1)
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config)
+    model.set_experts_implementation(implementation)
+    replace_with_fp8_linear(model, ["lm_head"], FineGrainedFP8Config())
+    experts = model.model.layers[0].mlp.experts
+    ids, weights = torch.zeros(TOKENS, TOP_K, dtype=torch.int64), torch.ones(TOKENS, TOP_K)
+    assert implementation in ALL_FP8_EXPERTS_FUNCTIONS and "FP8" in type(experts).__name__
+    with pytest.raises(ValueError, match="FP8 experts are not supported.*choose another experts_implementation"):
+        experts(torch.zeros(TOKENS, 128), ids, weights)
+
+
+def test_without_transformers_raises_a_clear_error(hub):
+    code = LOAD.format(hub.repo_id, hub.version) + WITHOUT_TRANSFORMERS
+    result = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "register_experts_implementation" in result.stdout and "pip install 'transformers>=5.9'" in result.stdout
+
+
+def test_needs_no_transformers_to_load(hub):
+    code = LOAD.format(hub.repo_id, hub.version) + "import sys; print('transformers' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=120)
+    assert result.stdout.split() == ["False"], result.stderr
+
+
+def test_wrong_num_experts_is_named(implementation, device):
+    experts = make_experts(device, implementation)
+    experts.num_experts += 1
+    with pytest.raises(ValueError, match="num_experts: expected 4 as in gate_up_proj, got 5"):
+        experts(*make_inputs(device))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_output_has_the_dtype_of_hidden_states(dtype, implementation, device):
+    """As in eager, where weights and activations may differ: with fp32 norms before bf16 experts, say."""
+    experts = make_experts(device, implementation).to(torch.bfloat16)
+    x, ids, weights = make_inputs(device)
+    assert experts(x.to(dtype), ids, weights).dtype == dtype
+
+
+@pytest.fixture
+def expert_mesh(device):
+    """Two ranks, of which this is the first, without the second: nothing here communicates."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh(device, (2,))
+    torch.distributed.destroy_process_group()
+
+
+def test_expert_parallel_dtensors(implementation, expert_mesh, device):
+    """A rank's half of the experts as DTensors, as transformers shards them: as without, and DTensor gradients."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    experts = make_experts(device, implementation, num_experts=NUM_EXPERTS // 2)
+    inputs = make_inputs(device, num_experts=NUM_EXPERTS // 2)
+    cotangent = torch.randn(TOKENS, HIDDEN, device=device)
+    parameters = dict(experts.named_parameters())
+    expected = experts(*inputs)
+    grads = torch.autograd.grad(expected, (inputs[0], inputs[2], *parameters.values()), cotangent)
+    for name, parameter in parameters.items():
+        sharded = DTensor.from_local(parameter.detach(), expert_mesh, [Shard(0)], run_check=False)
+        setattr(experts, name, torch.nn.Parameter(sharded))
+    leaves = (inputs[0], inputs[2], *experts.parameters())
+    actual = experts(*inputs)
+    actual_grads = torch.autograd.grad(actual, leaves, cotangent)
+    assert torch.equal(actual, expected)
+    for leaf, grad, reference in zip(leaves, actual_grads, grads):
+        assert isinstance(grad, DTensor) == isinstance(leaf, DTensor) and grad.shape == leaf.shape
+        assert torch.equal(grad.to_local() if isinstance(grad, DTensor) else grad, reference)
+    assert experts.gate_up_proj.shape[0] == NUM_EXPERTS
+
+
+def kernelize(experts: torch.nn.Module, grouped_moe, device: str) -> torch.nn.Module:
+    """The experts in a model whose layers `kernels` has replaced, without a fallback."""
+    repository = kernels.LocalLayerRepository(Path(grouped_moe.__file__).parent, layer_name="GroupedMoeExperts")
+    model = torch.nn.Sequential(experts)
+    with kernels.use_kernel_mapping({"GroupedMoeExperts": {device: repository}}, inherit_mapping=False):
+        mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
+        return kernels.kernelize(model, mode=mode, device=device, use_fallback=False)[0]
+
+
+def test_hub_layer_computes_the_same(grouped_moe, implementation, device):
+    """Through kernels, which checks the layer's rules on the way: stateless, same signature, no members of its own."""
+    experts = make_experts(device, implementation)
+    inputs = make_inputs(device)
+    leaves = (inputs[0], inputs[2], *experts.parameters())
+    expected = experts(*inputs)
+    grads = torch.autograd.grad(expected.sum(), leaves)
+    experts.config._experts_implementation = "eager"
+    extensible = type("ExtensibleExperts", (type(experts),), {})
+    kernels.replace_kernel_forward_from_hub(extensible, "GroupedMoeExperts")
+    experts.__class__ = extensible
+    layer = kernelize(experts, grouped_moe, device)
+    assert layer.forward.__func__.__qualname__ == "GroupedMoeExperts.forward"
+    actual = layer(*inputs)
+    assert torch.equal(actual, expected)
+    for grad, reference in zip(torch.autograd.grad(actual.sum(), leaves), grads):
+        assert torch.equal(grad, reference)

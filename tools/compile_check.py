@@ -1,0 +1,276 @@
+"""Compile every kernel that the package launches for GPUs that are not here, and report what each one uses.
+
+    python tools/compile_check.py [--targets sm80,sm90,...] [--dtypes bf16,fp32,...] [--json FILE]
+
+The launchers themselves run, on CPU tensors of real layers, with Triton's driver replaced by one that only names a
+target: what is compiled is what would be launched there. Exit status 1 if a kernel fails to compile, exceeds the shared
+memory of its target, or spills registers. Needs a build (make build) and Triton; no GPU.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Iterator, NamedTuple
+
+import torch
+import triton
+from kernels import get_local_kernel
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+ROOT = Path(__file__).resolve().parent.parent
+# ptxas parks up to this much in local memory when a kernel uses every register: values that a tile reads once, before
+# its K loop, as the disassembly shows. More is a spill.
+SPILL_ALLOWANCE = 32
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class Target(NamedTuple):
+    """A GPU to compile for: shared memory in bytes per program, multiprocessors, threads per warp."""
+
+    gpu: GPUTarget
+    shared_memory: int
+    num_sms: int
+
+    @property
+    def warp_size(self) -> int:
+        return self.gpu.warp_size
+
+
+# Shared memory: CUDA C++ Programming Guide, technical specifications per compute capability; CDNA 3 ISA (LDS).
+TARGETS = {
+    "sm80": Target(GPUTarget("cuda", 80, 32), 166912, 108),
+    "sm90": Target(GPUTarget("cuda", 90, 32), 232448, 132),
+    "sm100": Target(GPUTarget("cuda", 100, 32), 232448, 148),
+    "sm120": Target(GPUTarget("cuda", 120, 32), 101376, 170),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 65536, 304),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Layer(NamedTuple):
+    """An experts block to compile for, and the activation it has."""
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    gated: bool = True
+    interleaved: bool = False
+    transposed: bool = False
+    bias: bool = False
+    alpha: float = 1.0
+    limit: float = None
+    up_offset: float = 0.0
+    activation: str = "silu"
+
+
+LAYERS = (
+    Layer("qwen3-30b", 128, 8, 2048, 768),
+    Layer("gpt-oss", 128, 4, 2880, 2880, True, True, True, True, 1.702, 7.0, 1.0),
+    Layer("nemotron-h", 128, 6, 2688, 1856, gated=False, activation="relu2"),
+)
+
+
+@dataclass
+class Row:
+    """What one compiled kernel uses. registers per thread, shared and spilled in bytes."""
+
+    target: str
+    layer: str
+    dtype: str
+    block_m: int
+    kernel: str
+    num_warps: int
+    num_stages: int
+    registers: int
+    shared: int
+    spilled: int
+    error: str = ""
+
+
+class NamedDriver:
+    """Stands in for Triton's driver: answers which target to compile for, and can launch nothing."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.name].gpu
+
+    def get_current_device(self) -> str:
+        return self.name  # Triton caches compiled kernels per device
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def map_python_to_cpp_type(self, kind: str) -> str:
+        return kind
+
+    def get_device_properties(self, device: object) -> dict:
+        target = TARGETS[self.name]
+        return {
+            "max_shared_mem": target.shared_memory,
+            "multiprocessor_count": target.num_sms,
+            "warpSize": target.warp_size,
+        }
+
+
+@contextlib.contextmanager
+def compiling_for(name: str, collect) -> Iterator[None]:
+    """Within, a launch compiles for the target, hands the result to `collect` and runs nothing."""
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        collect(self, run(self, *args, grid=grid, warmup=True, **kwargs))
+
+    previous = driver._active
+    JITFunction.run = compile_only
+    driver.set_active(NamedDriver(name))
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+        driver._active = previous
+
+
+def resource_usage(kernel) -> tuple:
+    """(registers per thread, spilled bytes) of a compiled kernel."""
+    if "amdgcn" in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        fields = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|[vs]gpr_spill_count):\s*(\d+)", text)}
+        return fields["vgpr_count"], 4 * (fields["vgpr_spill_count"] + fields["sgpr_spill_count"])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
+    return int(registers), int(stack)
+
+
+def run_layer(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> None:
+    """Forward and backward of the experts block through the launchers, on unwritten CPU tensors."""
+    experts, routing, activation = modules("experts"), modules("routing"), modules("activation")
+
+    def empty(*shape):
+        return torch.empty(shape, dtype=dtype)
+
+    e, h, i = layer.num_experts, layer.hidden, layer.intermediate
+    p = 2 * i if layer.gated else i
+    up, down = (empty(e, h, p), empty(e, i, h)) if layer.transposed else (empty(e, p, h), empty(e, h, i))
+    up_bias, down_bias = (empty(e, p), empty(e, h)) if layer.bias else (None, None)
+    act = activation.Activation(layer.activation, layer.alpha, layer.limit, layer.up_offset)
+    block = experts.Block(
+        up, down, up_bias, down_bias, act, layer.gated, layer.interleaved, layer.transposed, recompute=False
+    )
+    ids = torch.empty((num_tokens, layer.top_k), dtype=torch.int64)
+    x, weights = empty(num_tokens, h), torch.empty(ids.shape, dtype=torch.float32)
+    indices = routing.route_triton(ids, e)
+    _, preact = experts.forward_triton(block, x, weights, indices, save=True)
+    needs = experts.Grads(True, True, True, True, layer.bias, layer.bias)
+    grads = experts.empty_grads(needs, (x, weights, up, down, up_bias, down_bias))
+    experts.backward_triton(block, empty(num_tokens, h), x, weights, preact, indices, needs, grads)
+
+
+def run_building_blocks(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> None:
+    """Forward and backward of gather_rows, grouped_linear and combine_rows through the launchers."""
+    routing, linear, permute = modules("routing"), modules("grouped_linear"), modules("permute")
+    e, h, i = layer.num_experts, layer.hidden, layer.intermediate
+    ids = torch.empty((num_tokens, layer.top_k), dtype=torch.int64)
+    offsets, row_to_slot, slot_to_row = routing.route_triton(ids, e)
+    x, weight = torch.empty((num_tokens, h), dtype=dtype), torch.empty((e, i, h), dtype=dtype)
+    rows = permute.gather_rows_triton(x, row_to_slot, offsets, layer.top_k)
+    y = linear.forward_triton(rows, weight, offsets, torch.empty((e, i), dtype=dtype), False)
+    linear.backward_triton(y, rows, weight, offsets, False, (True, True, True))
+    weights = torch.empty(ids.shape, dtype=torch.float32)
+    out = permute.launch_combine(y, weights, slot_to_row, layer.top_k)
+    permute.combine_grad_triton(out, y, weights, offsets, slot_to_row, (True, True))
+
+
+def check(modules, target: str, layer: Layer, dtype_name: str, tokens: int, body) -> list:
+    """The rows of all kernels that one case launches."""
+    rows = []
+    block_m = modules("tuning").choose_block_m(tokens * layer.top_k, layer.num_experts, DTYPES[dtype_name])
+
+    def collect(function, kernel):
+        meta = kernel.metadata
+        registers, spilled = resource_usage(kernel)
+        row = Row(
+            target, layer.name, dtype_name, block_m, function.fn.__name__, meta.num_warps, meta.num_stages,
+            registers, meta.shared, spilled,
+        )  # fmt: skip
+        if meta.shared > TARGETS[target].shared_memory:
+            row.error = f"shared memory {meta.shared} > {TARGETS[target].shared_memory}"
+        elif spilled > SPILL_ALLOWANCE:
+            row.error = f"spills {spilled} bytes"
+        rows.append(row)
+
+    modules("tuning").device_spec.cache_clear()
+    try:
+        with compiling_for(target, collect):
+            body(modules, layer, DTYPES[dtype_name], tokens)
+    except Exception as error:  # a compiler failure of any kind is a result of this tool, not its end
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        rows.append(Row(target, layer.name, dtype_name, block_m, "?", 0, 0, 0, 0, 0, message))
+    modules("tuning").device_spec.cache_clear()
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--dtypes", default="bf16,fp32")
+    parser.add_argument("--layers", default=",".join(layer.name for layer in LAYERS))
+    parser.add_argument("--tokens", default="1,4096", help="numbers of tokens: each selects a row-tile size")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    arguments = parser.parse_args()
+    package = get_local_kernel(ROOT / "build")
+
+    def modules(name):
+        return sys.modules[f"{package.__name__}.{name}"]
+
+    rows = []
+    layers = [layer for layer in LAYERS if layer.name in arguments.layers.split(",")]
+    for target in arguments.targets.split(","):
+        for dtype in arguments.dtypes.split(","):
+            for tokens in map(int, arguments.tokens.split(",")):
+                for layer in layers:
+                    rows += check(modules, target, layer, dtype, tokens, run_layer)
+                rows += check(modules, target, layers[0], dtype, tokens, run_building_blocks)
+    report(rows)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="ascii")
+    return 1 if any(row.error for row in rows) else 0
+
+
+def report(rows) -> None:
+    """Prints the table, each distinct line once."""
+    head = f"{'target':7}{'layer':12}{'dtype':6}{'M':>4} {'kernel':24}{'warps':>6}{'stages':>7}{'regs':>6}{'shared':>8}"
+    print(head + f"{'spilled':>9}")
+    seen = set()
+    for row in rows:
+        line = (
+            f"{row.target:7}{row.layer:12}{row.dtype:6}{row.block_m:>4} {row.kernel:24}{row.num_warps:>6}"
+            f"{row.num_stages:>7}{row.registers:>6}{row.shared:>8}{row.spilled:>9}  {row.error}"
+        )
+        if line not in seen:
+            seen.add(line)
+            print(line.rstrip())
+    print(f"{len(seen)} kernels, {sum(bool(row.error) for row in rows)} with an error")
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.exit(main())

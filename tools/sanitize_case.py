@@ -1,0 +1,171 @@
+"""Every kernel once, small, both directions, against the fp64 reference: what compute-sanitizer is run on.
+
+    python tools/sanitize_case.py [--device cuda]
+
+Random numbers and the reference are made on the CPU, so that next to nothing but the package runs on the device.
+"""
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Dict, List, NamedTuple, Optional
+
+import kernels
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Case(NamedTuple):
+    """One experts block. T top_k above 1024 slots takes the routing of three launches, else that of one."""
+
+    name: str
+    T: int
+    top_k: int = 2
+    E: int = 3
+    H: int = 40
+    I: int = 24  # noqa: E741
+    dtype: torch.dtype = torch.bfloat16
+    gated: bool = True
+    interleaved: bool = False
+    transposed: bool = False
+    bias: bool = False
+    recompute: bool = False
+
+
+CASES = [
+    Case("gated", T=9),
+    Case("gated, many slots, whole tiles", T=700, H=128, I=64),
+    Case("all options", T=600, bias=True, interleaved=True, transposed=True, recompute=True),
+    Case("not gated, bias, fp16", T=33, gated=False, bias=True, dtype=torch.float16),
+    Case("gated, bias, interleaved, fp32", T=37, bias=True, interleaved=True, dtype=torch.float32),
+    Case("no token", T=0),
+]
+# Relative error in norm: eight roundings of 2^-8, 2^-11 or 2^-24, and room for sums in another order.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
+
+
+def load_kernel() -> ModuleType:
+    """The package, by the repo id and version of build.toml; a local build stands in for the Hub."""
+    text = (ROOT / "build.toml").read_text(encoding="utf-8")
+    repo_id = re.search(r'^repo-id = "(.+)"', text, re.MULTILINE).group(1)
+    version = int(re.search(r"^version = (\d+)", text, re.MULTILINE).group(1))
+    os.environ.setdefault("LOCAL_KERNELS", f"{repo_id}={ROOT / 'build'}")
+    return kernels.get_kernel(repo_id, version=version)
+
+
+def check(what: str, got: Dict[str, Tensor], want: Dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Fails with what is wrong; prints the largest error otherwise."""
+    worst = 0.0
+    for name, expected in want.items():
+        actual, expected = got[name].detach().cpu().double(), expected.detach()
+        error = float((actual - expected).norm() / expected.norm().clamp_min(1e-30)) if expected.numel() else 0.0
+        if not error < TOLERANCE[dtype]:
+            sys.exit(f"{what}: {name} is off by {error:.2e}")
+        worst = max(worst, error)
+    print(f"{what}: error {worst:.1e}", flush=True)
+
+
+def make_inputs(case: Case) -> Dict[str, Optional[Tensor]]:
+    """On the CPU, in the dtype of the case. A third of the slots are sentinels, beyond E or negative."""
+    p = 2 * case.I if case.gated else case.I
+    up, down = (case.E, p, case.H), (case.E, case.H, case.I)
+    if case.transposed:
+        up, down = (case.E, case.H, p), (case.E, case.I, case.H)
+    tensors = {
+        "hidden_states": torch.randn(case.T, case.H),
+        "top_k_weights": torch.rand(case.T, case.top_k),
+        "gate_up_proj": torch.randn(up) / case.H**0.5,
+        "down_proj": torch.randn(down) / case.I**0.5,
+        "gate_up_proj_bias": torch.randn(case.E, p) if case.bias else None,
+        "down_proj_bias": torch.randn(case.E, case.H) if case.bias else None,
+        "dout": torch.randn(case.T, case.H),
+    }
+    inputs = {name: t if t is None else t.to(case.dtype) for name, t in tensors.items()}
+    ids = torch.randint(0, case.E, (case.T, case.top_k))
+    foreign = torch.tensor([case.E, case.E + 5, -1, 2**40])[torch.randint(0, 4, ids.shape)]
+    inputs["top_k_index"] = torch.where(torch.rand(ids.shape) < 1 / 3, foreign, ids)
+    return inputs
+
+
+def gradients(out: Tensor, inputs: Dict[str, Optional[Tensor]]) -> Dict[str, Tensor]:
+    """The output and the gradient of every differentiable input."""
+    names = [name for name, t in inputs.items() if t is not None and t.requires_grad]
+    grads = torch.autograd.grad(out, [inputs[name] for name in names], inputs["dout"], allow_unused=True)
+    return {"out": out, **{name: g for name, g in zip(names, grads) if g is not None}}
+
+
+def leaves(inputs: Dict[str, Optional[Tensor]], device: str, dtype: Optional[torch.dtype] = None) -> dict:
+    """Copies on the device, in dtype where given; all but dout and indices require grad."""
+    copies: Dict[str, Optional[Tensor]] = {}
+    for name, tensor in inputs.items():
+        if tensor is None or name == "top_k_index":
+            copies[name] = None if tensor is None else tensor.to(device)
+        else:
+            copies[name] = tensor.to(device, dtype or tensor.dtype).requires_grad_(name != "dout")
+    return copies
+
+
+def run_experts(kernel: ModuleType, case: Case, device: str) -> None:
+    """The experts block."""
+    inputs = make_inputs(case)
+    order = ("hidden_states", "top_k_index", "top_k_weights", "gate_up_proj", "down_proj")
+    biases = ("gate_up_proj_bias", "down_proj_bias")
+    kind = {"gated": case.gated, "interleaved": case.interleaved, "transposed": case.transposed}
+
+    ours = leaves(inputs, device)
+    options = {**kind, **{name: ours[name] for name in biases}, "recompute": case.recompute}
+    got = gradients(kernel.grouped_mm_experts(*(ours[name] for name in order), **options), ours)
+
+    true = leaves(inputs, "cpu", torch.float64)
+    options = {**kind, **{name: true[name] for name in biases}}
+    out = kernel.reference.grouped_mm_experts(*(true[name] for name in order), **options)
+    want = gradients(out, true) if out.requires_grad else {"out": out}
+    check(case.name, got, want, case.dtype)
+
+
+def run_blocks(kernel: ModuleType, device: str, transposed: bool) -> None:
+    """route, gather_rows, grouped_linear with bias, combine_rows."""
+    case = Case("", T=600, I=48)
+    inputs = make_inputs(case._replace(bias=True, gated=False, transposed=transposed))
+    inputs = {name: t for name, t in inputs.items() if not name.startswith("down")}
+    inputs["dout"] = torch.randn(case.T, case.I).to(case.dtype)
+    ours = leaves(inputs, device)
+    routing = kernel.route(ours["top_k_index"], case.E)
+    rows = kernel.gather_rows(ours["hidden_states"], routing)
+    weight, bias = ours["gate_up_proj"], ours["gate_up_proj_bias"]
+    rows = kernel.grouped_linear(rows, weight, routing.expert_offsets, bias, transposed=transposed)
+    got = gradients(kernel.combine_rows(rows, ours["top_k_weights"], routing), ours)
+
+    true = leaves(inputs, "cpu", torch.float64)
+    ids = true["top_k_index"]
+    out = torch.zeros(case.T, case.I, dtype=torch.float64)
+    for expert in range(case.E):
+        tokens, slots = (ids == expert).nonzero(as_tuple=True)
+        w = true["gate_up_proj"][expert]
+        y = true["hidden_states"][tokens] @ (w if transposed else w.t()) + true["gate_up_proj_bias"][expert]
+        out = out.index_add(0, tokens, y * true["top_k_weights"][tokens, slots, None])
+    check(f"building blocks, transposed {transposed}", got, gradients(out, true), case.dtype)
+
+
+def main(argv: Optional[List[str]] = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device = parser.parse_args(argv).device
+    torch.manual_seed(0)
+    kernel = load_kernel()
+    for case in CASES:
+        run_experts(kernel, case, device)
+    for transposed in (False, True):
+        run_blocks(kernel, device, transposed)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print(f"all right on {device}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Checks of arguments. Every error names the argument, what came and what was expected, before anything is launched."""
+
+from typing import Optional, Sequence
+
+import torch
+
+MAX_EXPERTS = 1024
+
+_ACCELERATOR_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_CPU_DTYPES = _ACCELERATOR_DTYPES + (torch.float64,)
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raises TypeError unless value is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[Optional[int]], legend: str) -> None:
+    """Raises ValueError unless tensor has this shape, None standing for any extent; legend spells it for the reader."""
+    fits = tensor.dim() == len(shape) and all(want is None or have == want for have, want in zip(tensor.shape, shape))
+    if not fits:
+        wanted = ", ".join("?" if want is None else str(want) for want in shape)
+        raise ValueError(f"{name}: expected shape {legend} = ({wanted}), got {tuple(tensor.shape)}")
+
+
+def check_device(name: str, tensor: torch.Tensor, device: torch.device, owner: str) -> None:
+    """Raises ValueError unless tensor is on the device of the argument `owner`."""
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected on {device} like {owner}, got {tensor.device}")
+
+
+def check_same_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype, owner: str) -> None:
+    """Raises TypeError unless tensor has the dtype of the argument `owner`."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: expected {dtype} like {owner}, got {tensor.dtype}")
+
+
+def check_compute_dtype(name: str, tensor: torch.Tensor) -> None:
+    """Raises TypeError unless the kernels compute in the dtype of tensor: bf16, fp16, fp32; on CPU fp64, too."""
+    dtypes = _CPU_DTYPES if tensor.device.type == "cpu" else _ACCELERATOR_DTYPES
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: expected one of {', '.join(map(str, dtypes))}, got {tensor.dtype}")
+
+
+def check_index_dtype(name: str, tensor: torch.Tensor) -> None:
+    """Raises TypeError unless tensor is int32 or int64."""
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected torch.int32 or torch.int64, got {tensor.dtype}")
+
+
+def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
+    """The dtype to compute in under an active autocast, else None."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta: asking would raise
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def autocast(tensor: Optional[torch.Tensor], dtype: Optional[torch.dtype]) -> Optional[torch.Tensor]:
+    """tensor as `F.linear` would see it under autocast: floating point is cast, fp64 and what is no tensor stay."""
+    if dtype is None or not isinstance(tensor, torch.Tensor):
+        return tensor
+    return tensor if tensor.dtype == torch.float64 or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def check_routing(top_k_index: torch.Tensor, num_experts: int, owner: str = "num_experts") -> None:
+    """Raises TypeError or ValueError that names top_k_index, or the argument `owner` that gives the experts."""
+    check_tensor("top_k_index", top_k_index)
+    check_index_dtype("top_k_index", top_k_index)
+    if top_k_index.dim() != 2 or top_k_index.shape[1] == 0:
+        raise ValueError(f"top_k_index: expected shape (T, top_k) with top_k > 0, got {tuple(top_k_index.shape)}")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"{owner}: expected 1 to {MAX_EXPERTS} experts, got {num_experts}")
+
+
+def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed) -> None:
+    """Raises TypeError or ValueError that names the argument of `grouped_mm_experts` at fault."""
+    named = {"hidden_states": x, "top_k_weights": top_k_weights, "gate_up_proj": up, "down_proj": down}
+    named.update({"gate_up_proj_bias": up_bias, "down_proj_bias": down_bias})
+    if gated and (up_bias is None) != (down_bias is None):
+        missing = "gate_up_proj_bias" if up_bias is None else "down_proj_bias"
+        raise ValueError(f"{missing}: expected with the other bias; a gated block takes both biases or none")
+    named = {name: tensor for name, tensor in named.items() if tensor is not None or "bias" not in name}
+    for name, tensor in named.items():
+        check_tensor(name, tensor)
+    check_compute_dtype("hidden_states", x)
+    check_compute_dtype("top_k_weights", top_k_weights)
+    check_shape("hidden_states", x, (None, None), "(T, H)")
+    check_shape("gate_up_proj", up, (None, None, None), "(E, 2 I, H), (E, I, H) or transposed")
+    check_routing(top_k_index, up.shape[0], "gate_up_proj")
+    (num_tokens, h), num_experts, top_k = x.shape, up.shape[0], top_k_index.shape[1]
+    p = up.shape[2] if transposed else up.shape[1]
+    if gated and p % 2:
+        raise ValueError(f"gate_up_proj: expected an even number of gate and up columns, got {tuple(up.shape)}")
+    i = p // 2 if gated else p
+    p_legend = "2 I" if gated else "I"
+    check_shape("top_k_index", top_k_index, (num_tokens, None), "(T, top_k)")
+    check_shape("top_k_weights", top_k_weights, (num_tokens, top_k), "(T, top_k)")
+    if transposed:
+        check_shape("gate_up_proj", up, (num_experts, h, p), f"(E, H, {p_legend})")
+        check_shape("down_proj", down, (num_experts, i, h), "(E, I, H)")
+    else:
+        check_shape("gate_up_proj", up, (num_experts, p, h), f"(E, {p_legend}, H)")
+        check_shape("down_proj", down, (num_experts, h, i), "(E, H, I)")
+    if up_bias is not None:
+        check_shape("gate_up_proj_bias", up_bias, (num_experts, p), f"(E, {p_legend})")
+    if down_bias is not None:
+        check_shape("down_proj_bias", down_bias, (num_experts, h), "(E, H)")
+    for name, tensor in (*named.items(), ("top_k_index", top_k_index)):
+        check_device(name, tensor, x.device, "hidden_states")
+        if name not in ("top_k_weights", "top_k_index"):
+            check_same_dtype(name, tensor, x.dtype, "hidden_states")

@@ -1,0 +1,82 @@
+"""Activations in registers: value and derivative, in fp32. The formulas are those of `grouped_moe.activation`."""
+
+import triton
+import triton.language as tl
+
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+_TANH_SCALE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi); 1 + tanh(x) = 2 sigmoid(2 x)
+_TANH_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def activate(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
+    """act(x)."""
+    if NAME == "silu":
+        return x * tl.sigmoid(x * ALPHA)
+    elif NAME == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
+    elif NAME == "gelu_tanh":
+        return x * tl.sigmoid((x + x * x * x * _TANH_CUBIC) * _TANH_SCALE)
+    elif NAME == "relu":
+        return tl.where(x < 0, 0.0, x)
+    else:
+        tl.static_assert(NAME == "relu2", "unknown activation")
+        return tl.where(x < 0, 0.0, x * x)
+
+
+@triton.jit
+def activate_grad(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
+    """act'(x)."""
+    if NAME == "silu":
+        s = tl.sigmoid(x * ALPHA)
+        return s * (1.0 + x * ALPHA * (1.0 - s))
+    elif NAME == "gelu":
+        return 0.5 * (1.0 + tl.erf(x * _SQRT_HALF)) + x * _INV_SQRT_2PI * tl.exp(-0.5 * x * x)
+    elif NAME == "gelu_tanh":
+        s = tl.sigmoid((x + x * x * x * _TANH_CUBIC) * _TANH_SCALE)
+        return s * (1.0 + x * (1.0 - s) * _TANH_SCALE * (1.0 + x * x * 3.0 * _TANH_CUBIC))
+    elif NAME == "relu":
+        return tl.where(x > 0, 1.0, 0.0)
+    else:
+        tl.static_assert(NAME == "relu2", "unknown activation")
+        return tl.where(x > 0, 2.0 * x, 0.0)
+
+
+@triton.jit
+def clamp_gate(gate, LIMIT: tl.constexpr):
+    """min(gate, LIMIT); a NaN stays one."""
+    if LIMIT is None:
+        return gate
+    else:
+        return tl.where(gate > LIMIT, LIMIT, gate)
+
+
+@triton.jit
+def clamp_up(up, LIMIT: tl.constexpr):
+    """up limited to [-LIMIT, LIMIT]; a NaN stays one."""
+    if LIMIT is None:
+        return up
+    else:
+        return tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+
+
+@triton.jit
+def glu(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
+    """act(min(gate, LIMIT)) * (clamp(up) + UP_OFFSET)."""
+    return activate(clamp_gate(gate, LIMIT), NAME, ALPHA) * (clamp_up(up, LIMIT) + UP_OFFSET)
+
+
+@triton.jit
+def glu_grad(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
+    """(glu, d glu / d gate, d glu / d up)."""
+    clamped_gate = clamp_gate(gate, LIMIT)
+    shifted_up = clamp_up(up, LIMIT) + UP_OFFSET
+    value = activate(clamped_gate, NAME, ALPHA)
+    d_gate = activate_grad(clamped_gate, NAME, ALPHA) * shifted_up
+    if LIMIT is None:
+        return value * shifted_up, d_gate, value
+    else:
+        d_gate = tl.where(gate > LIMIT, 0.0, d_gate)
+        d_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, value)
+        return value * shifted_up, d_gate, d_up

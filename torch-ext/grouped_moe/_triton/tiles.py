@@ -1,0 +1,122 @@
+"""What every grouped kernel shares: which expert and which rows a tile covers, and where a row comes from.
+
+Row offsets: a row index is int32 (fewer than 2^31 rows); the product with a stride is int64 (more than 2^31 elements).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_tile(tile, tile_to_expert_ptr, tile_offsets_ptr, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
+    """Tile number -> (expert, m tile within the expert, n tile).
+
+    Experts come in order. Within one, GROUP_M m tiles go through the n tiles together, so that a weight tile is read
+    from L2 by its neighbours. The caller has checked that tile < tile_offsets[E] * NUM_N_TILES.
+    """
+    expert = tl.load(tile_to_expert_ptr + tile // NUM_N_TILES)
+    first = tl.load(tile_offsets_ptr + expert)
+    num_m_tiles = tl.load(tile_offsets_ptr + expert + 1) - first
+    within = tile - first * NUM_N_TILES
+    group = within // (GROUP_M * NUM_N_TILES)
+    group_size = tl.minimum(num_m_tiles - group * GROUP_M, GROUP_M)
+    within_group = within - group * (GROUP_M * NUM_N_TILES)
+    return expert, group * GROUP_M + within_group % group_size, within_group // group_size
+
+
+@triton.jit
+def tile_rows(expert, m_tile, expert_offsets_ptr, BLOCK_M: tl.constexpr):
+    """Rows of a tile: (first row, rows in range, mask).
+
+    Rows past the expert's last one repeat it, so that every address is valid and no other expert's row is read; the
+    mask keeps them out of every store.
+    """
+    first = tl.load(expert_offsets_ptr + expert) + m_tile * BLOCK_M
+    count = tl.load(expert_offsets_ptr + expert + 1) - first
+    index = tl.arange(0, BLOCK_M)
+    return first, first + tl.minimum(index, count - 1), index < count
+
+
+@triton.jit
+def tile_ptrs(ptr, first_row, first_column, ROW_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pointers to a (BLOCK_M, BLOCK_N) tile of a contiguous (rows, ROW_SIZE) tensor: int64 to it, int32 within."""
+    offsets = tl.arange(0, BLOCK_M)[:, None] * ROW_SIZE + tl.arange(0, BLOCK_N)[None, :]
+    return ptr + (first_row.to(tl.int64) * ROW_SIZE + first_column) + offsets
+
+
+@triton.jit
+def add_bias(acc, bias_ptr, stride_bn, first_column, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """acc plus BLOCK_N of an expert's N bias values, or acc itself without a bias."""
+    if bias_ptr is None:
+        return acc
+    else:
+        columns = first_column + tl.arange(0, BLOCK_N)
+        bias = tl.load(bias_ptr + columns * stride_bn, mask=columns < N, other=0.0)
+        return acc + bias.to(tl.float32)[None, :]
+
+
+@triton.jit
+def store_columns(
+    ptr, value, first_row, row_mask, first_column, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Stores BLOCK_N columns of a tile to a contiguous (rows, N) tensor."""
+    inside = first_column + tl.arange(0, BLOCK_N) < N
+    ptrs = tile_ptrs(ptr, first_row, first_column, N, BLOCK_M, BLOCK_N)
+    tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=row_mask[:, None] & inside[None, :])
+
+
+@triton.jit
+def column_halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The left and right half of a tile: an epilogue that takes them in turn keeps half the values in registers."""
+    return tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def source_rows(rows, row_to_slot_ptr, TOP_K: tl.constexpr):
+    """Where routed rows are read: TOP_K == 0, in place; else at their token, slot // TOP_K."""
+    if TOP_K == 0:
+        return rows.to(tl.int64)
+    else:
+        return (tl.load(row_to_slot_ptr + rows) // TOP_K).to(tl.int64)
+
+
+@triton.jit
+def load_weights(w_ptrs, k_mask, n_mask, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr):
+    """A (BLOCK_K, BLOCK_N) weight tile, 0 past either extent. An unneeded mask would cost vectorized loads."""
+    if EVEN_K and EVEN_N:
+        return tl.load(w_ptrs)
+    elif EVEN_N:
+        return tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
+    elif EVEN_K:
+        return tl.load(w_ptrs, mask=n_mask[None, :], other=0.0)
+    else:
+        return tl.load(w_ptrs, mask=k_mask[:, None] & n_mask[None, :], other=0.0)
+
+
+@triton.jit
+def dot_tile(
+    x_ptrs,  # (BLOCK_M, BLOCK_K) pointers at k = 0, rows in range
+    stride_xk,
+    w_ptrs,  # (BLOCK_K, BLOCK_N) pointers at k = 0
+    stride_wk,
+    n_mask,  # (BLOCK_N,) columns in range
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """x @ w over K, in fp32. A K tail is masked in both operands."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            x = tl.load(x_ptrs)
+        else:
+            x = tl.load(x_ptrs, mask=(k < K - start)[None, :], other=0.0)
+        w = load_weights(w_ptrs, k < K - start, n_mask, K % BLOCK_K == 0, N % BLOCK_N == 0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        x_ptrs += BLOCK_K * stride_xk
+        w_ptrs += BLOCK_K * stride_wk
+    return acc

@@ -1,0 +1,21 @@
+"""Stateless Hub layers, for `kernels.kernelize` and `kernels.use_kernel_mapping`."""
+
+import torch
+from torch import Tensor, nn
+
+from .transformers_shim import experts_forward
+
+
+class GroupedMoeExperts(nn.Module):
+    """Replaces the forward of an experts module as transformers lays it out; see `register_experts_implementation`."""
+
+    has_backward: bool = True
+    can_torch_compile: bool = True
+
+    gate_up_proj: torch.Tensor  # (E, 2 I, H), or (E, H, 2 I) with is_transposed
+    down_proj: torch.Tensor  # (E, H, I), or (E, I, H) with is_transposed
+    num_experts: int
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states: (T, H). top_k_index, top_k_weights: (T, top_k). Returns (T, H)."""
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)

@@ -1,0 +1,164 @@
+"""Tile choice for the grouped GEMMs: a heuristic in the shapes a host knows, fitted to the device's shared memory.
+
+Nothing here depends on the number of routed rows (known on the device only) nor enters a kernel's compile key beyond
+the chosen tile, so a new number of tokens compiles at most once per row-tile size.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Tuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """What the choice of a tile needs to know of a device.
+
+    shared_memory: bytes one program may use. wide_tiles: whether its matrix instructions read both operands from
+    shared memory (NVIDIA's Hopper and data center Blackwell), which leaves the registers to the accumulator.
+    """
+
+    num_sms: int
+    shared_memory: int
+    warp_size: int = 32
+    wide_tiles: bool = True
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """A tile of BLOCK_M x BLOCK_N outputs, BLOCK_K deep; programs_per_sm sizes a persistent grid."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    programs_per_sm: int = 1
+
+    def launch_options(self) -> dict:
+        """The keyword arguments of a kernel launch."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP_M": self.group_m,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+
+@lru_cache(maxsize=None)
+def device_spec(device_type: str, index: int) -> DeviceSpec:
+    """Properties of a device as Triton's driver reports them."""
+    from triton.runtime import driver
+
+    properties = driver.active.utils.get_device_properties(index)
+    target = driver.active.get_current_target()
+    return DeviceSpec(
+        num_sms=properties["multiprocessor_count"],
+        shared_memory=properties["max_shared_mem"],
+        warp_size=target.warp_size,
+        wide_tiles=target.backend == "cuda" and target.arch in (90, 100, 103),
+    )
+
+
+def spec_of(tensor: torch.Tensor) -> DeviceSpec:
+    """`device_spec` of the device that holds `tensor`."""
+    return device_spec(tensor.device.type, tensor.device.index or 0)
+
+
+def choose_block_m(num_slots: int, num_experts: int, dtype: torch.dtype) -> int:
+    """Rows per tile: the power of two near the rows an expert gets if every slot is local, 16 to 128.
+
+    Forward and backward, and every GEMM of a call, share it: one schedule serves them all.
+    """
+    rows_per_expert = -(-num_slots // max(1, min(num_experts, num_slots)))
+    largest = 128 if dtype.itemsize == 2 else 64
+    block_m = 16
+    while block_m < largest and rows_per_expert > block_m:
+        block_m *= 2
+    return block_m
+
+
+# (block_m, two_weights) -> (block_n, block_k, num_warps, num_stages, programs_per_sm), for two-byte types.
+# Tall tiles reuse a gathered row tile over many columns; thin ones stream weights, so they are many and deep.
+_GEMM_TILES = {
+    (16, False): (64, 128, 4, 4, 2),
+    (32, False): (128, 64, 4, 4, 2),
+    (64, False): (128, 64, 4, 4, 2),
+    (128, False): (256, 64, 8, 3, 1),
+    (16, True): (32, 128, 4, 4, 2),
+    (32, True): (64, 64, 4, 4, 2),
+    (64, True): (64, 64, 4, 4, 2),
+    (128, True): (128, 64, 8, 3, 1),
+}
+
+
+@lru_cache(maxsize=None)
+def gemm_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, weight_tiles: int = 1) -> GemmConfig:
+    """Config of a grouped GEMM with N output columns; weight_tiles: 2 for the gated up-projection (gate and up)."""
+    block_n, block_k, num_warps, num_stages, programs = _GEMM_TILES[block_m, weight_tiles == 2]
+    if dtype.itemsize > 2:
+        # fp32 without tf32 multiplies on the plain cores: accumulators and operands must both fit the registers.
+        block_n, block_k, num_warps, num_stages = min(block_n, 64 // weight_tiles), 32, 8 if block_m == 64 else 4, 2
+    elif block_m == 128 and not spec.wide_tiles:
+        block_n //= 2
+    config = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, programs_per_sm=programs)
+    return _fit(config, n, weight_tiles, dtype.itemsize, spec)
+
+
+@lru_cache(maxsize=None)
+def dgrad_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec) -> GemmConfig:
+    """Config of the down-projection's dgrad, whose epilogue holds pre-activation, activation and their gradients."""
+    config = gemm_config(block_m, n, dtype, spec)
+    return replace(config, block_n=min(config.block_n, 128 if spec.wide_tiles else 64))
+
+
+@lru_cache(maxsize=None)
+def wgrad_config(m: int, n: int, block_m: int, dtype: torch.dtype, spec: DeviceSpec, gathered: bool) -> GemmConfig:
+    """Config of a weight gradient of (M, N) per expert, contracted over its rows, one operand gathered or none.
+
+    block_m: the row tile of the call. Few rows per expert make the kernel one of stores: small tiles, many at once.
+    """
+    if dtype.itemsize > 2:
+        config = GemmConfig(64, 64, 32, 8, 2)
+    elif block_m <= 32:
+        config = GemmConfig(64, 128, 32, 4, 2)
+    else:
+        config = GemmConfig(128, 256 if spec.wide_tiles else 128, 64, 8, 3)
+    config = replace(config, block_m=min(config.block_m, _block_for(m)))
+    config = _fit(config, n, 1, dtype.itemsize, spec)
+    # A load that waits for its row indices starts two iterations late: so many stages buffer nothing.
+    return replace(config, num_stages=config.num_stages + 2) if gathered else config
+
+
+def _block_for(extent: int) -> int:
+    """Smallest power of two, 16 or more, that covers `extent`."""
+    return max(16, 1 << max(0, extent - 1).bit_length())
+
+
+def _fit(config: GemmConfig, n: int, weight_tiles: int, itemsize: int, spec: DeviceSpec) -> GemmConfig:
+    """Narrows the tile to N columns, then drops stages, then columns, until its buffers fit the shared memory."""
+    config = replace(config, block_n=min(config.block_n, _block_for(n)))
+    while _buffer_bytes(config, weight_tiles, itemsize) > spec.shared_memory:
+        if config.num_stages > 2:
+            config = replace(config, num_stages=config.num_stages - 1)
+        elif config.block_n > 32:
+            config = replace(config, block_n=config.block_n // 2)
+        else:
+            config = replace(config, block_k=config.block_k // 2)
+    if spec.warp_size == 64:
+        config = replace(config, num_warps=max(1, config.num_warps // 2))
+    return config
+
+
+def _buffer_bytes(config: GemmConfig, weight_tiles: int, itemsize: int) -> int:
+    columns = weight_tiles * config.block_n
+    return config.num_stages * config.block_k * (config.block_m + columns) * itemsize
+
+
+def persistent_grid(config: GemmConfig, max_m_tiles: int, n: int, spec: DeviceSpec) -> Tuple[int]:
+    """One program per tile, up to what the device holds at once."""
+    return (max(1, min(max_m_tiles * -(-n // config.block_n), spec.num_sms * config.programs_per_sm)),)

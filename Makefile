@@ -3,6 +3,8 @@
 PYTHON = python3
 VENV = .venv
 PY = $(VENV)/bin/python
+# Processes that share the tests.
+WORKERS = 2
 
 READY = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/ready)
 PIP = $(PYTHON) -m pip --python $(PY) install --disable-pip-version-check
@@ -34,12 +36,15 @@ build: $(READY)  ## the variants of the package, in build/
 demo: build  ## trains a small Qwen3-MoE with the package and with eager, then runs it expert-parallel
 	$(PY) examples/quickstart.py
 
+# One thread per process: what the tests multiply is small, and threads that wait for each other cost more.
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
+
 test: build  ## everything a machine without a GPU can test
-	$(PY) -m pytest tests --ignore tests/interpreter
-	TRITON_INTERPRET=1 $(PY) -m pytest tests/interpreter
+	$(PYTEST) tests --ignore tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 
 test-gpu: build  ## the same tests on this machine's GPU, and those that need one
-	$(PY) -m pytest tests --ignore tests/interpreter
+	$(PYTEST) tests --ignore tests/interpreter
 
 bench: build  ## speed and memory on this machine, beside what transformers has
 	$(PY) -m benchmarks

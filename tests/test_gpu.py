@@ -3,6 +3,7 @@
 Shapes are few on purpose: every new one compiles kernels.
 """
 
+import gc
 import importlib
 import sys
 
@@ -237,6 +238,7 @@ FEW_COLUMNS = LARGE._replace(id="wide-intermediate", H=256, I=768)
 
 def allocated_by(function) -> tuple:
     """(peak bytes over what was there before, result)."""
+    gc.collect()  # what an earlier test left behind would be freed in between
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -274,7 +276,11 @@ def tf32_flag():
 
 
 def test_tf32_only_where_the_flag_allows_it(grouped_moe, device, tf32_flag):
-    """ieee fp32 by default: within 1e-6 of fp64. With the flag: other bits, at the precision of tf32 (2^-11)."""
+    """ieee fp32 by default: within 1e-6 of fp64. With the flag: other bits, at the precision of tf32.
+
+    The matrix units truncate operands to 10 bits: up to 2^-10 each, both of a product the same way, and a gradient is
+    up to three products deep. On average half of that: 3 * 2^-10.
+    """
     case = Case("fp32", T=200, top_k=2, E=4, H=96, I=64, sentinels=0.3)
     inputs = with_leaves(make_inputs(case, torch.float32, device))
     want = reference_step(grouped_moe, inputs, torch.arange(case.T, device=device))
@@ -284,7 +290,7 @@ def test_tf32_only_where_the_flag_allows_it(grouped_moe, device, tf32_flag):
         results[allowed] = [tensor.detach() for tensor in step(grouped_moe, case, inputs)]
     for exact, rough, true in zip(results[False], results[True], want):
         assert float((exact.double() - true).norm() / true.norm()) < 1e-6
-        assert float((rough.double() - true).norm() / true.norm()) < 2e-3
+        assert float((rough.double() - true).norm() / true.norm()) < 3 * 2**-10
     if torch.version.hip is None:  # tf32 is a mode of NVIDIA's matrix units
         assert not torch.equal(results[False][0], results[True][0])
 

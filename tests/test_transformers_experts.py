@@ -339,6 +339,7 @@ GATES = {
 
 @pytest.mark.parametrize("gate, attributes, fused", GATES.values(), ids=GATES)
 def test_fuses_only_the_same_gate(gate, attributes, fused, implementation, fused_calls, device):
+    attributes = {name: value.to(device) if torch.is_tensor(value) else value for name, value in attributes.items()}
     experts = make_custom(device, gate, **attributes)
     *inputs, cotangent = make_inputs(device)
     expected = run(experts, "eager", inputs, cotangent)

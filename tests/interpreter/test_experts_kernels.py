@@ -1,4 +1,4 @@
-"""The fused experts kernels: output and every gradient against the reference, under poison and guard bands."""
+"""The fused experts kernels: output and every gradient against the reference, under poison, bounds checked."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1):
     tensors = dict(zip(experts.Grads._fields, (x, weights, up, down, up_bias, down_bias)))
     names = ("hidden_states", "top_k_weights", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
     needs = experts.Grads(*(t is not None and name not in frozen for name, t in zip(names, tensors.values())))
-    with GuardedAllocations():
+    with GuardedAllocations(*inputs):
         indices = module("routing").route_triton(ids, case.E)
         out, preact = experts.forward_triton(block, x, weights, indices, save=not case.recompute)
         for _ in range(passes):

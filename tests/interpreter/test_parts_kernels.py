@@ -1,4 +1,4 @@
-"""Kernels of routing, schedule, grouped linear, gather and combine under poison and guard bands."""
+"""Kernels of routing, schedule, grouped linear, gather and combine under poison, with their bounds checked."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def launches(module, monkeypatch, request):
 
 def assert_routed(module, ids, num_experts):
     """route_triton equals the loop; what it does not write stays within bounds."""
-    with GuardedAllocations():
+    with GuardedAllocations(ids):
         offsets, row_to_slot, slot_to_row = module("routing").route_triton(ids, num_experts)
     want_offsets, order, places = loop_route(ids, num_experts)
     assert offsets.tolist() == want_offsets
@@ -40,6 +40,12 @@ def test_route(module, launches, tokens, top_k, experts):
 
 def test_route_of_int32(module, launches):
     assert_routed(module, make_ids(Case("route", T=300, top_k=2, E=7), torch.int32), 7)
+
+
+def test_route_of_strided_ids(module, launches):
+    ids = make_ids(Case("route", T=300, top_k=4, E=7))
+    assert_routed(module, ids[:, ::2], 7)
+    assert_routed(module, ids.t().contiguous().t(), 7)
 
 
 def test_route_of_more_blocks_than_one_scan_takes(module, monkeypatch):
@@ -62,7 +68,7 @@ def test_schedule(module, sizes, block_m):
     offsets = torch.tensor((0, *sizes)).cumsum(0).int()
     tiles = [-(-size // block_m) for size in sizes]
     for spare in (0, 1, 300):
-        with GuardedAllocations():
+        with GuardedAllocations(offsets):
             schedule = module("routing").make_schedule(offsets, sum(sizes) + spare, block_m)
         assert schedule.tile_offsets.tolist() == [sum(tiles[:e]) for e in range(len(sizes) + 1)]
         assert sum(tiles) <= schedule.max_tiles
@@ -74,7 +80,7 @@ def run_linear(module, linear, x, weight, offsets, bias, dy, needs=None):
     """{"y", "x", "weight", "bias"} by the launchers."""
     functions = module("grouped_linear")
     needs = needs or (True, True, bias is not None)
-    with GuardedAllocations():
+    with GuardedAllocations(x, weight, offsets, bias, dy):
         safe = functions._safe_offsets(offsets, x.shape[0])
         y = functions.forward_triton(x, weight, safe, bias, linear.transposed)
         grads = functions.backward_triton(dy, x, weight, safe, linear.transposed, needs)
@@ -152,8 +158,7 @@ def test_permute(module, grouped_moe, case, dtype):
     y[int(offsets[-1]) :], weights[sentinel], dout[sentinel.all(1)] = NAN, NAN, NAN
     row_to_slot = torch.where(torch.arange(len(row_to_slot)) < offsets[-1], row_to_slot, 2**30).int()
     x, y, weights, dout = (guarded(t) for t in (x, y, weights, dout))
-    with GuardedAllocations() as mode:
-        mode.bands.append(torch.empty(0))  # T = 0 allocates nothing
+    with GuardedAllocations(x, y, weights, dout, offsets, row_to_slot, slot_to_row):
         gathered = permute.gather_rows_triton(x, row_to_slot, offsets, case.top_k)
         out = permute.launch_combine(y, weights, slot_to_row, case.top_k)
         unweighted = permute.launch_combine(y, None, slot_to_row, case.top_k)

@@ -76,7 +76,7 @@ def route_triton(top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor,
     """(expert_offsets, row_to_slot, slot_to_row) by the Triton kernels: one launch for few slots, else three."""
     from ._triton import routing as kernels
 
-    ids = top_k_index.reshape(-1)
+    ids = top_k_index.contiguous().view(-1)
     num_slots = ids.shape[0]
     expert_offsets = ids.new_empty(num_experts + 1, dtype=torch.int32)
     row_to_slot = ids.new_empty(num_slots, dtype=torch.int32)

@@ -18,8 +18,9 @@ ROWS, G, N, K = 10, 3, 8, 4
         (torch.zeros(4, 2, dtype=torch.int64), -1, ValueError, "num_experts: expected 1 to 1024 experts, got -1"),
         (torch.zeros(4, 2, dtype=torch.int64), 1025, ValueError, "num_experts: expected 1 to 1024 experts, got 1025"),
         ([[0, 1]], 4, TypeError, "top_k_index: expected a tensor, got list"),
+        (torch.zeros(4, 2, dtype=torch.int64), "4", TypeError, "num_experts: expected an int, got str"),
     ],
-    ids=["rank", "top-0", "float", "no-experts", "negative", "1025-experts", "list"],
+    ids=["rank", "top-0", "float", "no-experts", "negative", "1025-experts", "list", "text"],
 )
 def test_route(grouped_moe, device, ids, experts, error, message):
     ids = ids.to(device) if isinstance(ids, torch.Tensor) else ids

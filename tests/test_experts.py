@@ -228,7 +228,8 @@ def test_strides_of_ids(grouped_moe, device, layout):
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16], ids=["fp32-weights", "bf16-weights"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
-def test_autocast(grouped_moe, device, recompute, weights_dtype):
+@pytest.mark.parametrize("backward_inside", [False, True], ids=["backward-outside", "backward-inside"])
+def test_autocast(grouped_moe, device, backward_inside, recompute, weights_dtype):
     """As `F.linear`: fp32 operands are cast, gradients come back in fp32; routing weights are left alone."""
     case = BY_ID["silu-bias"]._replace(recompute=recompute)
     inputs = make_inputs(case, torch.float32, device, weights_dtype=weights_dtype)
@@ -238,7 +239,8 @@ def test_autocast(grouped_moe, device, recompute, weights_dtype):
     with torch.autocast(device, torch.bfloat16):
         out = call(grouped_moe, case, leaves)
         linear = torch.nn.functional.linear(inputs.hidden_states, inputs.hidden_states)
-    out.backward(inputs.dout.bfloat16())
+    with torch.autocast(device, torch.bfloat16, enabled=backward_inside):
+        out.backward(inputs.dout.bfloat16())
     assert out.dtype == linear.dtype == torch.bfloat16
     assert_bitwise("out", out.detach(), want.out)
     for name, leaf in leaves.floating().items():

@@ -6,6 +6,7 @@ Without names all steps run. Each prints one line; the JSON is rewritten after e
 """
 
 import argparse
+import collections
 import json
 import os
 import platform
@@ -86,12 +87,14 @@ def counts_of_junit(path: Path) -> Optional[dict]:
             if child is not None:
                 found.append(scrub(f"{name}: {(child.get('message') or '')[:200]}"))
     bad = len({line for found in kinds.values() for line in found})
+    files = collections.Counter(case.get("classname") for case in cases)
     seconds = sorted(((float(case.get("time") or 0), f"{case.get('classname')}::{case.get('name')}") for case in cases))
     return {
         "passed": len(cases) - bad,
         "failed": len(kinds["failure"]) + len(kinds["error"]),
         "skipped": len(kinds["skipped"]),
         "failures": kinds["failure"] + kinds["error"],
+        "cases_by_file": dict(sorted(files.items())),
         "skips": sorted(kinds["skipped"])[:40],
         "slowest": [f"{taken:.1f} s {name}" for taken, name in seconds[:-11:-1]],
     }

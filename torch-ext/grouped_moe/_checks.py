@@ -69,6 +69,8 @@ def check_routing(top_k_index: torch.Tensor, num_experts: int, owner: str = "num
     check_index_dtype("top_k_index", top_k_index)
     if top_k_index.dim() != 2 or top_k_index.shape[1] == 0:
         raise ValueError(f"top_k_index: expected shape (T, top_k) with top_k > 0, got {tuple(top_k_index.shape)}")
+    if not isinstance(num_experts, (int, torch.SymInt)):
+        raise TypeError(f"{owner}: expected an int, got {type(num_experts).__name__}")
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"{owner}: expected 1 to {MAX_EXPERTS} experts, got {num_experts}")
 

@@ -23,6 +23,7 @@ def _source_tokens(row_to_slot: Tensor, num_rows: int, top_k: int) -> Tensor:
     return row_to_slot[:num_rows] // top_k
 
 
+@torch.autocast("cpu", enabled=False)  # inputs have their dtype already, and sums are meant to be wide
 def forward(block, x: Tensor, weights: Tensor, routing: Indices, save: bool) -> Tuple[Tensor, Tensor]:
     """(out (T, H), preact (S, P) or empty); `block` is a `grouped_moe.experts.Block`."""
     offsets, row_to_slot, slot_to_row = routing
@@ -44,6 +45,7 @@ def _up_proj(block, x: Tensor, tokens: Tensor, offsets: Tensor, rows: int) -> Te
     return matmul_groups(x, up_nk, offsets, block.up_bias, x.new_empty((rows, up_nk.shape[1])), tokens)
 
 
+@torch.autocast("cpu", enabled=False)
 def backward(block, dout: Tensor, x: Tensor, weights: Tensor, preact: Tensor, routing: Indices, needs, grads) -> None:
     """Fills `grads`, allocated by `grouped_moe.experts.empty_grads`, where `needs` asks for them."""
     offsets, row_to_slot, slot_to_row = routing

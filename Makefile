@@ -53,4 +53,4 @@ compile-check: build  ## every kernel for every target, with registers, shared m
 	$(PY) tools/compile_check.py
 
 clean:  ## removes the build and the virtual environment
-	rm -rf build .venv
+	rm -rf build $(VENV)

@@ -95,10 +95,10 @@ def test_opcheck_permute(ops, grouped_moe, device):
     weights = torch.rand(9, 2, device=device)
     leaves = [t.clone().requires_grad_() for t in (x, y, weights)]
     torch.library.opcheck(ops.gather_rows.default, (leaves[0], offsets, row_to_slot, slot_to_row, 2))
-    torch.library.opcheck(ops.combine_rows.default, (leaves[1], leaves[2], offsets, slot_to_row, 2))
-    torch.library.opcheck(ops.combine_rows.default, (y, None, offsets, slot_to_row, 2))
-    for needs in ([True, True], [True, False], [False, True]):
-        torch.library.opcheck(ops.combine_rows_backward.default, (x, y, weights, offsets, slot_to_row, needs))
+    torch.library.opcheck(ops.gather_rows_backward.default, (y, slot_to_row, 2))
+    torch.library.opcheck(ops.combine_rows.default, (leaves[1], leaves[2], offsets, slot_to_row))
+    for rows, needs_dy in ((y, True), (None, True), (y, False)):
+        torch.library.opcheck(ops.combine_rows_backward.default, (x, rows, weights, offsets, slot_to_row, needs_dy))
 
 
 def _as_inputs(tensors):

@@ -195,3 +195,28 @@ def test_activation_parameters(grouped_moe, device, fields, message):
 def test_options_are_keyword_only(grouped_moe, device):
     given = arguments(device)
     raises(TypeError, "positional", grouped_moe.grouped_mm_experts, *[given[name] for name in NAMES[:5]], None)
+
+
+@pytest.mark.parametrize("changes", [{"interleaved": True}, {"activation": (1.0,)}], ids=["interleaved", "up_offset"])
+def test_gate_options_need_a_gate(grouped_moe, device, changes):
+    if "activation" in changes:
+        changes = {"activation": grouped_moe.Activation("silu", up_offset=1.0)}
+    given = {**arguments(device, gated=False), **changes}
+    raises(ValueError, "^gated: expected True .*, got False", grouped_moe.grouped_mm_experts, **given)
+
+
+@pytest.mark.parametrize("field", ["alpha", "limit", "up_offset"])
+def test_activation_numbers(grouped_moe, device, field):
+    given = {**arguments(device), "activation": grouped_moe.Activation("silu")._replace(**{field: "1"})}
+    raises(TypeError, f"^activation: expected a number as {field}, got str", grouped_moe.grouped_mm_experts, **given)
+
+
+def test_empty_extents(grouped_moe, device):
+    given = arguments(device)
+    given["gate_up_proj"], given["down_proj"] = given["gate_up_proj"][:, :0], given["down_proj"][:, :, :0]
+    raises(ValueError, "^gate_up_proj: expected H and I above 0", grouped_moe.grouped_mm_experts, **given)
+
+
+def test_sparse(grouped_moe, device):
+    given = {**arguments(device), "hidden_states": torch.eye(H, device=device)[:T].to_sparse()}
+    raises(TypeError, "^hidden_states: expected a dense tensor", grouped_moe.grouped_mm_experts, **given)

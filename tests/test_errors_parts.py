@@ -1,5 +1,7 @@
 """Bad input of route, grouped_linear, gather_rows and combine_rows; see test_errors.py."""
 
+import dataclasses
+
 import pytest
 import torch
 from test_errors import raises
@@ -149,3 +151,20 @@ def test_routing_of_another_type(grouped_moe, device, value):
     raises(TypeError, message, grouped_moe.gather_rows, torch.zeros(5, 4, device=device), value)
     weights = torch.ones(5, 2, device=device)
     raises(TypeError, message, grouped_moe.combine_rows, torch.zeros(10, 4, device=device), weights, value)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"top_k": 0}, ValueError, "routing: expected top_k to divide 10 slots, got 0"),
+        ({"top_k": 3}, ValueError, "routing: expected top_k to divide 10 slots, got 3"),
+        ({"row_to_slot": torch.zeros(9, dtype=torch.int32)}, ValueError, r"routing.row_to_slot: .*got \(9,\)"),
+        ({"row_to_slot": torch.zeros(10)}, TypeError, "routing.row_to_slot: expected torch.int32 .*got torch.float32"),
+        ({"expert_offsets": torch.zeros(4, dtype=torch.int32, device="meta")}, ValueError, "routing.expert_offsets: "),
+    ],
+    ids=["no-top-k", "top-k", "rows", "dtype", "device"],
+)
+def test_routing_form(grouped_moe, device, routing, changes, error, message):
+    moved = {k: v.to(device) if torch.is_tensor(v) and v.device.type == "cpu" else v for k, v in changes.items()}
+    made_by_hand = dataclasses.replace(routing, **moved)
+    raises(error, f"^{message}", grouped_moe.gather_rows, torch.zeros(5, 4, device=device), made_by_hand)

@@ -179,3 +179,39 @@ def test_experts_block_from_its_parts(grouped_moe, device):
     assert_close("out", got, want, torch.float32)
     for name, a, b in zip(("dx", "dup", "ddown", "dweights"), grads, want_grads):
         assert_close(name, a, b, torch.float32, inner_products=name == "dweights")
+
+
+def test_differentiates_once(grouped_moe, device):
+    """A second derivative raises instead of being wrong."""
+    routing = grouped_moe.route(torch.tensor([[0, 1], [1, 2]], device=device), 3)
+    x = torch.randn(2, 4, device=device, requires_grad=True)
+    weights = torch.rand(2, 2, device=device, requires_grad=True)
+    out = grouped_moe.combine_rows(grouped_moe.gather_rows(x, routing), weights, routing)
+    (dx,) = torch.autograd.grad(out, x, torch.randn_like(out).requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="autograd"):
+        torch.autograd.grad(dx.sum(), weights)
+
+
+def saved_bytes(function) -> int:
+    """Bytes of the distinct storages that a forward keeps for its backward."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return sum(kept.values())
+
+
+def test_frozen_weights_keep_no_rows(grouped_moe, device):
+    """Rows that only the gradient of a weight reads are not saved for a frozen one."""
+    routing = grouped_moe.route(torch.arange(64, device=device)[:, None] % 3, 3)
+    rows = torch.randn(64, 512, device=device, requires_grad=True)
+    weight, ones = torch.randn(3, 2, 512, device=device), torch.ones(64, 1, device=device)
+    row_bytes = rows.untyped_storage().nbytes()
+    linear = saved_bytes(lambda: grouped_moe.grouped_linear(rows, weight, routing.expert_offsets))
+    assert linear < weight.untyped_storage().nbytes() + row_bytes // 4
+    assert saved_bytes(lambda: grouped_moe.combine_rows(rows, ones, routing)) < row_bytes // 4
+    assert saved_bytes(lambda: grouped_moe.combine_rows(rows, ones.requires_grad_(), routing)) > row_bytes

@@ -169,3 +169,14 @@ def test_hub_layer_computes_the_same(grouped_moe, implementation, device):
     assert torch.equal(actual, expected)
     for grad, reference in zip(torch.autograd.grad(actual.sum(), leaves), grads):
         assert torch.equal(grad, reference)
+
+
+def test_runs_cold_on_fake_tensors(grouped_moe, implementation):
+    """As an exporter calls it: the gate is probed on real values all the same."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    sys.modules[grouped_moe.__name__ + ".transformers_shim"]._probe_gate.cache_clear()
+    experts, inputs = make_experts("cpu", implementation), make_inputs("cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        out = experts(*inputs)
+    assert out.shape == inputs[0].shape

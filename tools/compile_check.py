@@ -179,9 +179,10 @@ def run_layer(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> Non
     x, weights = empty(num_tokens, h), torch.empty(ids.shape, dtype=torch.float32)
     indices = routing.route_triton(ids, e)
     _, preact = experts.forward_triton(block, x, weights, indices, save=True)
-    needs = experts.Grads(True, True, True, True, layer.bias, layer.bias)
-    grads = experts.empty_grads(needs, (x, weights, up, down, up_bias, down_bias))
-    experts.backward_triton(block, empty(num_tokens, h), x, weights, preact, indices, needs, grads)
+    needs = experts.Needs(True, True, True, True, layer.bias, layer.bias)
+    dout = empty(num_tokens, h)
+    grads = experts.empty_grads(needs, block, dout, weights)
+    experts.backward_triton(block, dout, x, weights, preact, indices, needs, grads)
 
 
 def run_building_blocks(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> None:
@@ -196,7 +197,7 @@ def run_building_blocks(modules, layer: Layer, dtype: torch.dtype, num_tokens: i
     linear.backward_triton(y, rows, weight, offsets, False, (True, True, True))
     weights = torch.empty(ids.shape, dtype=torch.float32)
     out = permute.launch_combine(y, weights, slot_to_row, layer.top_k)
-    permute.combine_grad_triton(out, y, weights, offsets, slot_to_row, (True, True))
+    permute.combine_grad_triton(out, y, weights, offsets, slot_to_row, True)
 
 
 def check(modules, target: str, layer: Layer, dtype_name: str, tokens: int, body) -> list:
@@ -236,6 +237,8 @@ def main() -> int:
     parser.add_argument("--tokens", default="1,4096", help="numbers of tokens: each selects a row-tile size")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET"):
+        parser.error("unset TRITON_INTERPRET: an interpreted kernel is not compiled")
     package = get_local_kernel(ROOT / "build")
 
     def modules(name):
@@ -259,7 +262,7 @@ def report(rows) -> None:
     """Prints the table, each distinct line once."""
     head = f"{'target':7}{'layer':12}{'dtype':6}{'M':>4} {'kernel':24}{'warps':>6}{'stages':>7}{'regs':>6}{'shared':>8}"
     print(head + f"{'spilled':>9}")
-    seen = set()
+    seen, errors = set(), 0
     for row in rows:
         line = (
             f"{row.target:7}{row.layer:12}{row.dtype:6}{row.block_m:>4} {row.kernel:24}{row.num_warps:>6}"
@@ -267,10 +270,10 @@ def report(rows) -> None:
         )
         if line not in seen:
             seen.add(line)
+            errors += bool(row.error)
             print(line.rstrip())
-    print(f"{len(seen)} kernels, {sum(bool(row.error) for row in rows)} with an error")
+    print(f"{len(seen)} kernels, {errors} with an error")
 
 
 if __name__ == "__main__":
-    os.environ.pop("TRITON_INTERPRET", None)
     sys.exit(main())

@@ -24,12 +24,12 @@ def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1):
     block = experts.Block(up, down, up_bias, down_bias, *kind)
     tensors = dict(zip(experts.Grads._fields, (x, weights, up, down, up_bias, down_bias)))
     names = ("hidden_states", "top_k_weights", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
-    needs = experts.Grads(*(t is not None and name not in frozen for name, t in zip(names, tensors.values())))
+    needs = experts.Needs(*(t is not None and name not in frozen for name, t in zip(names, tensors.values())))
     with GuardedAllocations(*inputs):
         indices = module("routing").route_triton(ids, case.E)
         out, preact = experts.forward_triton(block, x, weights, indices, save=not case.recompute)
         for _ in range(passes):
-            grads = experts.empty_grads(needs, list(tensors.values()))
+            grads = experts.empty_grads(needs, block, dout, weights)
             experts.backward_triton(block, dout, x, weights, preact, indices, needs, grads)
         out, grads = out.clone(), [grad.clone() for grad in grads]
     return Result(out, {name: grad for name, grad, need in zip(names, grads, needs) if need})

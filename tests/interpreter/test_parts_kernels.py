@@ -162,8 +162,22 @@ def test_permute(module, grouped_moe, case, dtype):
         gathered = permute.gather_rows_triton(x, row_to_slot, offsets, case.top_k)
         out = permute.launch_combine(y, weights, slot_to_row, case.top_k)
         unweighted = permute.launch_combine(y, None, slot_to_row, case.top_k)
-        dy, dw = permute.combine_grad_triton(dout, y, weights, offsets, slot_to_row, (True, True))
+        dy, dw = permute.combine_grad_triton(dout, y, weights, offsets, slot_to_row, True)
     assert_bitwise("gather", gathered, loop_gather(x, routing))
     for name, got, wanted in (("out", out, want[0]), ("unweighted", unweighted, plain), ("dy", dy, want[1][0])):
         assert_close(name, got, wanted, dtype)
     assert_close("dweights", dw, want[1][1], dtype, inner_products=True)
+
+
+def test_strides_beyond_int32(module):
+    """Column times stride passes 2^31: a weight whose columns lie 2^27 elements apart, in memory that is never touched
+    but where it is read."""
+    linear = module("grouped_linear")
+    n, k, stride = 20, 16, 2**27
+    storage = torch.empty(n * stride, dtype=torch.float16)
+    weight = storage.as_strided((1, n, k), (16, stride, 1))
+    values = torch.randn(1, n, k).half()
+    weight.copy_(values)
+    x, offsets = torch.randn(5, k).half(), torch.tensor([0, 5], dtype=torch.int32)
+    y = linear.forward_triton(x, weight, offsets, None, False)
+    assert_close("y", y, x.double() @ values[0].double().t(), torch.float16)

@@ -7,13 +7,16 @@ import torch
 MAX_EXPERTS = 1024
 
 _ACCELERATOR_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DEVICE_TYPES = ("cpu", "cuda", "xpu", "meta")
 _CPU_DTYPES = _ACCELERATOR_DTYPES + (torch.float64,)
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Raises TypeError unless value is a tensor."""
+    """Raises TypeError unless value is a dense tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout}")
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[Optional[int]], legend: str) -> None:
@@ -37,7 +40,12 @@ def check_same_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype, owner:
 
 
 def check_compute_dtype(name: str, tensor: torch.Tensor) -> None:
-    """Raises TypeError unless the kernels compute in the dtype of tensor: bf16, fp16, fp32; on CPU fp64, too."""
+    """Raises TypeError unless the kernels compute in the dtype of tensor: bf16, fp16, fp32; on CPU fp64, too.
+
+    Raises ValueError for devices that the package has no kernels for.
+    """
+    if tensor.device.type not in _DEVICE_TYPES:
+        raise ValueError(f"{name}: expected on one of {', '.join(_DEVICE_TYPES)}, got {tensor.device}")
     dtypes = _CPU_DTYPES if tensor.device.type == "cpu" else _ACCELERATOR_DTYPES
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: expected one of {', '.join(map(str, dtypes))}, got {tensor.dtype}")
@@ -95,6 +103,8 @@ def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gat
     if gated and p % 2:
         raise ValueError(f"gate_up_proj: expected an even number of gate and up columns, got {tuple(up.shape)}")
     i = p // 2 if gated else p
+    if h == 0 or i == 0:
+        raise ValueError(f"gate_up_proj: expected H and I above 0, got {tuple(up.shape)}")
     p_legend = "2 I" if gated else "I"
     check_shape("top_k_index", top_k_index, (num_tokens, None), "(T, top_k)")
     check_shape("top_k_weights", top_k_weights, (num_tokens, top_k), "(T, top_k)")

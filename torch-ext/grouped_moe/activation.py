@@ -31,7 +31,10 @@ def as_activation(activation: Union[str, Activation]) -> Activation:
         activation = Activation(activation)
     elif not isinstance(activation, Activation):
         raise TypeError(f"activation: expected a name or an Activation, got {type(activation).__name__}")
-    name, alpha, limit, _ = activation
+    name, alpha, limit, up_offset = activation
+    for field, value in (("alpha", alpha), ("limit", limit), ("up_offset", up_offset)):
+        if not isinstance(value, (int, float)) and not (field == "limit" and value is None):
+            raise TypeError(f"activation: expected a number as {field}, got {type(value).__name__}")
     if name not in ACTIVATION_NAMES:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATION_NAMES)}, got {name!r}")
     if alpha != 1.0 and name != "silu":

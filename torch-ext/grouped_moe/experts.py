@@ -1,7 +1,6 @@
 """The whole experts block, one op per direction: route, up-projection with activation, down-projection, combine."""
 
-import math
-from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -10,104 +9,13 @@ from . import _checks as checks
 from ._ops import add_op_namespace_prefix, ops
 from ._torch import experts as _torch_experts
 from .activation import Activation, as_activation
-from .grouped_linear import dot_precision, launch_gemm, launch_group_sum, launch_wgrad, nk_strides, unit_rows
+from .block import Block, Grads, Needs, empty_grads, make_block, pack_kind
+from .grouped_linear import launch_gemm, launch_group_sum, launch_wgrad, nk_strides, unit_rows
 from .permute import launch_combine
 from .routing import Schedule, make_schedule, route_indices
-from .tuning import choose_block_m, dgrad_config, gemm_config, persistent_grid, spec_of
+from .tuning import choose_block_m, dgrad_config, gemm_config, on_device_of, persistent_grid, spec_of
 
 Indices = Tuple[Tensor, Tensor, Tensor]  # expert_offsets, row_to_slot, slot_to_row
-
-
-class Block(NamedTuple):
-    """The weights and the kind of an experts block, as both directions need them.
-
-    up: (E, P, H) or, transposed, (E, H, P), with P = 2 I if gated, else I. down: (E, H, I) or (E, I, H).
-    """
-
-    up: Tensor
-    down: Tensor
-    up_bias: Optional[Tensor]
-    down_bias: Optional[Tensor]
-    activation: Activation
-    gated: bool
-    interleaved: bool
-    transposed: bool
-    recompute: bool
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return self.up.shape[0]
-
-    @property
-    def intermediate(self) -> int:
-        """I."""
-        return self.down.shape[1] if self.transposed else self.down.shape[2]
-
-    @property
-    def preact_width(self) -> int:
-        """P, the columns of the pre-activation."""
-        return self.up.shape[2] if self.transposed else self.up.shape[1]
-
-    def up_nk(self) -> Tensor:
-        """The up-projection as a view (E, P, H)."""
-        return self.up.transpose(1, 2) if self.transposed else self.up
-
-    def down_nk(self) -> Tensor:
-        """The down-projection as a view (E, H, I)."""
-        return self.down.transpose(1, 2) if self.transposed else self.down
-
-    def kernel_options(self) -> dict:
-        """The compile-time arguments that both fused kernels share."""
-        return {
-            "NUM_EXPERTS": self.num_experts,
-            "N": self.intermediate,
-            "GATED": self.gated,
-            "INTERLEAVED": self.interleaved,
-            "ACTIVATION": self.activation.name,
-            "ALPHA": self.activation.alpha,
-            "LIMIT": self.activation.limit,
-            "UP_OFFSET": self.activation.up_offset,
-            "PRECISION": dot_precision(self.up.dtype),
-        }
-
-
-def pack_kind(
-    activation: Activation, gated: bool, interleaved: bool, transposed: bool, recompute: bool
-) -> Tuple[str, List[float], List[bool]]:
-    """What kind of block it is, in the three arguments of the ops (autograd's cost per call grows with their number):
-
-    the activation's name; its alpha, limit (infinity: none) and up_offset; gated, interleaved, transposed, recompute.
-    """
-    limit = math.inf if activation.limit is None else activation.limit
-    parameters = [float(activation.alpha), float(limit), float(activation.up_offset)]
-    return activation.name, parameters, [gated, interleaved, transposed, recompute]
-
-
-def _make_block(
-    up: Tensor,
-    down: Tensor,
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
-    name: str,
-    parameters: Sequence[float],
-    flags: Sequence[bool],
-) -> Block:
-    """The inverse of `pack_kind`, with the weights."""
-    alpha, limit, up_offset = parameters
-    activation = Activation(name, alpha, None if limit == math.inf else limit, up_offset)
-    return Block(up, down, up_bias, down_bias, activation, *flags)
-
-
-class Grads(NamedTuple):
-    """One entry per differentiable input: a gradient, or whether it is needed."""
-
-    x: Union[Tensor, bool]
-    weights: Union[Tensor, bool]
-    up: Union[Tensor, bool]
-    down: Union[Tensor, bool]
-    up_bias: Union[Tensor, bool]
-    down_bias: Union[Tensor, bool]
 
 
 def launch_up_proj(
@@ -137,7 +45,7 @@ def _bias_strides(bias: Optional[Tensor]) -> Tuple[int, int]:
 
 
 def launch_down_dgrad(
-    block: Block, dout: Tensor, weights: Tensor, preact: Tensor, indices: Indices, schedule: Schedule, needs: Grads
+    block: Block, dout: Tensor, weights: Tensor, preact: Tensor, indices: Indices, schedule: Schedule, needs: Needs
 ) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     """(dpreact, activation times routing weight, partial sums of <dout, y>), each None where nothing needs it.
 
@@ -165,7 +73,6 @@ def launch_down_dgrad(
         K=dout.shape[1], TOP_K=weights.shape[1], **block.kernel_options(), **config.launch_options(),
     )  # fmt: skip
     if needs.weights and block.down_bias is not None:
-        dout = unit_rows(dout)
         bias_dot_kernel[(schedule.max_tiles,)](
             dout, dout.stride(0), block.down_bias, *block.down_bias.stride(), partials[n_tiles], *map_args,
             NUM_EXPERTS=block.num_experts, N=dout.shape[1], TOP_K=weights.shape[1],
@@ -195,12 +102,23 @@ def forward_triton(block: Block, x: Tensor, weights: Tensor, indices: Indices, s
 
 
 def backward_triton(
-    block: Block, dout: Tensor, x: Tensor, weights: Tensor, preact: Tensor, indices: Indices, needs: Grads, grads: Grads
+    block: Block,
+    dout: Tensor,
+    x: Optional[Tensor],
+    weights: Tensor,
+    preact: Tensor,
+    indices: Indices,
+    needs: Needs,
+    grads: Grads,
 ) -> None:
-    """Fills `grads` by the Triton kernels. In an order that lets each buffer go before the next one comes."""
+    """Fills `grads` by the Triton kernels, in an order that lets each buffer go before the next one comes.
+
+    x is for the gradient of the up-projection and for recomputing alone.
+    """
     offsets, row_to_slot, slot_to_row = indices
     num_slots, top_k = row_to_slot.shape[0], weights.shape[1]
-    schedule = make_schedule(offsets, num_slots, choose_block_m(num_slots, block.num_experts, x.dtype))
+    dout = unit_rows(dout)
+    schedule = make_schedule(offsets, num_slots, choose_block_m(num_slots, block.num_experts, dout.dtype))
     if block.recompute:
         preact, _ = launch_up_proj(block, x, top_k, indices, schedule, save=True, activate=False)
     dpreact, scaled_act, partials = launch_down_dgrad(block, dout, weights, preact, indices, schedule, needs)
@@ -220,21 +138,8 @@ def backward_triton(
         launch_group_sum(dpreact, 0, None, None, offsets, grads.up_bias)
     if needs.x:
         up_strides = nk_strides(block.up, not block.transposed)
-        dx_rows = launch_gemm(dpreact, block.up, up_strides, x.shape[1], None, offsets, schedule)
+        dx_rows = launch_gemm(dpreact, block.up, up_strides, dout.shape[1], None, offsets, schedule)
         launch_combine(dx_rows, None, slot_to_row, top_k, out=grads.x)
-
-
-def empty_grads(needs: Grads, tensors: Sequence[Optional[Tensor]]) -> Grads:
-    """Unwritten gradients; an empty tensor stands for one that is not asked for."""
-    like = tensors[0]
-
-    def empty(tensor: Optional[Tensor], need: bool) -> Tensor:
-        # A weight keeps its strides; rows are contiguous, which is what the kernels write.
-        if not need:
-            return like.new_empty(0)
-        return torch.empty_like(tensor) if tensor.dim() == 3 else tensor.new_empty(tensor.shape)
-
-    return Grads(*map(empty, tensors, needs))
 
 
 @torch.library.custom_op(add_op_namespace_prefix("experts"), mutates_args=())
@@ -251,11 +156,11 @@ def _experts(
     flags: Sequence[bool],
     save: bool,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    block = _make_block(up, down, up_bias, down_bias, activation, parameters, flags)
+    block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
     if x.device.type == "cpu":
         indices = route_indices(top_k_index, block.num_experts)
         return (*_torch_experts.forward(block, x, top_k_weights, indices, save), *indices)
-    with getattr(torch, x.device.type).device(x.device):
+    with on_device_of(x):
         indices = route_indices(top_k_index, block.num_experts)
         return (*forward_triton(block, x, top_k_weights, indices, save), *indices)
 
@@ -263,7 +168,7 @@ def _experts(
 @torch.library.register_fake(add_op_namespace_prefix("experts"))
 def _experts_fake(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, activation, parameters, flags, save):
     num_slots = top_k_index.shape[0] * top_k_index.shape[1]
-    block = _make_block(up, down, up_bias, down_bias, activation, parameters, flags)
+    block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
     return (
         x.new_empty((x.shape[0], x.shape[1])),
         x.new_empty((num_slots, block.preact_width) if save else (0,)),
@@ -276,7 +181,7 @@ def _experts_fake(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, a
 @torch.library.custom_op(add_op_namespace_prefix("experts_backward"), mutates_args=())
 def _experts_backward(
     dout: Tensor,
-    x: Tensor,
+    x: Optional[Tensor],
     top_k_weights: Tensor,
     up: Tensor,
     down: Tensor,
@@ -291,14 +196,14 @@ def _experts_backward(
     flags: Sequence[bool],
     needs: Sequence[bool],
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    block = _make_block(up, down, up_bias, down_bias, activation, parameters, flags)
-    wanted = Grads(*needs)
-    grads = empty_grads(wanted, (x, top_k_weights, up, down, up_bias, down_bias))
+    block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
+    wanted = Needs(*needs)
+    grads = empty_grads(wanted, block, dout, top_k_weights)
     indices = (expert_offsets, row_to_slot, slot_to_row)
-    if x.device.type == "cpu":
+    if dout.device.type == "cpu":
         _torch_experts.backward(block, dout, x, top_k_weights, preact, indices, wanted, grads)
     else:
-        with getattr(torch, x.device.type).device(x.device):
+        with on_device_of(dout):
             backward_triton(block, dout, x, top_k_weights, preact, indices, wanted, grads)
     return tuple(grads)
 
@@ -308,15 +213,18 @@ def _experts_backward_fake(
     dout, x, top_k_weights, up, down, up_bias, down_bias, preact, expert_offsets, row_to_slot, slot_to_row,
     activation, parameters, flags, needs,
 ):  # fmt: skip
-    return tuple(empty_grads(Grads(*needs), (x, top_k_weights, up, down, up_bias, down_bias)))
+    block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
+    return tuple(empty_grads(Needs(*needs), block, dout, top_k_weights))
 
 
 def _setup_context(ctx, inputs, output):
-    x, _, top_k_weights, up, down, up_bias, down_bias, *ctx.kind, _ = inputs
+    x, _, top_k_weights, up, down, up_bias, down_bias, activation, parameters, flags, _ = inputs
     _, preact, *indices = output
+    ctx.kind = activation, parameters, flags
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(preact)
-    ctx.save_for_backward(x, top_k_weights, up, down, up_bias, down_bias, preact, *indices)
+    reads_x = ctx.needs_input_grad[3] or flags[-1]  # recompute
+    ctx.save_for_backward(x if reads_x else None, top_k_weights, up, down, up_bias, down_bias, preact, *indices)
 
 
 def _backward(ctx, dout, *_):
@@ -358,17 +266,20 @@ def grouped_mm_experts(
     [gate | up]. E up to 1024. Returns (T, H) in the dtype of hidden_states. Under autocast hidden states, weights and
     biases are cast as `F.linear` does.
 
-    Differentiable in all floating tensors; only gradients that are asked for are computed. Sums are in fp32 (fp64 for
-    fp64) and in fixed order: results repeat bitwise. No host sync.
+    Differentiable once, in reverse mode, in all floating tensors; only gradients that are asked for are computed.
+    Sums are in fp32 (fp64 for fp64) and in fixed order: results repeat bitwise. No host sync.
 
     Memory in elements of the dtype, S = T top_k, P = 2 I (I if not gated), small index tensors apart. Saved for
-    backward: T H (hidden_states itself) + S P; with recompute=True T H alone. Transient in forward: S I, then
+    backward: T H (hidden_states itself; not if gate_up_proj is frozen) + S P; with recompute=True T H. Transient in
+    forward: S I, then
     S (I + H); in backward, beyond the gradients: S P + S I, then S P + S H; with recompute=True the same, since the
     recomputed pre-activation becomes its own gradient in place.
 
     Raises TypeError or ValueError that names the argument, before anything is launched.
     """
     kind = as_activation(activation)
+    if not gated and (interleaved or kind.up_offset):
+        raise ValueError("gated: expected True with interleaved or an activation with up_offset, got False")
     dtype = checks.autocast_dtype(hidden_states.device.type) if isinstance(hidden_states, Tensor) else None
     x, up, down, up_bias, down_bias = (
         checks.autocast(tensor, dtype)

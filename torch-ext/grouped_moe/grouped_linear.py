@@ -9,7 +9,7 @@ from . import _checks as checks
 from ._ops import add_op_namespace_prefix, ops
 from ._torch.grouped_linear import matmul_groups, sum_groups, wgrad_groups
 from .routing import Schedule, make_schedule
-from .tuning import choose_block_m, gemm_config, persistent_grid, spec_of, wgrad_config
+from .tuning import DeviceSpec, choose_block_m, gemm_config, on_device_of, persistent_grid, spec_of, wgrad_config
 
 _ZERO_PROGRAMS_PER_SM = 4
 
@@ -20,9 +20,9 @@ def nk_strides(weight: Tensor, transposed: bool) -> Tuple[int, int, int]:
     return (stride_e, second, first) if transposed else (stride_e, first, second)
 
 
-def dot_precision(dtype: torch.dtype) -> str:
-    """tf32 for fp32 operands only where PyTorch's own flag allows it, by the setting's new name or its old one."""
-    if dtype != torch.float32:
+def dot_precision(dtype: torch.dtype, spec: DeviceSpec) -> str:
+    """tf32 for fp32 where the device has it and PyTorch's own flag, by its new name or its old one, allows it."""
+    if dtype != torch.float32 or not spec.tf32:
         return "ieee"
     matmul = torch.backends.cuda.matmul
     # PyTorch raises when the old name is read after the new one was set.
@@ -55,8 +55,8 @@ def launch_gemm(
         return y
     grouped_gemm_kernel[persistent_grid(config, schedule.max_tiles, n, spec)](
         x, *x.stride(), weight, *strides, bias, *(bias.stride() if bias is not None else (0, 0)), y,
-        None, offsets, schedule.tile_offsets, schedule.tile_to_expert,
-        NUM_EXPERTS=offsets.shape[0] - 1, N=n, K=k, TOP_K=0, PRECISION=dot_precision(x.dtype),
+        offsets, schedule.tile_offsets, schedule.tile_to_expert,
+        NUM_EXPERTS=offsets.shape[0] - 1, N=n, K=k, PRECISION=dot_precision(x.dtype, spec),
         **config.launch_options(),
     )  # fmt: skip
     return y
@@ -78,11 +78,12 @@ def launch_wgrad(
     gathered = row_to_slot is not None
     num_rows = row_to_slot.shape[0] if gathered else p.shape[0]
     block_m = choose_block_m(num_rows, num_experts, p.dtype)
-    config = wgrad_config(m, n, block_m, p.dtype, spec_of(p), gathered)
+    spec = spec_of(p)
+    config = wgrad_config(m, n, block_m, p.dtype, spec, gathered)
     grid = (num_experts * -(-m // config.block_m) * -(-n // config.block_n),)
     wgrad_kernel[grid](
         p, p.stride(0), q, q.stride(0), dw, *dw.stride(), row_to_slot, offsets,
-        M=m, N=n, P_TOP_K=p_top_k, Q_TOP_K=q_top_k, PRECISION=dot_precision(p.dtype),
+        M=m, N=n, P_TOP_K=p_top_k, Q_TOP_K=q_top_k, PRECISION=dot_precision(p.dtype, spec),
         **config.launch_options(),
     )  # fmt: skip
     return dw
@@ -128,13 +129,14 @@ def forward_triton(x: Tensor, weight: Tensor, offsets: Tensor, bias: Optional[Te
 
 
 def backward_triton(
-    dy: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool, needs: Sequence[bool]
+    dy: Tensor, x: Optional[Tensor], weight: Tensor, offsets: Tensor, transposed: bool, needs: Sequence[bool]
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """The backward by the Triton kernels; offsets are safe."""
-    dx, dw, dbias = _empty_grads(dy, x, weight, transposed, (False, *needs[1:]))
+    dx, dw, dbias = _empty_grads(dy, weight, transposed, (False, *needs[1:]))
     if needs[0]:
-        schedule = make_schedule(offsets, x.shape[0], choose_block_m(x.shape[0], weight.shape[0], x.dtype))
-        dx = launch_gemm(dy, weight, nk_strides(weight, not transposed), x.shape[1], None, offsets, schedule)
+        schedule = make_schedule(offsets, dy.shape[0], choose_block_m(dy.shape[0], weight.shape[0], dy.dtype))
+        k = weight.shape[1] if transposed else weight.shape[2]
+        dx = launch_gemm(dy, weight, nk_strides(weight, not transposed), k, None, offsets, schedule)
         zero_ungrouped(dx, offsets)
     if needs[1]:
         p, q = (x, dy) if transposed else (dy, x)
@@ -154,10 +156,10 @@ def forward_torch(x: Tensor, weight: Tensor, offsets: Tensor, bias: Optional[Ten
 
 
 def backward_torch(
-    dy: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool, needs: Sequence[bool]
+    dy: Tensor, x: Optional[Tensor], weight: Tensor, offsets: Tensor, transposed: bool, needs: Sequence[bool]
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """The backward on the CPU; offsets are safe."""
-    dx, dw, dbias = _empty_grads(dy, x, weight, transposed, needs)
+    dx, dw, dbias = _empty_grads(dy, weight, transposed, needs)
     if needs[0]:
         matmul_groups(dy, weight if transposed else weight.transpose(1, 2), offsets, None, dx)
         dx[: offsets[0]] = 0
@@ -170,13 +172,11 @@ def backward_torch(
     return dx, dw, dbias
 
 
-def _empty_grads(
-    dy: Tensor, x: Tensor, weight: Tensor, transposed: bool, needs: Sequence[bool]
-) -> Tuple[Tensor, Tensor, Tensor]:
+def _empty_grads(dy: Tensor, weight: Tensor, transposed: bool, needs: Sequence[bool]) -> Tuple[Tensor, Tensor, Tensor]:
     """Unwritten (dx, dw, dbias); an empty tensor stands for a gradient that is not asked for."""
-    n = weight.shape[2] if transposed else weight.shape[1]
+    k, n = (weight.shape[1], weight.shape[2]) if transposed else (weight.shape[2], weight.shape[1])
     return (
-        x.new_empty(x.shape if needs[0] else (0,)),
+        dy.new_empty((dy.shape[0], k) if needs[0] else (0,)),
         torch.empty_like(weight) if needs[1] else weight.new_empty(0),
         dy.new_empty((weight.shape[0], n) if needs[2] else (0,)),
     )
@@ -189,7 +189,7 @@ def _grouped_linear(
     offsets = _safe_offsets(group_offsets, x.shape[0])
     if x.device.type == "cpu":
         return forward_torch(x, weight, offsets, bias, transposed)
-    with getattr(torch, x.device.type).device(x.device):
+    with on_device_of(x):
         return forward_triton(x, weight, offsets, bias, transposed)
 
 
@@ -202,25 +202,25 @@ def _grouped_linear_fake(
 
 @torch.library.custom_op(add_op_namespace_prefix("grouped_linear_backward"), mutates_args=())
 def _grouped_linear_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, group_offsets: Tensor, transposed: bool, needs: Sequence[bool]
+    dy: Tensor, x: Optional[Tensor], weight: Tensor, group_offsets: Tensor, transposed: bool, needs: Sequence[bool]
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    offsets = _safe_offsets(group_offsets, x.shape[0])
-    if x.device.type == "cpu":
+    offsets = _safe_offsets(group_offsets, dy.shape[0])
+    if dy.device.type == "cpu":
         return backward_torch(dy, x, weight, offsets, transposed, needs)
-    with getattr(torch, x.device.type).device(x.device):
+    with on_device_of(dy):
         return backward_triton(dy, x, weight, offsets, transposed, needs)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("grouped_linear_backward"))
 def _grouped_linear_backward_fake(
-    dy: Tensor, x: Tensor, weight: Tensor, group_offsets: Tensor, transposed: bool, needs: Sequence[bool]
+    dy: Tensor, x: Optional[Tensor], weight: Tensor, group_offsets: Tensor, transposed: bool, needs: Sequence[bool]
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    return _empty_grads(dy, x, weight, transposed, needs)
+    return _empty_grads(dy, weight, transposed, needs)
 
 
 def _setup_context(ctx, inputs, output):
     x, weight, group_offsets, _, ctx.transposed = inputs
-    ctx.save_for_backward(x, weight, group_offsets)
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, group_offsets)
 
 
 def _backward(ctx, dy):

@@ -1,6 +1,6 @@
 """From token order to expert order and back: `gather_rows` and `combine_rows`."""
 
-from typing import Optional, Sequence, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from ._ops import add_op_namespace_prefix, ops
 from ._torch import permute as _torch_permute
 from .grouped_linear import unit_rows, zero_ungrouped
 from .routing import Routing
+from .tuning import on_device_of
 
 _MAX_BLOCK_H = 2048
 
@@ -50,24 +51,26 @@ def gather_rows_triton(x: Tensor, row_to_slot: Tensor, expert_offsets: Tensor, t
 
 
 def combine_grad_triton(
-    dout: Tensor, y: Tensor, weights: Tensor, expert_offsets: Tensor, slot_to_row: Tensor, needs: Sequence[bool]
+    dout: Tensor, y: Optional[Tensor], weights: Tensor, expert_offsets: Tensor, slot_to_row: Tensor, needs_dy: bool
 ) -> Tuple[Tensor, Tensor]:
-    """(dy, dweights) by the Triton kernel; rows of dy past R are 0."""
+    """(dy, dweights) by the Triton kernel, dweights only with y; rows of dy past R are 0."""
     from ._triton.rows import combine_grad_kernel
 
-    dout, y = unit_rows(dout), y.contiguous()
-    dy = torch.empty_like(y) if needs[0] else y.new_empty(0)
-    dweights = torch.empty_like(weights) if needs[1] else weights.new_empty(0)
-    num_slots, h = y.shape
+    dout, num_slots, h = unit_rows(dout), slot_to_row.shape[0], dout.shape[1]
+    y = None if y is None else y.contiguous()
+    dy = dout.new_empty((num_slots, h)) if needs_dy else None
+    dweights = None if y is None else torch.empty_like(weights)
     if num_slots:
         combine_grad_kernel[(num_slots,)](
-            dout, dout.stride(0), y if needs[1] else None, weights, slot_to_row,
-            dy if needs[0] else None, dweights if needs[1] else None,
+            dout, dout.stride(0), y, weights, slot_to_row, dy, dweights,
             H=h, TOP_K=weights.shape[1], BLOCK_H=min(1024, _block_h(h)),
         )  # fmt: skip
-        if needs[0]:
+        if needs_dy:
             zero_ungrouped(dy, expert_offsets)
-    return dy, dweights
+    return (
+        dout.new_empty(0) if dy is None else dy,
+        weights.new_empty(0) if dweights is None else dweights,
+    )
 
 
 @torch.library.custom_op(add_op_namespace_prefix("gather_rows"), mutates_args=())
@@ -77,7 +80,7 @@ def _gather_rows(x: Tensor, expert_offsets: Tensor, row_to_slot: Tensor, slot_to
         rows = _torch_permute.gather_rows(x, row_to_slot, int(expert_offsets[-1]), top_k)
         out[: rows.shape[0]] = rows
         return out
-    with getattr(torch, x.device.type).device(x.device):
+    with on_device_of(x):
         return gather_rows_triton(x, row_to_slot, expert_offsets, top_k)
 
 
@@ -88,58 +91,70 @@ def _gather_rows_fake(
     return x.new_empty((row_to_slot.shape[0], x.shape[1]))
 
 
+@torch.library.custom_op(add_op_namespace_prefix("gather_rows_backward"), mutates_args=())
+def _gather_rows_backward(dout: Tensor, slot_to_row: Tensor, top_k: int) -> Tensor:
+    return _combine(dout, None, slot_to_row, top_k)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gather_rows_backward"))
+def _gather_rows_backward_fake(dout: Tensor, slot_to_row: Tensor, top_k: int) -> Tensor:
+    return dout.new_empty((slot_to_row.shape[0] // top_k, dout.shape[1]))
+
+
 @torch.library.custom_op(add_op_namespace_prefix("combine_rows"), mutates_args=())
-def _combine_rows(
-    y: Tensor, weights: Optional[Tensor], expert_offsets: Tensor, slot_to_row: Tensor, top_k: int
-) -> Tensor:
-    if y.device.type == "cpu":
-        return _torch_permute.combine(y, weights, slot_to_row, top_k)
-    with getattr(torch, y.device.type).device(y.device):
-        return launch_combine(y.contiguous(), weights, slot_to_row, top_k)
+def _combine_rows(y: Tensor, weights: Tensor, expert_offsets: Tensor, slot_to_row: Tensor) -> Tensor:
+    return _combine(y, weights, slot_to_row, weights.shape[1])
 
 
 @torch.library.register_fake(add_op_namespace_prefix("combine_rows"))
-def _combine_rows_fake(
-    y: Tensor, weights: Optional[Tensor], expert_offsets: Tensor, slot_to_row: Tensor, top_k: int
-) -> Tensor:
-    return y.new_empty((slot_to_row.shape[0] // top_k, y.shape[1]))
+def _combine_rows_fake(y: Tensor, weights: Tensor, expert_offsets: Tensor, slot_to_row: Tensor) -> Tensor:
+    return y.new_empty((weights.shape[0], y.shape[1]))
+
+
+def _combine(y: Tensor, weights: Optional[Tensor], slot_to_row: Tensor, top_k: int) -> Tensor:
+    if y.device.type == "cpu":
+        return _torch_permute.combine(y, weights, slot_to_row, top_k)
+    with on_device_of(y):
+        return launch_combine(y.contiguous(), weights, slot_to_row, top_k)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("combine_rows_backward"), mutates_args=())
 def _combine_rows_backward(
-    dout: Tensor, y: Tensor, weights: Tensor, expert_offsets: Tensor, slot_to_row: Tensor, needs: Sequence[bool]
+    dout: Tensor, y: Optional[Tensor], weights: Tensor, expert_offsets: Tensor, slot_to_row: Tensor, needs_dy: bool
 ) -> Tuple[Tensor, Tensor]:
-    if y.device.type == "cpu":
-        return _torch_permute.combine_grad(dout, y, weights, slot_to_row, weights.shape[1], needs)
-    with getattr(torch, y.device.type).device(y.device):
-        return combine_grad_triton(dout, y, weights, expert_offsets, slot_to_row, needs)
+    if dout.device.type == "cpu":
+        return _torch_permute.combine_grad(dout, y, weights, slot_to_row, needs_dy)
+    with on_device_of(dout):
+        return combine_grad_triton(dout, y, weights, expert_offsets, slot_to_row, needs_dy)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("combine_rows_backward"))
 def _combine_rows_backward_fake(
-    dout: Tensor, y: Tensor, weights: Tensor, expert_offsets: Tensor, slot_to_row: Tensor, needs: Sequence[bool]
+    dout: Tensor, y: Optional[Tensor], weights: Tensor, expert_offsets: Tensor, slot_to_row: Tensor, needs_dy: bool
 ) -> Tuple[Tensor, Tensor]:
-    return y.new_empty(y.shape if needs[0] else (0,)), weights.new_empty(weights.shape if needs[1] else (0,))
+    dy_shape = (slot_to_row.shape[0], dout.shape[1]) if needs_dy else (0,)
+    return dout.new_empty(dy_shape), weights.new_empty((0,) if y is None else weights.shape)
 
 
 def _gather_setup_context(ctx, inputs, output):
-    _, expert_offsets, _, slot_to_row, ctx.top_k = inputs
-    ctx.save_for_backward(expert_offsets, slot_to_row)
+    _, _, _, slot_to_row, ctx.top_k = inputs
+    ctx.save_for_backward(slot_to_row)
 
 
 def _gather_backward(ctx, dout):
-    return ops.combine_rows(dout, None, *ctx.saved_tensors, ctx.top_k), None, None, None, None
+    return ops.gather_rows_backward(dout, *ctx.saved_tensors, ctx.top_k), None, None, None, None
 
 
 def _combine_setup_context(ctx, inputs, output):
-    y, weights, expert_offsets, slot_to_row, ctx.top_k = inputs
-    ctx.save_for_backward(y, weights, expert_offsets, slot_to_row)
+    y, weights, expert_offsets, slot_to_row = inputs
+    # y is for the gradient of the weights alone.
+    ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, weights, expert_offsets, slot_to_row)
 
 
 def _combine_backward(ctx, dout):
-    needs = list(ctx.needs_input_grad[:2])
-    dy, dweights = ops.combine_rows_backward(dout, *ctx.saved_tensors, needs)
-    return dy if needs[0] else None, dweights if needs[1] else None, None, None, None
+    needs_dy, needs_dweights = ctx.needs_input_grad[:2]
+    dy, dweights = ops.combine_rows_backward(dout, *ctx.saved_tensors, needs_dy)
+    return dy if needs_dy else None, dweights if needs_dweights else None, None, None
 
 
 torch.library.register_autograd(
@@ -151,8 +166,18 @@ torch.library.register_autograd(
 
 
 def _check_routing(routing: object) -> None:
+    """Raises TypeError or ValueError unless routing has the form that `route` gives it; its values are trusted."""
     if not isinstance(routing, Routing):
         raise TypeError(f"routing: expected a Routing, got {type(routing).__name__}")
+    num_slots = routing.slot_to_row.shape[0]
+    if routing.top_k < 1 or num_slots % routing.top_k:
+        raise ValueError(f"routing: expected top_k to divide {num_slots} slots, got {routing.top_k}")
+    for name in ("expert_offsets", "row_to_slot", "slot_to_row"):
+        tensor = getattr(routing, name)
+        size = None if name == "expert_offsets" else num_slots
+        checks.check_shape(f"routing.{name}", tensor, (size,), "(E + 1,)" if size is None else "(S,)")
+        checks.check_same_dtype(f"routing.{name}", tensor, torch.int32, "route makes it")
+        checks.check_device(f"routing.{name}", tensor, routing.slot_to_row.device, "slot_to_row")
 
 
 def gather_rows(x: Tensor, routing: Routing) -> Tensor:
@@ -187,4 +212,4 @@ def combine_rows(y: Tensor, top_k_weights: Tensor, routing: Routing) -> Tensor:
     checks.check_shape("y", y, (num_slots, None), "(S, H)")
     checks.check_shape("top_k_weights", top_k_weights, (num_slots // routing.top_k, routing.top_k), "(T, top_k)")
     weights = top_k_weights.contiguous()
-    return ops.combine_rows(y, weights, routing.expert_offsets, routing.slot_to_row, routing.top_k)
+    return ops.combine_rows(y, weights, routing.expert_offsets, routing.slot_to_row)

@@ -1,4 +1,4 @@
-"""The experts block in plain torch, one expert and one token at a time in spirit: the yardstick of the tests.
+"""The experts block in plain torch, by a loop over experts: the yardstick of the tests.
 
 Imports nothing of the package. Pass tensors in fp64 (or fp32) to compute in it; autograd gives the gradients.
 """

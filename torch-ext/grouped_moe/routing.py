@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ._checks import check_routing
-from ._ops import add_op_namespace_prefix
+from ._ops import add_op_namespace_prefix, ops
 from ._torch.routing import route as _route_torch
+from .tuning import on_device_of
 
 _SMALL_SLOTS = 4096  # up to here one launch compares all slots with all
 _SMALL_BLOCK = 128  # slots per program of that launch
@@ -121,7 +122,8 @@ def route_indices(top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor
     """(expert_offsets, row_to_slot, slot_to_row) on the device of top_k_index."""
     if top_k_index.device.type == "cpu":
         return _route_torch(top_k_index, num_experts)
-    return route_triton(top_k_index, num_experts)
+    with on_device_of(top_k_index):
+        return route_triton(top_k_index, num_experts)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("route"), mutates_args=())
@@ -146,4 +148,4 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     Raises TypeError for other dtypes, ValueError for other shapes or E out of range.
     """
     check_routing(top_k_index, num_experts)
-    return Routing(*_route(top_k_index, num_experts), top_k=top_k_index.shape[1])
+    return Routing(*ops.route(top_k_index, num_experts), top_k=top_k_index.shape[1])

@@ -10,12 +10,13 @@ from typing import Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from . import activation as formulas
 from .activation import Activation
 from .experts import grouped_mm_experts
 from .grouped_linear import grouped_linear
 from .permute import combine_rows, gather_rows
-from .reference import activation as reference_activation
 from .routing import route
 
 # Class of a module's act_fn (torch.nn and transformers.activations) -> the activation it computes.
@@ -53,12 +54,6 @@ def _gate_candidates(act: Activation, limit: Optional[float], alpha: Optional[fl
     return (act, clamped) if alpha is None else (act, clamped, Activation("silu", alpha, limit, 1.0))
 
 
-def _gate_value(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
-    if kind.limit is not None:
-        gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
-    return reference_activation(gate, kind.name, kind.alpha) * (up + kind.up_offset)
-
-
 def _same(actual: Tensor, expected: Tensor) -> bool:
     # 1e-6: a gate evaluated in fp32 is the same function, another constant is not.
     return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=1e-6, atol=1e-6)
@@ -74,6 +69,14 @@ def _probe_gate(
     and wide enough to see constants at which it clamps. A gate that reads anything but its activation, limit and alpha,
     or computes anything else on them, is left to the module.
     """
+    # Also under a compiler's or an exporter's fake tensors, which have no values to compare.
+    with _disable_current_modes():
+        return _matching_gate(experts_class, act, attributes, interleaved)
+
+
+def _matching_gate(
+    experts_class: type, act: Activation, attributes: Tuple[Tuple[str, bool], ...], interleaved: bool
+) -> Optional[int]:
     fine = torch.linspace(-3.0, 3.0, 41, dtype=torch.float64, device="cpu")
     points = torch.cat((fine, 4.0 * fine, 1e3 * fine))
     gate, up = (grid.reshape(1, -1) for grid in torch.meshgrid(points, points * 0.9 + 0.01, indexing="ij"))
@@ -81,13 +84,14 @@ def _probe_gate(
     matches = None
     for trial in _TRIALS:
         values = {name: trial[name.split("_")[-1]] if is_set else None for name, is_set in attributes}
-        act_fn = partial(reference_activation, name=act.name, alpha=act.alpha)
+        act_fn = partial(formulas.activate, name=act.name, alpha=act.alpha)
         try:
             expected = experts_class._apply_gate(SimpleNamespace(act_fn=act_fn, **values), gate_up).to(gate.dtype)
         except Exception:  # whatever it lacks in the namespace
             return None
         candidates = _gate_candidates(act, *(_number(values, names) for names in (_LIMITS, _ALPHAS)))
-        same = [_same(_gate_value(gate, up, candidate), expected) for candidate in candidates]
+        outcomes = (formulas.forward(gate_up, candidate, True, interleaved) for candidate in candidates)
+        same = [_same(outcome, expected) for outcome in outcomes]
         matches = same if matches is None else [both and now for both, now in zip(matches, same)]
     return matches.index(True) if True in matches else None
 

@@ -16,13 +16,15 @@ class DeviceSpec:
     """What the choice of a tile needs to know of a device.
 
     shared_memory: bytes one program may use. wide_tiles: whether its matrix instructions read both operands from
-    shared memory (NVIDIA's Hopper and data center Blackwell), which leaves the registers to the accumulator.
+    shared memory (NVIDIA's Hopper and data center Blackwell), which leaves the registers to the accumulator. tf32:
+    whether it has that mode.
     """
 
     num_sms: int
     shared_memory: int
     warp_size: int = 32
     wide_tiles: bool = True
+    tf32: bool = True
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,13 @@ def device_spec(device_type: str, index: int) -> DeviceSpec:
         shared_memory=properties["max_shared_mem"],
         warp_size=target.warp_size,
         wide_tiles=target.backend == "cuda" and target.arch in (90, 100, 103),
+        tf32=target.backend != "hip" or target.arch.startswith("gfx94"),
     )
+
+
+def on_device_of(tensor: torch.Tensor):
+    """Context in which launches go to the accelerator that holds `tensor`, which may not be the current one."""
+    return getattr(torch, tensor.device.type).device(tensor.device)
 
 
 def spec_of(tensor: torch.Tensor) -> DeviceSpec:
@@ -147,8 +155,10 @@ def _fit(config: GemmConfig, n: int, weight_tiles: int, itemsize: int, spec: Dev
             config = replace(config, num_stages=config.num_stages - 1)
         elif config.block_n > 32:
             config = replace(config, block_n=config.block_n // 2)
-        else:
+        elif config.block_k > 16:
             config = replace(config, block_k=config.block_k // 2)
+        else:
+            raise RuntimeError(f"no tile fits {spec.shared_memory} bytes of shared memory")
     if spec.warp_size == 64:
         config = replace(config, num_warps=max(1, config.num_warps // 2))
     return config

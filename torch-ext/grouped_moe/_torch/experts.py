@@ -25,7 +25,7 @@ def _source_tokens(row_to_slot: Tensor, num_rows: int, top_k: int) -> Tensor:
 
 @torch.autocast("cpu", enabled=False)  # inputs have their dtype already, and sums are meant to be wide
 def forward(block, x: Tensor, weights: Tensor, routing: Indices, save: bool) -> Tuple[Tensor, Tensor]:
-    """(out (T, H), preact (S, P) or empty); `block` is a `grouped_moe.experts.Block`."""
+    """(out (T, H), preact (S, P) or empty); `block` is a `grouped_moe.block.Block`."""
     offsets, row_to_slot, slot_to_row = routing
     top_k, num_rows = weights.shape[1], int(offsets[-1])
     tokens = _source_tokens(row_to_slot, num_rows, top_k)
@@ -47,12 +47,12 @@ def _up_proj(block, x: Tensor, tokens: Tensor, offsets: Tensor, rows: int) -> Te
 
 @torch.autocast("cpu", enabled=False)
 def backward(block, dout: Tensor, x: Tensor, weights: Tensor, preact: Tensor, routing: Indices, needs, grads) -> None:
-    """Fills `grads`, allocated by `grouped_moe.experts.empty_grads`, where `needs` asks for them."""
+    """Fills `grads`, allocated by `grouped_moe.block.empty_grads`, where `needs` asks for them."""
     offsets, row_to_slot, slot_to_row = routing
     top_k, num_rows = weights.shape[1], int(offsets[-1])
     slots = row_to_slot[:num_rows]
     tokens = _source_tokens(row_to_slot, num_rows, top_k)
-    row_weights = weights.reshape(-1)[slots].to(_wide(x.dtype))[:, None]
+    row_weights = weights.reshape(-1)[slots].to(_wide(dout.dtype))[:, None]
     if block.recompute:
         preact = _up_proj(block, x, tokens, offsets, num_rows)
     dpreact, scaled_act, inner = _down_dgrad(block, dout, tokens, row_weights, preact, offsets)
@@ -70,9 +70,9 @@ def backward(block, dout: Tensor, x: Tensor, weights: Tensor, preact: Tensor, ro
     if needs.up_bias:
         sum_groups(dpreact, offsets, grads.up_bias)
     if needs.x:
-        dx_rows = x.new_empty((num_rows, x.shape[1]))
+        dx_rows = dout.new_empty((num_rows, dout.shape[1]))
         matmul_groups(dpreact, block.up_nk().transpose(1, 2), offsets, None, dx_rows)
-        grads.x.copy_(combine(dx_rows, None, slot_to_row, top_k))
+        combine(dx_rows, None, slot_to_row, top_k, out=grads.x)
 
 
 def _down_dgrad(block, dout: Tensor, tokens: Tensor, row_weights: Tensor, preact: Tensor, offsets: Tensor):

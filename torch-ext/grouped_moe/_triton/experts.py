@@ -66,7 +66,14 @@ def pair_epilogue(
 ):  # fmt: skip
     """Adds the bias and stores pre-activation [gate | up] and activation of BLOCK_N columns of an up-projection."""
     gate = add_bias(gate, bias_ptr, stride_bn, first_column, N, BLOCK_N)
-    up = add_bias(up, bias_ptr + N * stride_bn if bias_ptr is not None else None, stride_bn, first_column, N, BLOCK_N)
+    up = add_bias(
+        up,
+        bias_ptr + tl.cast(N, tl.int64) * stride_bn if bias_ptr is not None else None,
+        stride_bn,
+        first_column,
+        N,
+        BLOCK_N,
+    )
     if preact_ptr is not None:
         store_gate_up(preact_ptr, gate, up, first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N, False)
     if act_ptr is not None:
@@ -169,8 +176,8 @@ def up_proj_kernel(
         columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = columns < N
         if GATED and not INTERLEAVED:
-            gate_ptrs = w_ptrs + columns[None, :] * stride_wn
-            up_ptrs = gate_ptrs + N * stride_wn
+            gate_ptrs = w_ptrs + columns.to(tl.int64)[None, :] * stride_wn
+            up_ptrs = gate_ptrs + tl.cast(N, tl.int64) * stride_wn
             gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for start in range(0, K, BLOCK_K):
@@ -202,7 +209,7 @@ def up_proj_kernel(
             WIDTH: tl.constexpr = 2 if GATED else 1
             wide_columns = WIDTH * n_tile * BLOCK_N + tl.arange(0, WIDTH * BLOCK_N)
             wide_mask = wide_columns < WIDTH * N
-            w_ptrs += wide_columns[None, :] * stride_wn
+            w_ptrs += wide_columns.to(tl.int64)[None, :] * stride_wn
             preact = dot_tile(
                 x_ptrs, stride_xk, w_ptrs, stride_wk, wide_mask,
                 WIDTH * N, K, BLOCK_M, WIDTH * BLOCK_N, BLOCK_K, PRECISION,
@@ -261,7 +268,9 @@ def down_dgrad_kernel(
         n_mask = columns < N
         k = tl.arange(0, BLOCK_K)
         dout_ptrs = dout_ptr + tokens[:, None] * stride_dt + k[None, :] * stride_dk
-        w_ptrs = w_ptr + expert.to(tl.int64) * stride_we + columns[None, :] * stride_wn + k[:, None] * stride_wk
+        w_ptrs = (
+            w_ptr + expert.to(tl.int64) * stride_we + columns.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
+        )
         grad = dot_tile(dout_ptrs, stride_dk, w_ptrs, stride_wk, n_mask, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
         weights = tl.load(weights_ptr + slots).to(tl.float32)[:, None]
         left, right = column_halves(grad, BLOCK_M, BLOCK_N)

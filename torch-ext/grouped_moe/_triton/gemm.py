@@ -8,18 +8,16 @@ from .tiles import add_bias, column_halves, dot_tile, find_tile, source_rows, st
 
 @triton.jit
 def grouped_gemm_kernel(
-    x_ptr, stride_xr, stride_xk,  # (rows, K), or (T, K) read at row_to_slot[row] // TOP_K
+    x_ptr, stride_xr, stride_xk,  # (rows, K)
     w_ptr, stride_we, stride_wn, stride_wk,  # (E, N, K) by strides
     bias_ptr, stride_be, stride_bn,  # (E, N) or None
     y_ptr,  # (rows, N), out: rows of no expert are not written
-    row_to_slot_ptr,  # (rows,) int32 or None
     expert_offsets_ptr,  # (E + 1,) int32
     tile_offsets_ptr,  # (E + 1,) int32
     tile_to_expert_ptr,  # (max_tiles,) int32
     NUM_EXPERTS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    TOP_K: tl.constexpr,  # 0: rows in place
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -35,12 +33,13 @@ def grouped_gemm_kernel(
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, m_tile, n_tile = find_tile(tile, tile_to_expert_ptr, tile_offsets_ptr, NUM_N_TILES, GROUP_M)
         first_row, rows, row_mask = tile_rows(expert, m_tile, expert_offsets_ptr, BLOCK_M)
-        sources = source_rows(rows, row_to_slot_ptr, TOP_K)
         columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = columns < N
         k = tl.arange(0, BLOCK_K)
-        x_ptrs = x_ptr + sources[:, None] * stride_xr + k[None, :] * stride_xk
-        w_ptrs = w_ptr + expert.to(tl.int64) * stride_we + columns[None, :] * stride_wn + k[:, None] * stride_wk
+        x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_xr + k[None, :] * stride_xk
+        w_ptrs = (
+            w_ptr + expert.to(tl.int64) * stride_we + columns.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
+        )
         acc = dot_tile(x_ptrs, stride_xk, w_ptrs, stride_wk, n_mask, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
         expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
         left, right = column_halves(acc, BLOCK_M, BLOCK_N)
@@ -96,5 +95,10 @@ def wgrad_kernel(
         p = tl.load(p_ptrs, mask=mask[None, :] & (m < M)[:, None], other=0.0)
         q = tl.load(q_ptrs, mask=mask[:, None] & (n < N)[None, :], other=0.0)
         acc = tl.dot(p, q, acc, input_precision=PRECISION)
-    dw_ptrs = dw_ptr + expert.to(tl.int64) * stride_de + m.to(tl.int64)[:, None] * stride_dm + n[None, :] * stride_dn
+    dw_ptrs = (
+        dw_ptr
+        + expert.to(tl.int64) * stride_de
+        + m.to(tl.int64)[:, None] * stride_dm
+        + n.to(tl.int64)[None, :] * stride_dn
+    )
     tl.store(dw_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])

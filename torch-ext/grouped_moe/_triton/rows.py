@@ -146,7 +146,8 @@ def group_sum_kernel(
     tl.store(out_ptrs, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=columns < N)
 
 
-@triton.jit
+# A row of the partial sums: its alignment changes with the number of slots.
+@triton.jit(do_not_specialize_on_alignment=["out_ptr"])
 def bias_dot_kernel(
     dout_ptr, stride_dt,  # (T, N), columns contiguous
     bias_ptr, stride_be, stride_bn,  # (E, N)
@@ -171,7 +172,7 @@ def bias_dot_kernel(
             columns = start + tl.arange(0, BLOCK_N)
             inside = columns < N
             dout = tl.load(dout_ptr + tokens[:, None] * stride_dt + columns[None, :], mask=inside[None, :], other=0.0)
-            bias_ptrs = bias_ptr + expert.to(tl.int64) * stride_be + columns * stride_bn
+            bias_ptrs = bias_ptr + expert.to(tl.int64) * stride_be + columns.to(tl.int64) * stride_bn
             bias = tl.load(bias_ptrs, mask=inside, other=0.0)
             acc += tl.sum(dout.to(tl.float32) * bias.to(tl.float32)[None, :], 1)
         tl.store(out_ptr + rows, acc, mask=rows < end)

@@ -51,7 +51,7 @@ def add_bias(acc, bias_ptr, stride_bn, first_column, N: tl.constexpr, BLOCK_N: t
         return acc
     else:
         columns = first_column + tl.arange(0, BLOCK_N)
-        bias = tl.load(bias_ptr + columns * stride_bn, mask=columns < N, other=0.0)
+        bias = tl.load(bias_ptr + columns.to(tl.int64) * stride_bn, mask=columns < N, other=0.0)
         return acc + bias.to(tl.float32)[None, :]
 
 

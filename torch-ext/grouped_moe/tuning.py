@@ -121,6 +121,8 @@ def gemm_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, weig
 def dgrad_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec) -> GemmConfig:
     """Config of the down-projection's dgrad, whose epilogue holds pre-activation, activation and their gradients."""
     config = gemm_config(block_m, n, dtype, spec)
+    if spec.warp_size == 64 and dtype.itemsize > 2:
+        return replace(config, block_n=min(config.block_n, 32))
     return replace(config, block_n=min(config.block_n, 128 if spec.wide_tiles else 64))
 
 

@@ -1,6 +1,6 @@
 """The CPU implementation next to transformers' grouped_mm: Qwen3-30B-A3B's layer with 16 experts, 512 tokens.
 
-    python benchmarks/run_cpu.py [--output benchmarks/results/cpu.json] [--commit SHA] [--rounds 7]
+    python benchmarks/run_cpu.py [--output benchmarks/results/cpu.json] [--commit SHA] [--rounds 15]
 
 Both in one process, in turn; medians; outputs and gradients are checked against each other in the same run.
 """
@@ -79,7 +79,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--commit", help="commit of the package, where git can't tell")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args(argv)
     torch.manual_seed(0)
     kernel = load_kernel()

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
@@ -254,8 +255,15 @@ def main() -> int:
                 rows += check(modules, target, layers[0], dtype, tokens, run_building_blocks)
     report(rows)
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="ascii")
+        write(arguments.json, rows)
     return 1 if any(row.error for row in rows) else 0
+
+
+def write(path: Path, rows) -> None:
+    """The rows as JSON, one a line, with what compiled them and when."""
+    lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
+    head = {"triton": triton.__version__, "date_utc": datetime.now(timezone.utc).strftime("%Y-%m-%d")}
+    path.write_text(json.dumps(head)[:-1] + f', "rows": [\n{lines}\n]}}\n', encoding="ascii")
 
 
 def report(rows) -> None:

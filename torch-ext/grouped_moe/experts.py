@@ -57,7 +57,7 @@ def launch_down_dgrad(
     offsets, row_to_slot, _ = indices
     num_slots, n = row_to_slot.shape[0], block.intermediate
     spec = spec_of(dout)
-    config = dgrad_config(schedule.block_m, n, dout.dtype, spec)
+    config = dgrad_config(schedule.block_m, n, dout.dtype, spec, block.interleaved)
     dpreact = scaled_act = partials = None
     if needs.x or needs.up or needs.up_bias:
         dpreact = preact if block.recompute else torch.empty_like(preact)

@@ -118,12 +118,15 @@ def gemm_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, weig
 
 
 @lru_cache(maxsize=None)
-def dgrad_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec) -> GemmConfig:
-    """Config of the down-projection's dgrad, whose epilogue holds pre-activation, activation and their gradients."""
+def dgrad_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, interleaved: bool) -> GemmConfig:
+    """Config of the down-projection's dgrad, whose epilogue holds pre-activation, activation and their gradients.
+
+    interleaved: gate and up in turn pass through registers once more to be told apart.
+    """
     config = gemm_config(block_m, n, dtype, spec)
     if spec.warp_size == 64 and dtype.itemsize > 2:
         return replace(config, block_n=min(config.block_n, 32))
-    return replace(config, block_n=min(config.block_n, 128 if spec.wide_tiles else 64))
+    return replace(config, block_n=min(config.block_n, 128 if spec.wide_tiles and not interleaved else 64))
 
 
 @lru_cache(maxsize=None)
@@ -140,8 +143,8 @@ def wgrad_config(m: int, n: int, block_m: int, dtype: torch.dtype, spec: DeviceS
         config = GemmConfig(128, 256 if spec.wide_tiles else 128, 64, 8, 3)
     config = replace(config, block_m=min(config.block_m, _block_for(m)))
     config = _fit(config, n, 1, dtype.itemsize, spec)
-    # A load that waits for its row indices starts two iterations late: so many stages buffer nothing.
-    return replace(config, num_stages=config.num_stages + 2) if gathered else config
+    # On NVIDIA a load that waits for its row indices starts two iterations late: so many stages buffer nothing.
+    return replace(config, num_stages=config.num_stages + 2) if gathered and spec.warp_size == 32 else config
 
 
 def _block_for(extent: int) -> int:

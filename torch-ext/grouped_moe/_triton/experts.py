@@ -169,7 +169,7 @@ def up_proj_kernel(
         expert, m_tile, n_tile = find_tile(tile, tile_to_expert_ptr, tile_offsets_ptr, NUM_N_TILES, GROUP_M)
         first_row, rows, row_mask = tile_rows(expert, m_tile, expert_offsets_ptr, BLOCK_M)
         tokens = source_rows(rows, row_to_slot_ptr, TOP_K)
-        k = tl.arange(0, BLOCK_K)
+        k = tl.arange(0, BLOCK_K).to(tl.int64)
         x_ptrs = x_ptr + tokens[:, None] * stride_xt + k[None, :] * stride_xk
         w_ptrs = w_ptr + expert.to(tl.int64) * stride_we + k[:, None] * stride_wk
         expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
@@ -189,9 +189,9 @@ def up_proj_kernel(
                 w_up = load_weights(up_ptrs, k < K - start, n_mask, K % BLOCK_K == 0, N % BLOCK_N == 0)
                 gate = tl.dot(x, w_gate, gate, input_precision=PRECISION)
                 up = tl.dot(x, w_up, up, input_precision=PRECISION)
-                x_ptrs += BLOCK_K * stride_xk
-                gate_ptrs += BLOCK_K * stride_wk
-                up_ptrs += BLOCK_K * stride_wk
+                x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
+                gate_ptrs += tl.cast(stride_wk, tl.int64) * BLOCK_K
+                up_ptrs += tl.cast(stride_wk, tl.int64) * BLOCK_K
             gate_left, gate_right = column_halves(gate, BLOCK_M, BLOCK_N)
             up_left, up_right = column_halves(up, BLOCK_M, BLOCK_N)
             pair_epilogue(
@@ -266,7 +266,7 @@ def down_dgrad_kernel(
         tokens = (slots // TOP_K).to(tl.int64)
         columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = columns < N
-        k = tl.arange(0, BLOCK_K)
+        k = tl.arange(0, BLOCK_K).to(tl.int64)
         dout_ptrs = dout_ptr + tokens[:, None] * stride_dt + k[None, :] * stride_dk
         w_ptrs = (
             w_ptr + expert.to(tl.int64) * stride_we + columns.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk

@@ -35,7 +35,7 @@ def grouped_gemm_kernel(
         first_row, rows, row_mask = tile_rows(expert, m_tile, expert_offsets_ptr, BLOCK_M)
         columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = columns < N
-        k = tl.arange(0, BLOCK_K)
+        k = tl.arange(0, BLOCK_K).to(tl.int64)
         x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_xr + k[None, :] * stride_xk
         w_ptrs = (
             w_ptr + expert.to(tl.int64) * stride_we + columns.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk

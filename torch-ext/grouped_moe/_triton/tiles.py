@@ -117,6 +117,6 @@ def dot_tile(
             x = tl.load(x_ptrs, mask=(k < K - start)[None, :], other=0.0)
         w = load_weights(w_ptrs, k < K - start, n_mask, K % BLOCK_K == 0, N % BLOCK_N == 0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
-        x_ptrs += BLOCK_K * stride_xk
-        w_ptrs += BLOCK_K * stride_wk
+        x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
+        w_ptrs += tl.cast(stride_wk, tl.int64) * BLOCK_K
     return acc

@@ -1,5 +1,6 @@
 """torch.library.opcheck of every op, and torch.compile: whole graphs, equal to eager, no recompiles for dynamic T."""
 
+import math
 import shutil
 import sys
 
@@ -76,16 +77,48 @@ def test_opcheck_route(ops, device):
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["nk", "kn"])
-@pytest.mark.parametrize("with_bias", [False, True], ids=["no-bias", "bias"])
-def test_opcheck_grouped_linear(ops, device, transposed, with_bias):
+@pytest.mark.parametrize("bias_kind", ["no-bias", "bias", "scaled-bias"])
+def test_opcheck_grouped_linear(ops, device, transposed, bias_kind):
     x, dy = torch.randn(20, 16, device=device, requires_grad=True), torch.randn(20, 24, device=device)
     weight = torch.randn(3, *((16, 24) if transposed else (24, 16)), device=device, requires_grad=True)
-    bias = torch.randn(3, 24, device=device, requires_grad=True) if with_bias else None
+    bias = None if bias_kind == "no-bias" else torch.randn(3, 24, device=device, requires_grad=True)
+    scales = torch.rand(20, device=device, requires_grad=True) if bias_kind == "scaled-bias" else None
     offsets = torch.tensor([0, 7, 7, 15], device=device)
-    torch.library.opcheck(ops.grouped_linear.default, (x, weight, offsets, bias, transposed))
-    x, weight = x.detach(), weight.detach()
-    for needs in ([True, True, with_bias], [True, False, False], [False, True, False]):
-        torch.library.opcheck(ops.grouped_linear_backward.default, (dy, x, weight, offsets, transposed, needs))
+    torch.library.opcheck(ops.grouped_linear.default, (x, weight, offsets, bias, scales, transposed))
+    tensors = [t if t is None else t.detach() for t in (x, weight, offsets, bias, scales)]
+    for needs in (
+        [True, True, bias is not None, scales is not None],
+        [True] + [False] * 3,
+        [False, True, False, False],
+    ):
+        torch.library.opcheck(ops.grouped_linear_backward.default, (dy, *tensors, transposed, needs))
+    dw = torch.zeros(3, 24, 16, device=device)
+    for overwrite in (False, True):
+        torch.library.opcheck(ops.accumulate_wgrad.default, (dw, dy, tensors[0], offsets[1:], overwrite))
+
+
+def test_opcheck_dbias_dscales(ops, device):
+    dy, scales, bias = (torch.randn(shape, device=device) for shape in ((20, 24), (20,), (3, 24)))
+    dbias, dscales = torch.zeros(3, 24, device=device), torch.zeros(20, device=device)
+    for accumulate in ([True, True], [False, True]):
+        given = (dy, scales, bias, torch.tensor([7, 0, 8], device=device), dbias, dscales, accumulate)
+        torch.library.opcheck(ops.dbias_dscales.default, given)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+def test_opcheck_grouped_mlp(ops, grouped_moe, device, recompute):
+    shapes = ((20, 16), (20,), (20,), (3, 24, 16), (3, 16, 12), (3, 24), (3, 16))
+    x, act_scales, bias_scales, up, down, up_bias, down_bias = (torch.randn(shape, device=device) for shape in shapes)
+    leaves = [t.requires_grad_() for t in (act_scales, bias_scales, up, down, up_bias, down_bias)]
+    splits, kind = (
+        torch.tensor([7, 0, 13], device=device),
+        ("silu", [1.0, math.inf, 0.0], [True, False, False, recompute]),
+    )
+    torch.library.opcheck(ops.grouped_mlp.default, (x.requires_grad_(), splits, *leaves, *kind, not recompute))
+    leaves = [t.detach() for t in leaves]
+    preact = torch.randn(20, 24, device=device)
+    given = (torch.randn(20, 16, device=device), x.detach(), splits, *leaves, preact, *kind, [True] * 7)
+    torch.library.opcheck(ops.grouped_mlp_backward.default, given)
 
 
 def test_opcheck_permute(ops, grouped_moe, device):

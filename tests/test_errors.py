@@ -108,7 +108,7 @@ def test_other_device(grouped_moe, device, name):
     given = arguments(device, biases=True)
     given[name] = given[name].to("meta")
     if name == "hidden_states":
-        message = f"^top_k_weights: expected on meta like hidden_states, got {device}"
+        message = f"^gate_up_proj: expected on meta like hidden_states, got {device}"
     else:
         message = f"^{name}: expected on {device}.* like hidden_states, got meta"
     raises(ValueError, message, grouped_moe.grouped_mm_experts, **given)

@@ -34,7 +34,7 @@ def linear_arguments(device):
     return {
         "x": torch.randn(ROWS, K, device=device),
         "weight": torch.randn(G, N, K, device=device),
-        "group_offsets": torch.tensor([0, 2, 5, 9], device=device),
+        "splits": torch.tensor([0, 2, 5, 9], device=device),
         "bias": torch.randn(G, N, device=device),
     }
 
@@ -51,8 +51,8 @@ def linear_arguments(device):
         ("weight", (G, K, N), r"weight: expected shape \(G, N, K\) = \(\?, \?, 4\), got \(3, 4, 8\)"),
         ("weight", (0, N, K), "weight: expected 1 to 1024 groups, got 0"),
         ("weight", (1025, N, K), "weight: expected 1 to 1024 groups, got 1025"),
-        ("group_offsets", (G,), r"group_offsets: expected shape \(G \+ 1,\) = \(4\), got \(3,\)"),
-        ("group_offsets", (G + 1, 1), r"group_offsets: expected shape \(G \+ 1,\) = \(4\), got \(4, 1\)"),
+        ("splits", (G + 2,), r"splits: expected shape \(G,\) sizes or \(G \+ 1,\) offsets = \(3\), got \(5,\)"),
+        ("splits", (G + 1, 1), r"splits: expected shape \(G,\) sizes or .* = \(3\), got \(4, 1\)"),
         ("bias", (N,), r"bias: expected shape \(G, N\) = \(3, 8\), got \(8,\)"),
         ("bias", (G, K), r"bias: expected shape \(G, N\) = \(3, 8\), got \(3, 4\)"),
     ],
@@ -68,7 +68,7 @@ def test_grouped_linear_shape_transposed(grouped_moe, device):
     raises(ValueError, message, grouped_moe.grouped_linear, **linear_arguments(device), transposed=True)
 
 
-@pytest.mark.parametrize("name", ["x", "weight", "group_offsets", "bias"])
+@pytest.mark.parametrize("name", ["x", "weight", "bias"])
 def test_grouped_linear_not_a_tensor(grouped_moe, device, name):
     given = {**linear_arguments(device), name: [1.0]}
     raises(TypeError, f"^{name}: expected a tensor, got list$", grouped_moe.grouped_linear, **given)
@@ -82,8 +82,8 @@ def test_grouped_linear_not_a_tensor(grouped_moe, device, name):
         ("x", torch.int64, "x: expected one of .*, got torch.int64"),
         ("weight", torch.float16, "weight: expected torch.float32 like x, got torch.float16"),
         ("bias", torch.bfloat16, "bias: expected torch.float32 like x, got torch.bfloat16"),
-        ("group_offsets", torch.float32, "group_offsets: expected torch.int32 or torch.int64, got torch.float32"),
-        ("group_offsets", torch.bool, "group_offsets: expected torch.int32 or torch.int64, got torch.bool"),
+        ("splits", torch.float32, "splits: expected torch.int32 or torch.int64, got torch.float32"),
+        ("splits", torch.bool, "splits: expected torch.int32 or torch.int64, got torch.bool"),
     ],
 )
 def test_grouped_linear_dtype(grouped_moe, device, name, dtype, message):
@@ -92,7 +92,7 @@ def test_grouped_linear_dtype(grouped_moe, device, name, dtype, message):
     raises(TypeError, f"^{message}$", grouped_moe.grouped_linear, **given)
 
 
-@pytest.mark.parametrize("name", ["x", "weight", "group_offsets", "bias"])
+@pytest.mark.parametrize("name", ["x", "weight", "splits", "bias"])
 def test_grouped_linear_device(grouped_moe, device, name):
     given = linear_arguments(device)
     given[name] = given[name].to("meta")

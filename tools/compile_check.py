@@ -187,15 +187,27 @@ def run_layer(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> Non
 
 
 def run_building_blocks(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> None:
-    """Forward and backward of gather_rows, grouped_linear and combine_rows through the launchers."""
+    """Forward and backward of gather_rows, grouped_linear, grouped_mlp and combine_rows through the launchers."""
     routing, linear, permute = modules("routing"), modules("grouped_linear"), modules("permute")
+    mlp, scales = modules("grouped_mlp"), torch.empty(num_tokens * layer.top_k, dtype=torch.float32)
     e, h, i = layer.num_experts, layer.hidden, layer.intermediate
     ids = torch.empty((num_tokens, layer.top_k), dtype=torch.int64)
     offsets, row_to_slot, slot_to_row = routing.route_triton(ids, e)
     x, weight = torch.empty((num_tokens, h), dtype=dtype), torch.empty((e, i, h), dtype=dtype)
     rows = permute.gather_rows_triton(x, row_to_slot, offsets, layer.top_k)
-    y = linear.forward_triton(rows, weight, offsets, torch.empty((e, i), dtype=dtype), False)
-    linear.backward_triton(y, rows, weight, offsets, False, (True, True, True))
+    bias = torch.empty((e, i), dtype=dtype)
+    for factors in (None, scales):
+        y = linear.forward_triton(rows, weight, offsets, bias, factors, False)
+        linear.backward_triton(y, rows, weight, offsets, bias, factors, False, (True, True, True, factors is not None))
+    for main_grad in (torch.empty(weight.shape), torch.empty_like(weight)):
+        modules("gemm").launch_wgrad(y, 0, rows, 0, None, offsets, main_grad, accumulate=True)
+    act = modules("activation").Activation()
+    up, down = torch.empty((e, 2 * i, h), dtype=dtype), torch.empty((e, h, i), dtype=dtype)
+    block = mlp.Block(
+        up, down, torch.empty((e, 2 * i), dtype=dtype), torch.empty((e, h), dtype=dtype), act, True, *[False] * 3
+    )
+    y, preact = mlp.forward_triton(block, rows, offsets, scales, scales, True)
+    mlp.backward_triton(block, y, rows, offsets, scales, scales, preact, mlp.Needs(*[True] * 7))
     weights = torch.empty(ids.shape, dtype=torch.float32)
     out = permute.launch_combine(y, weights, slot_to_row, layer.top_k)
     permute.combine_grad_triton(out, y, weights, offsets, slot_to_row, True)

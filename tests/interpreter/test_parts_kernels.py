@@ -68,23 +68,36 @@ def test_schedule(module, sizes, block_m):
     offsets = torch.tensor((0, *sizes)).cumsum(0).int()
     tiles = [-(-size // block_m) for size in sizes]
     for spare in (0, 1, 300):
-        with GuardedAllocations(offsets):
-            schedule = module("routing").make_schedule(offsets, sum(sizes) + spare, block_m)
-        assert schedule.tile_offsets.tolist() == [sum(tiles[:e]) for e in range(len(sizes) + 1)]
-        assert sum(tiles) <= schedule.max_tiles
-        want = [expert for expert, count in enumerate(tiles) for _ in range(count)]
-        assert schedule.tile_to_expert[: sum(tiles)].tolist() == want
+        for splits in (offsets, torch.tensor(sizes)):
+            with GuardedAllocations(splits):
+                schedule = module("schedule").make_schedule(splits, len(sizes), sum(sizes) + spare, block_m)
+            want = offsets.tolist() + [sum(tiles[:e]) for e in range(len(sizes) + 1)]
+            assert sum(tiles) <= schedule.max_tiles
+            want += [expert for expert, count in enumerate(tiles) for _ in range(count)]
+            assert schedule.map[: len(want)].tolist() == want
 
 
-def run_linear(module, linear, x, weight, offsets, bias, dy, needs=None):
-    """{"y", "x", "weight", "bias"} by the launchers."""
+@pytest.mark.parametrize("sizes", [(-3, 5, 2**40, 1), (2**63 - 1, 2**63 - 1), (-(2**63), 4, 0), (9, 9, 9)], ids=str)
+def test_wrong_sizes_are_clamped(module, sizes):
+    """Negative ones count as 0, and what lies past the rows is cut off; as on the CPU."""
+    schedule, splits = module("schedule"), torch.tensor(sizes)
+    with GuardedAllocations(splits):
+        got = schedule.make_schedule(splits, len(sizes), 20, 16).map[: len(sizes) + 1]
+    assert_bitwise("offsets", got, schedule.safe_offsets(splits, len(sizes), 20))
+    ends = [0]
+    for size in sizes:
+        ends.append(min(20, ends[-1] + max(0, size)))
+    assert got.tolist() == ends
+
+
+def run_linear(module, linear, x, weight, offsets, bias, dy, needs=None, scales=None):
+    """{"y", "x", "weight", "bias", "bias_scales"} by the launchers."""
     functions = module("grouped_linear")
-    needs = needs or (True, True, bias is not None)
-    with GuardedAllocations(x, weight, offsets, bias, dy):
-        safe = functions._safe_offsets(offsets, x.shape[0])
-        y = functions.forward_triton(x, weight, safe, bias, linear.transposed)
-        grads = functions.backward_triton(dy, x, weight, safe, linear.transposed, needs)
-        named = zip(("y", "x", "weight", "bias"), (y, *grads), (True, *needs))
+    needs = needs or (True, True, bias is not None, scales is not None)
+    with GuardedAllocations(x, weight, offsets, bias, dy, scales):
+        y = functions.forward_triton(x, weight, offsets, bias, scales, linear.transposed)
+        grads = functions.backward_triton(dy, x, weight, offsets, bias, scales, linear.transposed, needs)
+        named = zip(("y", "x", "weight", "bias", "bias_scales"), (y, *grads), (True, *needs))
         return {name: tensor.clone() for name, tensor, need in named if need}
 
 
@@ -129,7 +142,9 @@ def test_wrong_offsets_stay_in_bounds(module, kind):
         assert_bitwise(name, tensor, want[name])
 
 
-@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
+@pytest.mark.parametrize(
+    "needs", [(True, False, False, False), (False, True, False, False), (False, False, True, False)], ids=str
+)
 def test_grouped_linear_only_gradients_asked_for(module, needs):
     inputs = make(LINEARS[3], torch.float32, "cpu")
     full = run_linear(module, LINEARS[3], *inputs)
@@ -179,5 +194,5 @@ def test_strides_beyond_int32(module):
     values = torch.randn(1, n, k).half()
     weight.copy_(values)
     x, offsets = torch.randn(5, k).half(), torch.tensor([0, 5], dtype=torch.int32)
-    y = linear.forward_triton(x, weight, offsets, None, False)
+    y = linear.forward_triton(x, weight, offsets, None, None, False)
     assert_close("y", y, x.double() @ values[0].double().t(), torch.float16)

@@ -83,22 +83,18 @@ def check_routing(top_k_index: torch.Tensor, num_experts: int, owner: str = "num
         raise ValueError(f"{owner}: expected 1 to {MAX_EXPERTS} experts, got {num_experts}")
 
 
-def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed) -> None:
-    """Raises TypeError or ValueError that names the argument of `grouped_mm_experts` at fault."""
-    named = {"hidden_states": x, "top_k_weights": top_k_weights, "gate_up_proj": up, "down_proj": down}
+def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed) -> None:
+    """Raises TypeError or ValueError that names what of the weights, or of x, named `owner`, is at fault."""
+    named = {owner: x, "gate_up_proj": up, "down_proj": down}
     named.update({"gate_up_proj_bias": up_bias, "down_proj_bias": down_bias})
-    if gated and (up_bias is None) != (down_bias is None):
-        missing = "gate_up_proj_bias" if up_bias is None else "down_proj_bias"
-        raise ValueError(f"{missing}: expected with the other bias; a gated block takes both biases or none")
     named = {name: tensor for name, tensor in named.items() if tensor is not None or "bias" not in name}
     for name, tensor in named.items():
         check_tensor(name, tensor)
-    check_compute_dtype("hidden_states", x)
-    check_compute_dtype("top_k_weights", top_k_weights)
-    check_shape("hidden_states", x, (None, None), "(T, H)")
+    check_compute_dtype(owner, x)
+    check_shape(owner, x, (None, None), "(T, H)" if owner == "hidden_states" else "(rows, H)")
     check_shape("gate_up_proj", up, (None, None, None), "(E, 2 I, H), (E, I, H) or transposed")
-    check_routing(top_k_index, up.shape[0], "gate_up_proj")
-    (num_tokens, h), num_experts, top_k = x.shape, up.shape[0], top_k_index.shape[1]
+    h, num_experts = x.shape[1], up.shape[0]
+    check_num_groups("gate_up_proj", num_experts, "experts")
     p = up.shape[2] if transposed else up.shape[1]
     if gated and p % 2:
         raise ValueError(f"gate_up_proj: expected an even number of gate and up columns, got {tuple(up.shape)}")
@@ -106,8 +102,6 @@ def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gat
     if h == 0 or i == 0:
         raise ValueError(f"gate_up_proj: expected H and I above 0, got {tuple(up.shape)}")
     p_legend = "2 I" if gated else "I"
-    check_shape("top_k_index", top_k_index, (num_tokens, None), "(T, top_k)")
-    check_shape("top_k_weights", top_k_weights, (num_tokens, top_k), "(T, top_k)")
     if transposed:
         check_shape("gate_up_proj", up, (num_experts, h, p), f"(E, H, {p_legend})")
         check_shape("down_proj", down, (num_experts, i, h), "(E, I, H)")
@@ -118,7 +112,60 @@ def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gat
         check_shape("gate_up_proj_bias", up_bias, (num_experts, p), f"(E, {p_legend})")
     if down_bias is not None:
         check_shape("down_proj_bias", down_bias, (num_experts, h), "(E, H)")
-    for name, tensor in (*named.items(), ("top_k_index", top_k_index)):
-        check_device(name, tensor, x.device, "hidden_states")
-        if name not in ("top_k_weights", "top_k_index"):
-            check_same_dtype(name, tensor, x.dtype, "hidden_states")
+    for name, tensor in named.items():
+        check_device(name, tensor, x.device, owner)
+        check_same_dtype(name, tensor, x.dtype, owner)
+
+
+def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed) -> None:
+    """Raises TypeError or ValueError that names the argument of `grouped_mm_experts` at fault."""
+    if gated and (up_bias is None) != (down_bias is None):
+        missing = "gate_up_proj_bias" if up_bias is None else "down_proj_bias"
+        raise ValueError(f"{missing}: expected with the other bias; a gated block takes both biases or none")
+    check_tensor("top_k_weights", top_k_weights)
+    check_experts("hidden_states", x, up, down, up_bias, down_bias, gated, transposed)
+    check_routing(top_k_index, up.shape[0], "gate_up_proj")
+    check_compute_dtype("top_k_weights", top_k_weights)
+    check_shape("top_k_index", top_k_index, (x.shape[0], None), "(T, top_k)")
+    check_shape("top_k_weights", top_k_weights, tuple(top_k_index.shape), "(T, top_k)")
+    check_device("top_k_index", top_k_index, x.device, "hidden_states")
+    check_device("top_k_weights", top_k_weights, x.device, "hidden_states")
+
+
+def check_scales(name: str, scales: torch.Tensor, x: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless scales has one factor per row of x, in a floating dtype."""
+    check_tensor(name, scales)
+    check_compute_dtype(name, scales)
+    check_shape(name, scales, (x.shape[0],), "(rows,)")
+    check_device(name, scales, x.device, "x")
+
+
+def check_num_groups(name: str, groups: int, what: str = "groups") -> None:
+    """Raises ValueError that names the argument unless there are 1 to MAX_EXPERTS groups."""
+    if not 1 <= groups <= MAX_EXPERTS:
+        raise ValueError(f"{name}: expected 1 to {MAX_EXPERTS} {what}, got {groups}")
+
+
+def check_linear(x, weight, bias, bias_scales, transposed) -> None:
+    """Raises TypeError or ValueError that names the argument of `grouped_linear` at fault."""
+    check_compute_dtype("x", x)
+    check_shape("x", x, (None, None), "(rows, K)")
+    k = x.shape[1]
+    if transposed:
+        check_shape("weight", weight, (None, k, None), "(G, K, N)")
+    else:
+        check_shape("weight", weight, (None, None, k), "(G, N, K)")
+    groups, n = weight.shape[0], weight.shape[2 if transposed else 1]
+    check_num_groups("weight", groups)
+    if k == 0 or n == 0:
+        raise ValueError(f"weight: expected N and K above 0, got {tuple(weight.shape)}")
+    if bias is None and bias_scales is not None:
+        raise ValueError("bias_scales: expected None without a bias, which they scale")
+    if bias is not None:
+        check_shape("bias", bias, (groups, n), "(G, N)")
+    if bias_scales is not None:
+        check_scales("bias_scales", bias_scales, x)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_same_dtype(name, tensor, x.dtype, "x")
+            check_device(name, tensor, x.device, "x")

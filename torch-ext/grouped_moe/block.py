@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .activation import Activation
-from .grouped_linear import dot_precision
+from .gemm import dot_precision
 from .tuning import spec_of
 
 
@@ -51,10 +51,8 @@ class Block(NamedTuple):
         return self.down.transpose(1, 2) if self.transposed else self.down
 
     def kernel_options(self) -> dict:
-        """The compile-time arguments that both fused kernels share."""
+        """The compile-time arguments that both fused kernels share, in their order."""
         return {
-            "NUM_EXPERTS": self.num_experts,
-            "N": self.intermediate,
             "GATED": self.gated,
             "INTERLEAVED": self.interleaved,
             "ACTIVATION": self.activation.name,

@@ -10,94 +10,25 @@ from ._ops import add_op_namespace_prefix, ops
 from ._torch import experts as _torch_experts
 from .activation import Activation, as_activation
 from .block import Block, Grads, Needs, empty_grads, make_block, pack_kind
-from .grouped_linear import launch_gemm, launch_group_sum, launch_wgrad, nk_strides, unit_rows
+from .fused import launch_down_dgrad, launch_up_proj
+from .gemm import launch_bias_grads, launch_gemm, launch_sum_partials, launch_wgrad, nk_strides, unit_rows
 from .permute import launch_combine
-from .routing import Schedule, make_schedule, route_indices
-from .tuning import choose_block_m, dgrad_config, gemm_config, on_device_of, persistent_grid, spec_of
+from .routing import route_indices
+from .schedule import make_schedule
+from .tuning import choose_block_m, on_device_of
 
 Indices = Tuple[Tensor, Tensor, Tensor]  # expert_offsets, row_to_slot, slot_to_row
-
-
-def launch_up_proj(
-    block: Block, x: Tensor, top_k: int, indices: Indices, schedule: Schedule, save: bool, activate: bool
-) -> Tuple[Optional[Tensor], Optional[Tensor]]:
-    """(preact (S, P) if save, activation (S, I) if activate); rows past R stay unwritten."""
-    from ._triton.experts import up_proj_kernel
-
-    offsets, row_to_slot, _ = indices
-    num_slots, n = row_to_slot.shape[0], block.intermediate
-    preact = x.new_empty((num_slots, block.preact_width)) if save else None
-    a = x.new_empty((num_slots, n)) if activate else None
-    spec = spec_of(x)
-    config = gemm_config(schedule.block_m, n, x.dtype, spec, weight_tiles=2 if block.gated else 1)
-    if num_slots:
-        up_proj_kernel[persistent_grid(config, schedule.max_tiles, n, spec)](
-            x, *x.stride(), block.up, *nk_strides(block.up, block.transposed),
-            block.up_bias, *_bias_strides(block.up_bias),
-            preact, a, row_to_slot, offsets, schedule.tile_offsets, schedule.tile_to_expert,
-            K=x.shape[1], TOP_K=top_k, **block.kernel_options(), **config.launch_options(),
-        )  # fmt: skip
-    return preact, a
-
-
-def _bias_strides(bias: Optional[Tensor]) -> Tuple[int, int]:
-    return (0, 0) if bias is None else bias.stride()
-
-
-def launch_down_dgrad(
-    block: Block, dout: Tensor, weights: Tensor, preact: Tensor, indices: Indices, schedule: Schedule, needs: Needs
-) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
-    """(dpreact, activation times routing weight, partial sums of <dout, y>), each None where nothing needs it.
-
-    A recomputed preact is overwritten by dpreact: nobody else has seen it.
-    """
-    from ._triton.experts import down_dgrad_kernel
-    from ._triton.rows import bias_dot_kernel
-
-    offsets, row_to_slot, _ = indices
-    num_slots, n = row_to_slot.shape[0], block.intermediate
-    spec = spec_of(dout)
-    config = dgrad_config(schedule.block_m, n, dout.dtype, spec, block.interleaved)
-    dpreact = scaled_act = partials = None
-    if needs.x or needs.up or needs.up_bias:
-        dpreact = preact if block.recompute else torch.empty_like(preact)
-    if needs.down:
-        scaled_act = dout.new_empty((num_slots, n))
-    n_tiles = -(-n // config.block_n)
-    if needs.weights:
-        partials = dout.new_empty((n_tiles + (block.down_bias is not None), num_slots), dtype=torch.float32)
-    map_args = (row_to_slot, offsets, schedule.tile_offsets, schedule.tile_to_expert)
-    down_dgrad_kernel[persistent_grid(config, schedule.max_tiles, n, spec)](
-        dout, *dout.stride(), block.down, *nk_strides(block.down, not block.transposed), weights,
-        preact, dpreact, scaled_act, partials, num_slots, *map_args,
-        K=dout.shape[1], TOP_K=weights.shape[1], **block.kernel_options(), **config.launch_options(),
-    )  # fmt: skip
-    if needs.weights and block.down_bias is not None:
-        bias_dot_kernel[(schedule.max_tiles,)](
-            dout, dout.stride(0), block.down_bias, *block.down_bias.stride(), partials[n_tiles], *map_args,
-            NUM_EXPERTS=block.num_experts, N=dout.shape[1], TOP_K=weights.shape[1],
-            BLOCK_M=schedule.block_m, BLOCK_N=64,
-        )  # fmt: skip
-    return dpreact, scaled_act, partials
-
-
-def _sum_partials(partials: Tensor, slot_to_row: Tensor, out: Tensor) -> None:
-    from ._triton.rows import sum_partials_kernel
-
-    num_slots = slot_to_row.shape[0]
-    sum_partials_kernel[(-(-num_slots // 256),)](
-        partials, partials.stride(0), slot_to_row, out, num_slots, NUM_PARTIALS=partials.shape[0], BLOCK=256
-    )
 
 
 def forward_triton(block: Block, x: Tensor, weights: Tensor, indices: Indices, save: bool) -> Tuple[Tensor, Tensor]:
     """(out (T, H), preact (S, P) or empty) by the Triton kernels."""
     offsets, row_to_slot, slot_to_row = indices
     num_slots, top_k = row_to_slot.shape[0], weights.shape[1]
-    schedule = make_schedule(offsets, num_slots, choose_block_m(num_slots, block.num_experts, x.dtype))
-    preact, a = launch_up_proj(block, x, top_k, indices, schedule, save, activate=True)
+    block_m = choose_block_m(num_slots, block.num_experts, x.dtype)
+    schedule = make_schedule(offsets, block.num_experts, num_slots, block_m)
+    preact, a = launch_up_proj(block, x, top_k, row_to_slot, schedule, save, activate=True)
     down_strides = nk_strides(block.down, block.transposed)
-    y = launch_gemm(a, block.down, down_strides, x.shape[1], block.down_bias, offsets, schedule)
+    y = launch_gemm(a, block.down, down_strides, x.shape[1], block.down_bias, schedule)
     return launch_combine(y, weights, slot_to_row, top_k), preact if save else x.new_empty(0)
 
 
@@ -118,27 +49,34 @@ def backward_triton(
     offsets, row_to_slot, slot_to_row = indices
     num_slots, top_k = row_to_slot.shape[0], weights.shape[1]
     dout = unit_rows(dout)
-    schedule = make_schedule(offsets, num_slots, choose_block_m(num_slots, block.num_experts, dout.dtype))
+    block_m = choose_block_m(num_slots, block.num_experts, dout.dtype)
+    schedule = make_schedule(offsets, block.num_experts, num_slots, block_m)
     if block.recompute:
-        preact, _ = launch_up_proj(block, x, top_k, indices, schedule, save=True, activate=False)
-    dpreact, scaled_act, partials = launch_down_dgrad(block, dout, weights, preact, indices, schedule, needs)
+        preact, _ = launch_up_proj(block, x, top_k, row_to_slot, schedule, save=True, activate=False)
+    has_bias = block.down_bias is not None
+    dpreact, scaled_act, partials, bias_dots = launch_down_dgrad(
+        block, dout, weights, preact, row_to_slot, schedule,
+        dpreact=needs.x or needs.up or needs.up_bias, scaled_act=needs.down, partials=needs.weights,
+        bias_dots=needs.weights and has_bias,
+    )  # fmt: skip
     del preact
+    if needs.down_bias or bias_dots is not None:
+        dbias = grads.down_bias if needs.down_bias else None
+        launch_bias_grads(dout, top_k, weights, row_to_slot, schedule, dbias, block.down_bias, bias_dots)
     if needs.weights:
-        _sum_partials(partials, slot_to_row, grads.weights)
+        launch_sum_partials(partials, slot_to_row, schedule, grads.weights)
     if needs.down:
         dw = grads.down.transpose(1, 2) if block.transposed else grads.down
         launch_wgrad(dout, top_k, scaled_act, 0, row_to_slot, offsets, dw)
-    del scaled_act, partials
-    if needs.down_bias:
-        launch_group_sum(dout, top_k, weights, row_to_slot, offsets, grads.down_bias)
+    del scaled_act, partials, bias_dots
     if needs.up:
         dw = grads.up.transpose(1, 2) if block.transposed else grads.up
         launch_wgrad(dpreact, 0, x, top_k, row_to_slot, offsets, dw)
     if needs.up_bias:
-        launch_group_sum(dpreact, 0, None, None, offsets, grads.up_bias)
+        launch_bias_grads(dpreact, 0, None, None, schedule, grads.up_bias)
     if needs.x:
         up_strides = nk_strides(block.up, not block.transposed)
-        dx_rows = launch_gemm(dpreact, block.up, up_strides, dout.shape[1], None, offsets, schedule)
+        dx_rows = launch_gemm(dpreact, block.up, up_strides, dout.shape[1], None, schedule)
         launch_combine(dx_rows, None, slot_to_row, top_k, out=grads.x)
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from . import _checks as checks
 from ._ops import add_op_namespace_prefix, ops
 from ._torch import permute as _torch_permute
-from .grouped_linear import unit_rows, zero_ungrouped
+from .gemm import unit_rows, zero_ungrouped
+from .launch import launch
 from .routing import Routing
 from .tuning import on_device_of
 
@@ -29,9 +30,10 @@ def launch_combine(
     out = y.new_empty((num_tokens, h)) if out is None else out
     if num_tokens:
         block_h = _block_h(h)
-        combine_kernel[(num_tokens, -(-h // block_h))](
-            y, weights, slot_to_row, out, H=h, TOP_K=top_k, BLOCK_H=block_h, num_warps=4 if block_h <= 1024 else 8
-        )
+        launch(
+            combine_kernel, (num_tokens, -(-h // block_h)), y, weights, slot_to_row, out,
+            H=h, TOP_K=top_k, BLOCK_H=block_h, num_warps=4 if block_h <= 1024 else 8,
+        )  # fmt: skip
     return out
 
 
@@ -44,9 +46,10 @@ def gather_rows_triton(x: Tensor, row_to_slot: Tensor, expert_offsets: Tensor, t
     out = x.new_empty((num_slots, h))
     if num_slots:
         block_h = _block_h(h)
-        gather_rows_kernel[(num_slots, -(-h // block_h))](
-            x, x.stride(0), row_to_slot, expert_offsets[-1:], out, H=h, TOP_K=top_k, BLOCK_H=block_h
-        )
+        launch(
+            gather_rows_kernel, (num_slots, -(-h // block_h)),
+            x, x.stride(0), row_to_slot, expert_offsets[-1:], out, H=h, TOP_K=top_k, BLOCK_H=block_h,
+        )  # fmt: skip
     return out
 
 
@@ -61,8 +64,8 @@ def combine_grad_triton(
     dy = dout.new_empty((num_slots, h)) if needs_dy else None
     dweights = None if y is None else torch.empty_like(weights)
     if num_slots:
-        combine_grad_kernel[(num_slots,)](
-            dout, dout.stride(0), y, weights, slot_to_row, dy, dweights,
+        launch(
+            combine_grad_kernel, (num_slots,), dout, dout.stride(0), y, weights, slot_to_row, dy, dweights,
             H=h, TOP_K=weights.shape[1], BLOCK_H=min(1024, _block_h(h)),
         )  # fmt: skip
         if needs_dy:

@@ -1,4 +1,4 @@
-"""The experts block in plain torch, by a loop over experts: the yardstick of the tests.
+"""The experts block and the grouped layers in plain torch, by a loop over experts: the yardstick of the tests.
 
 Imports nothing of the package. Pass tensors in fp64 (or fp32) to compute in it; autograd gives the gradients.
 """
@@ -24,12 +24,8 @@ def activation(x: Tensor, name: str = "silu", alpha: float = 1.0) -> Tensor:
     raise ValueError(f"name: unknown activation {name!r}")
 
 
-def expert(
-    x: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Optional[Tensor] = None,
-    down_bias: Optional[Tensor] = None,
+def hidden(
+    preact: Tensor,
     name: str = "silu",
     alpha: float = 1.0,
     limit: Optional[float] = None,
@@ -37,16 +33,33 @@ def expert(
     gated: bool = True,
     interleaved: bool = False,
 ) -> Tensor:
-    """One expert on rows x (R, H): up (2 I or I, H), down (H, I). Returns (R, H)."""
-    preact = x @ up.t() if up_bias is None else x @ up.t() + up_bias
-    if gated:
-        gate, up_part = (preact[:, ::2], preact[:, 1::2]) if interleaved else preact.chunk(2, dim=1)
-        if limit is not None:
-            gate, up_part = gate.clamp(max=limit), up_part.clamp(-limit, limit)
-        hidden = activation(gate, name, alpha) * (up_part + up_offset)
-    else:
-        hidden = activation(preact if limit is None else preact.clamp(max=limit), name, alpha)
-    return hidden @ down.t() if down_bias is None else hidden @ down.t() + down_bias
+    """What goes into the down-projection: (R, 2 I) or, not gated, (R, I) -> (R, I)."""
+    if not gated:
+        return activation(preact if limit is None else preact.clamp(max=limit), name, alpha)
+    gate, up = (preact[:, ::2], preact[:, 1::2]) if interleaved else preact.chunk(2, dim=1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return activation(gate, name, alpha) * (up + up_offset)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, bias_scales: Optional[Tensor] = None) -> Tensor:
+    """y[r] = W x[r] + bias * bias_scales[r]: x (R, K), weight (N, K), bias (N,), bias_scales (R,). Returns (R, N)."""
+    y = x @ weight.t()
+    if bias is None:
+        return y
+    return y + (bias if bias_scales is None else bias * bias_scales[:, None])
+
+
+def expert(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Optional[Tensor] = None,
+    down_bias: Optional[Tensor] = None,
+    **kind,
+) -> Tensor:
+    """One expert on rows x (R, H): up (2 I or I, H), down (H, I). Returns (R, H). `kind`: see `hidden`."""
+    return linear(hidden(linear(x, up, up_bias), **kind), down, down_bias)
 
 
 def grouped_mm_experts(
@@ -60,7 +73,7 @@ def grouped_mm_experts(
     transposed: bool = False,
     **kind,
 ) -> Tensor:
-    """The experts block by a loop over experts; sentinels are simply never visited. `kind`: see `expert`."""
+    """The experts block by a loop over experts; sentinels are simply never visited. `kind`: see `hidden`."""
     out = torch.zeros_like(hidden_states)
     for e in range(gate_up_proj.shape[0]):
         tokens, ks = (top_k_index == e).nonzero(as_tuple=True)
@@ -80,14 +93,43 @@ def grouped_mm_experts(
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, group_offsets: Tensor, bias: Optional[Tensor] = None, transposed: bool = False
+    x: Tensor,
+    weight: Tensor,
+    group_offsets: Tensor,
+    bias: Optional[Tensor] = None,
+    bias_scales: Optional[Tensor] = None,
+    transposed: bool = False,
 ) -> Tensor:
-    """y[r] = W[g] x[r] + bias[g] by a loop over groups; rows of no group are 0."""
+    """y[r] = W[g] x[r] + bias[g] * bias_scales[r] by a loop over groups; rows of no group are 0.
+
+    x (rows, K), weight (G, N, K) or, transposed, (G, K, N), group_offsets (G + 1,), bias (G, N), bias_scales (rows,).
+    """
     bounds = group_offsets.tolist()
     parts = []
     for group, (start, end) in enumerate(zip(bounds, bounds[1:])):
-        w = weight[group] if transposed else weight[group].t()
-        part = x[start:end] @ w
-        parts.append(part if bias is None else part + bias[group])
+        w = weight[group].t() if transposed else weight[group]
+        scales = None if bias_scales is None else bias_scales[start:end]
+        parts.append(linear(x[start:end], w, None if bias is None else bias[group], scales))
     head, tail = (x.new_zeros((rows, parts[0].shape[1])) for rows in (bounds[0], x.shape[0] - bounds[-1]))
     return torch.cat([head, *parts, tail])
+
+
+def grouped_mlp(
+    x: Tensor,
+    group_offsets: Tensor,
+    activation_scales: Optional[Tensor],
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    bias_scales: Optional[Tensor] = None,
+    gate_up_proj_bias: Optional[Tensor] = None,
+    down_proj_bias: Optional[Tensor] = None,
+    transposed: bool = False,
+    **kind,
+) -> Tensor:
+    """Two grouped linear layers around an activation scaled per row; rows of no group are 0. `kind`: see `hidden`.
+
+    x (rows, H), scales (rows,), gate_up_proj (G, 2 I or I, H), down_proj (G, H, I), or transposed. Returns (rows, H).
+    """
+    a = hidden(grouped_linear(x, gate_up_proj, group_offsets, gate_up_proj_bias, None, transposed), **kind)
+    a = a if activation_scales is None else a * activation_scales[:, None]
+    return grouped_linear(a, down_proj, group_offsets, down_proj_bias, bias_scales, transposed)

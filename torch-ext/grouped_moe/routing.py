@@ -13,7 +13,7 @@ Rows are sorted by expert and, within an expert, by slot (a stable counting sort
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Tuple
+from typing import Tuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from ._checks import check_routing
 from ._ops import add_op_namespace_prefix, ops
 from ._torch.routing import route as _route_torch
+from .launch import launch
 from .tuning import on_device_of
 
 _SMALL_SLOTS = 4096  # up to here one launch compares all slots with all
@@ -28,7 +29,6 @@ _SMALL_BLOCK = 128  # slots per program of that launch
 _BLOCK = 512  # slots per program of the sort in three launches
 _STEP = 16  # slots compared with a whole block at a time
 _SCAN_ELEMENTS = 16384  # counts that scan_counts_kernel holds at a time
-_SCHEDULE_BLOCK = 128  # tiles that schedule_tiles_kernel writes together
 
 
 @dataclass(frozen=True)
@@ -52,23 +52,6 @@ class Routing:
         return self.expert_offsets.shape[0] - 1
 
 
-class Schedule(NamedTuple):
-    """How the rows of a grouped GEMM are cut into tiles of block_m rows.
-
-    tile_offsets: (E + 1,) int32, m tiles before each expert. tile_to_expert: (max_tiles,) int32, the first
-    tile_offsets[E] are written.
-    """
-
-    tile_offsets: Tensor
-    tile_to_expert: Tensor
-    block_m: int
-
-    @property
-    def max_tiles(self) -> int:
-        """An upper bound of the number of tiles that holds for any routing."""
-        return self.tile_to_expert.shape[0]
-
-
 def _power_of_two_above(n: int) -> int:
     return 1 << n.bit_length()
 
@@ -85,37 +68,25 @@ def route_triton(top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor,
     experts_pow2 = _power_of_two_above(num_experts)
     sizes = {"NUM_EXPERTS": num_experts, "EXPERTS_POW2": experts_pow2}
     if num_slots <= _SMALL_SLOTS:
-        kernels.route_kernel[(max(1, -(-num_slots // _SMALL_BLOCK)),)](
-            ids, expert_offsets, row_to_slot, slot_to_row, num_slots, **sizes, BLOCK=_SMALL_BLOCK, STEP=_STEP
-        )
+        grid = (max(1, -(-num_slots // _SMALL_BLOCK)),)
+        launch(
+            kernels.route_kernel, grid, ids, expert_offsets, row_to_slot, slot_to_row, num_slots,
+            **sizes, BLOCK=_SMALL_BLOCK, STEP=_STEP,
+        )  # fmt: skip
         return expert_offsets, row_to_slot, slot_to_row
     num_blocks = -(-num_slots // _BLOCK)
     counts = ids.new_empty((num_blocks, num_experts), dtype=torch.int32)
-    kernels.count_slots_kernel[(num_blocks,)](ids, counts, num_slots, **sizes, BLOCK=_BLOCK)
-    kernels.scan_counts_kernel[(1,)](
-        counts, expert_offsets, num_blocks, **sizes, BLOCK=_SCAN_ELEMENTS // experts_pow2, num_warps=8
-    )
-    kernels.place_slots_kernel[(num_blocks,)](
+    launch(kernels.count_slots_kernel, (num_blocks,), ids, counts, num_slots, **sizes, BLOCK=_BLOCK)
+    launch(
+        kernels.scan_counts_kernel, (1,), counts, expert_offsets, num_blocks,
+        **sizes, BLOCK=_SCAN_ELEMENTS // experts_pow2, num_warps=8,
+    )  # fmt: skip
+    launch(
+        kernels.place_slots_kernel, (num_blocks,),
         ids, counts, expert_offsets, row_to_slot, slot_to_row, num_slots,
         NUM_EXPERTS=num_experts, BLOCK=_BLOCK, STEP=_STEP, num_warps=8,
     )  # fmt: skip
     return expert_offsets, row_to_slot, slot_to_row
-
-
-def make_schedule(expert_offsets: Tensor, max_rows: int, block_m: int) -> Schedule:
-    """The tiles of a grouped GEMM over at most max_rows rows. expert_offsets: (E + 1,) int32, not decreasing."""
-    from ._triton import routing as kernels
-
-    num_experts = expert_offsets.shape[0] - 1
-    max_tiles = -(-max_rows // block_m) + max(0, min(num_experts, max_rows) - 1)
-    tile_offsets = torch.empty_like(expert_offsets)
-    tile_to_expert = expert_offsets.new_empty(max_tiles)
-    kernels.schedule_tiles_kernel[(num_experts,)](
-        expert_offsets, tile_offsets, tile_to_expert,
-        NUM_EXPERTS=num_experts, EXPERTS_POW2=_power_of_two_above(num_experts - 1),
-        BLOCK_M=block_m, BLOCK=_SCHEDULE_BLOCK,
-    )  # fmt: skip
-    return Schedule(tile_offsets, tile_to_expert, block_m)
 
 
 def route_indices(top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor]:

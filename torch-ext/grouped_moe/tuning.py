@@ -82,12 +82,13 @@ def choose_block_m(num_slots: int, num_experts: int, dtype: torch.dtype) -> int:
 
     Forward and backward, and every GEMM of a call, share it: one schedule serves them all.
     """
-    rows_per_expert = -(-num_slots // max(1, min(num_experts, num_slots)))
-    largest = 128 if dtype.itemsize == 2 else 64
-    block_m = 16
-    while block_m < largest and rows_per_expert > block_m:
-        block_m *= 2
-    return block_m
+    return min(rows_per_expert(num_slots, num_experts), 128 if dtype.itemsize == 2 else 64)
+
+
+def rows_per_expert(num_slots: int, num_experts: int) -> int:
+    """The rows an expert gets on average if every slot is local, as the next power of two from 16 to 1024."""
+    average = -(-num_slots // max(1, min(num_experts, num_slots)))
+    return min(1024, max(16, 1 << max(0, average - 1).bit_length()))
 
 
 # (block_m, two_weights) -> (block_n, block_k, num_warps, num_stages, programs_per_sm), for two-byte types.
@@ -104,9 +105,25 @@ _GEMM_TILES = {
 }
 
 
+# The same by row tile where both operands come by descriptor.
+_TMA_GEMM_TILES = {
+    64: (256, 64, 4, 4, 1),
+    128: (256, 64, 8, 4, 1),
+}
+
+
 @lru_cache(maxsize=None)
-def gemm_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, weight_tiles: int = 1) -> GemmConfig:
-    """Config of a grouped GEMM with N output columns; weight_tiles: 2 for the gated up-projection (gate and up)."""
+def gemm_config(
+    block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, weight_tiles: int = 1, tma: bool = False
+) -> GemmConfig:
+    """Config of a grouped GEMM with N output columns; weight_tiles: 2 for the gated up-projection (gate and up).
+
+    tma: both operands are read by descriptor.
+    """
+    if tma:
+        block_n, block_k, num_warps, num_stages, programs = _TMA_GEMM_TILES[block_m]
+        config = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, programs_per_sm=programs)
+        return _fit(config, n, weight_tiles, dtype.itemsize, spec)
     block_n, block_k, num_warps, num_stages, programs = _GEMM_TILES[block_m, weight_tiles == 2]
     if dtype.itemsize > 2:
         # fp32 without tf32 multiplies on the plain cores: accumulators and operands must both fit the registers.
@@ -130,17 +147,24 @@ def dgrad_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, int
 
 
 @lru_cache(maxsize=None)
-def wgrad_config(m: int, n: int, block_m: int, dtype: torch.dtype, spec: DeviceSpec, gathered: bool) -> GemmConfig:
+def wgrad_config(
+    m: int, n: int, rows: int, dtype: torch.dtype, spec: DeviceSpec, gathered: bool, tma: bool = False
+) -> GemmConfig:
     """Config of a weight gradient of (M, N) per expert, contracted over its rows, one operand gathered or none.
 
-    block_m: the row tile of the call. Few rows per expert make the kernel one of stores: small tiles, many at once.
+    rows: `rows_per_expert`. Few of them make the kernel one of stores: small tiles, many at once. tma: both operands
+    are read by descriptor. programs_per_sm 0: one program per tile.
     """
     if dtype.itemsize > 2:
-        config = GemmConfig(64, 64, 32, 8, 2)
-    elif block_m <= 32:
-        config = GemmConfig(64, 128, 32, 4, 2)
+        config = GemmConfig(64, 64, 32, 8, 2, programs_per_sm=0)
+    elif rows <= 32:
+        config = GemmConfig(64, 128, 32, 4, 3 if tma else 2, programs_per_sm=0)
+    elif tma and rows < 1024:
+        config = GemmConfig(128, 128, 32 if rows <= 128 else 64, 4, 3, programs_per_sm=0)
+    elif tma:
+        config = GemmConfig(128, 256, 64, 8, 3)
     else:
-        config = GemmConfig(128, 256 if spec.wide_tiles else 128, 64, 8, 3)
+        config = GemmConfig(128, 256 if spec.wide_tiles else 128, 64, 8, 3, programs_per_sm=0)
     config = replace(config, block_m=min(config.block_m, _block_for(m)))
     config = _fit(config, n, 1, dtype.itemsize, spec)
     # On NVIDIA a load that waits for its row indices starts two iterations late: so many stages buffer nothing.
@@ -174,6 +198,6 @@ def _buffer_bytes(config: GemmConfig, weight_tiles: int, itemsize: int) -> int:
     return config.num_stages * config.block_k * (config.block_m + columns) * itemsize
 
 
-def persistent_grid(config: GemmConfig, max_m_tiles: int, n: int, spec: DeviceSpec) -> Tuple[int]:
+def persistent_grid(config: GemmConfig, max_m_tiles: int, n: int, spec: DeviceSpec) -> Tuple[int, int, int]:
     """One program per tile, up to what the device holds at once."""
-    return (max(1, min(max_m_tiles * -(-n // config.block_n), spec.num_sms * config.programs_per_sm)),)
+    return max(1, min(max_m_tiles * -(-n // config.block_n), spec.num_sms * config.programs_per_sm)), 1, 1

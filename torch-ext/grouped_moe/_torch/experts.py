@@ -1,12 +1,12 @@
 """The experts block on the CPU: one GEMM per expert that has rows, elementwise passes in fp32 or wider."""
 
-from typing import Tuple
+from typing import Iterator, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from .. import activation as act
-from .grouped_linear import groups_with_rows, matmul_groups, rows_of, sum_groups, wgrad_groups
+from .grouped_linear import dot_groups, matmul_groups, sum_groups, wgrad_groups
 from .permute import combine
 
 Indices = Tuple[Tensor, Tensor, Tensor]  # expert_offsets, row_to_slot, slot_to_row
@@ -29,20 +29,33 @@ def forward(block, x: Tensor, weights: Tensor, routing: Indices, save: bool) -> 
     offsets, row_to_slot, slot_to_row = routing
     top_k, num_rows = weights.shape[1], int(offsets[-1])
     tokens = _source_tokens(row_to_slot, num_rows, top_k)
-    preact = _up_proj(block, x, tokens, offsets, row_to_slot.shape[0] if save else num_rows)
-    a = x.new_empty((num_rows, block.intermediate))
-    for start in range(0, num_rows, _CHUNK):
-        rows = slice(start, min(start + _CHUNK, num_rows))
-        wide = preact[rows].to(_wide(preact.dtype))
-        a[rows] = act.forward(wide, block.activation, block.gated, block.interleaved)
+    preact = up_proj(block, x, tokens, offsets, row_to_slot.shape[0] if save else num_rows)
+    a = activate(block, preact, offsets, None)
     y = matmul_groups(a, block.down_nk(), offsets, block.down_bias, x.new_empty((num_rows, x.shape[1])))
     return combine(y, weights, slot_to_row, top_k), preact if save else x.new_empty(0)
 
 
-def _up_proj(block, x: Tensor, tokens: Tensor, offsets: Tensor, rows: int) -> Tensor:
-    """preact (rows, P); rows past R stay unwritten."""
+def up_proj(block, x: Tensor, tokens: Optional[Tensor], offsets: Tensor, rows: int) -> Tensor:
+    """preact (rows, P) of x read at tokens, or in place; rows of no expert stay unwritten."""
     up_nk = block.up_nk()
     return matmul_groups(x, up_nk, offsets, block.up_bias, x.new_empty((rows, up_nk.shape[1])), tokens)
+
+
+def _chunks(offsets: Tensor) -> Iterator[slice]:
+    """The rows that any expert has, some at a time."""
+    end = int(offsets[-1])
+    for start in range(int(offsets[0]), end, _CHUNK):
+        yield slice(start, min(start + _CHUNK, end))
+
+
+def activate(block, preact: Tensor, offsets: Tensor, scales: Optional[Tensor]) -> Tensor:
+    """scales * activation, (R, I); rows of no expert stay unwritten. scales: (R,), None for ones."""
+    a = preact.new_empty((int(offsets[-1]), block.intermediate))
+    for rows in _chunks(offsets):
+        wide = preact[rows].to(_wide(preact.dtype))
+        value = act.forward(wide, block.activation, block.gated, block.interleaved)
+        a[rows] = value if scales is None else value * scales[rows, None].to(value.dtype)
+    return a
 
 
 @torch.autocast("cpu", enabled=False)
@@ -52,11 +65,13 @@ def backward(block, dout: Tensor, x: Tensor, weights: Tensor, preact: Tensor, ro
     top_k, num_rows = weights.shape[1], int(offsets[-1])
     slots = row_to_slot[:num_rows]
     tokens = _source_tokens(row_to_slot, num_rows, top_k)
-    row_weights = weights.reshape(-1)[slots].to(_wide(dout.dtype))[:, None]
+    row_weights = weights.reshape(-1)[slots].to(_wide(dout.dtype))
     if block.recompute:
-        preact = _up_proj(block, x, tokens, offsets, num_rows)
-    dpreact, scaled_act, inner = _down_dgrad(block, dout, tokens, row_weights, preact, offsets)
+        preact = up_proj(block, x, tokens, offsets, num_rows)
+    dpreact, scaled_act, inner = down_dgrad(block, dout, tokens, row_weights, preact, offsets)
     if needs.weights:
+        if block.down_bias is not None:
+            dot_groups(dout, block.down_bias, offsets, inner, tokens, accumulate=True)
         grads.weights.zero_()
         grads.weights.view(-1)[slots] = inner.to(weights.dtype)
     if needs.down:
@@ -75,24 +90,24 @@ def backward(block, dout: Tensor, x: Tensor, weights: Tensor, preact: Tensor, ro
         combine(dx_rows, None, slot_to_row, top_k, out=grads.x)
 
 
-def _down_dgrad(block, dout: Tensor, tokens: Tensor, row_weights: Tensor, preact: Tensor, offsets: Tensor):
-    """(dpreact (R, P), weighted activation (R, I), <dout, y> (R,)) of the down-projection; y is never formed."""
-    num_rows = tokens.shape[0]
-    wide = _wide(preact.dtype)
+def down_dgrad(
+    block, dout: Tensor, tokens: Optional[Tensor], weights: Optional[Tensor], preact: Tensor, offsets: Tensor
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """(dpreact (R, P), weights * activation (R, I), <dout W, activation> (R,)), of dout read at tokens or in place.
+
+    weights: (R,), None for ones. Rows of no expert stay unwritten.
+    """
+    num_rows, wide = int(offsets[-1]), _wide(preact.dtype)
     grad = preact.new_empty((num_rows, block.intermediate))
     matmul_groups(dout, block.down_nk().transpose(1, 2), offsets, None, grad, tokens)
     dpreact = preact.new_empty((num_rows, preact.shape[1]))
     inner = torch.empty(num_rows, dtype=wide)
-    for start in range(0, num_rows, _CHUNK):
-        rows = slice(start, min(start + _CHUNK, num_rows))
+    for rows in _chunks(offsets):
         wide_grad = grad[rows].to(wide)
+        weighted = wide_grad if weights is None else weights[rows, None].to(wide) * wide_grad
         value, dpreact[rows] = act.forward_and_vjp(
-            preact[rows].to(wide), row_weights[rows] * wide_grad, block.activation, block.gated, block.interleaved
+            preact[rows].to(wide), weighted, block.activation, block.gated, block.interleaved
         )
         inner[rows] = (wide_grad * value).sum(1)
-        grad[rows] = value.mul_(row_weights[rows])
-    if block.down_bias is not None:
-        for expert, start, end in groups_with_rows(offsets):
-            dout_rows = rows_of(dout, start, end, tokens).to(wide)
-            inner[start:end] += dout_rows @ block.down_bias[expert].to(wide)
+        grad[rows] = value if weights is None else value.mul_(weights[rows, None].to(wide))
     return dpreact, grad, inner

@@ -3,102 +3,193 @@
 import triton
 import triton.language as tl
 
-from .tiles import add_bias, column_halves, dot_tile, find_tile, source_rows, store_columns, tile_rows
+from .tiles import (
+    add_bias,
+    column_halves,
+    dot_tile,
+    dot_tile_tma,
+    find_tile,
+    grouped_order,
+    load_scales,
+    num_row_tiles,
+    source_rows,
+    store_columns,
+    tile_rows,
+)
 
 
 @triton.jit
+def zero_chunk(y_ptr, first_row, end_row, chunk, N: tl.constexpr, CHUNK: tl.constexpr):
+    """Zeros the chunk-th CHUNK elements of the rows [first_row, end_row) of a contiguous (rows, N) tensor."""
+    index = tl.cast(chunk, tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    size = tl.cast(end_row - first_row, tl.int64) * N
+    zeros = tl.zeros((CHUNK,), y_ptr.dtype.element_ty)
+    tl.store(y_ptr + tl.cast(first_row, tl.int64) * N + index, zeros, mask=index < size)
+
+
+@triton.jit
+def zero_rows(y_ptr, first_row, end_row, first_chunk, N: tl.constexpr, CHUNK: tl.constexpr):
+    """Zeros the rows [first_row, end_row) from first_chunk on, shared among the programs of axis 0."""
+    size = tl.cast(end_row - first_row, tl.int64) * N
+    for chunk in tl.range(first_chunk + tl.program_id(0), tl.cdiv(size, CHUNK), tl.num_programs(0)):
+        zero_chunk(y_ptr, first_row, end_row, chunk, N, CHUNK)
+
+
+@triton.jit(do_not_specialize=["total_rows"])
+def zero_ungrouped_kernel(
+    y_ptr, offsets_ptr, total_rows, NUM_GROUPS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr
+):
+    """y[r] = 0 for r < offsets[0] and offsets[G] <= r < total_rows. Grid: (programs,). No offset decreases."""
+    zero_rows(y_ptr, tl.load(offsets_ptr) * 0, tl.load(offsets_ptr), 0, N, CHUNK)
+    zero_rows(y_ptr, tl.load(offsets_ptr + NUM_GROUPS), total_rows, 0, N, CHUNK)
+
+
+@triton.jit(do_not_specialize=["total_rows"])
 def grouped_gemm_kernel(
-    x_ptr, stride_xr, stride_xk,  # (rows, K)
-    w_ptr, stride_we, stride_wn, stride_wk,  # (E, N, K) by strides
+    x_ptr, stride_xr, stride_xk,  # (rows, K); with TMA its descriptor
+    w_ptr, stride_we, stride_wn, stride_wk,  # (E, N, K) by strides; with TMA its descriptor, (E, K, N) if W_KN
     bias_ptr, stride_be, stride_bn,  # (E, N) or None
-    y_ptr,  # (rows, N), out: rows of no expert are not written
-    expert_offsets_ptr,  # (E + 1,) int32
-    tile_offsets_ptr,  # (E + 1,) int32
-    tile_to_expert_ptr,  # (max_tiles,) int32
+    scales_ptr,  # (rows,) or None
+    y_ptr,  # (rows, N), out
+    schedule_ptr,
+    total_rows,
     NUM_EXPERTS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    ZERO_UNGROUPED: tl.constexpr,
+    TMA: tl.constexpr,
+    W_KN: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = W[e] x[r] + bias[e] for the rows r of expert e.
+    """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e; rows of no expert are 0, or not written.
 
     Grid: (programs,), persistent. The caller guarantees a schedule made for BLOCK_M.
     """
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    num_tiles = tl.load(tile_offsets_ptr + NUM_EXPERTS) * NUM_N_TILES
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        expert, m_tile, n_tile = find_tile(tile, tile_to_expert_ptr, tile_offsets_ptr, NUM_N_TILES, GROUP_M)
-        first_row, rows, row_mask = tile_rows(expert, m_tile, expert_offsets_ptr, BLOCK_M)
-        columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        n_mask = columns < N
-        k = tl.arange(0, BLOCK_K).to(tl.int64)
-        x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_xr + k[None, :] * stride_xk
-        w_ptrs = (
-            w_ptr + expert.to(tl.int64) * stride_we + columns.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
-        )
-        acc = dot_tile(x_ptrs, stride_xk, w_ptrs, stride_wk, n_mask, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
-        expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
-        left, right = column_halves(acc, BLOCK_M, BLOCK_N)
+    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
+    last_row = tl.load(schedule_ptr + NUM_EXPERTS)
+    # Flattened, the loads of a tile start before the previous one is stored; pointers would be worked out in each step.
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=TMA):
+        expert, m_tile, n_tile = find_tile(tile, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M)
+        first_row, rows, row_mask = tile_rows(expert, m_tile, schedule_ptr, BLOCK_M)
         column = n_tile * BLOCK_N
-        left = add_bias(left, expert_bias_ptr, stride_bn, column, N, BLOCK_N // 2)
+        if TMA:
+            acc = dot_tile_tma(x_ptr, first_row, w_ptr, expert, column, K, W_KN, BLOCK_M, BLOCK_N, BLOCK_K)
+        else:
+            columns = column + tl.arange(0, BLOCK_N)
+            k = tl.arange(0, BLOCK_K).to(tl.int64)
+            x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_xr + k[None, :] * stride_xk
+            expert_ptr = w_ptr + expert.to(tl.int64) * stride_we
+            w_ptrs = expert_ptr + columns.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
+            acc = dot_tile(
+                x_ptrs, stride_xk, w_ptrs, stride_wk, columns < N, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+            )
+        expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
+        scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
+        left, right = column_halves(acc, BLOCK_M, BLOCK_N)
+        left = add_bias(left, expert_bias_ptr, stride_bn, column, scales, N, BLOCK_N // 2)
         store_columns(y_ptr, left, first_row, row_mask, column, N, BLOCK_M, BLOCK_N // 2)
         column += BLOCK_N // 2
-        right = add_bias(right, expert_bias_ptr, stride_bn, column, N, BLOCK_N // 2)
+        right = add_bias(right, expert_bias_ptr, stride_bn, column, scales, N, BLOCK_N // 2)
         store_columns(y_ptr, right, first_row, row_mask, column, N, BLOCK_M, BLOCK_N // 2)
+        if ZERO_UNGROUPED:
+            # As many zeros as results with each tile: they are written while the next one is computed.
+            zero_chunk(y_ptr, last_row, total_rows, tile, N, BLOCK_M * BLOCK_N)
+    if ZERO_UNGROUPED:
+        zero_rows(y_ptr, last_row, total_rows, num_tiles, N, BLOCK_M * BLOCK_N)
+        first_row = tl.load(schedule_ptr)
+        zero_rows(y_ptr, first_row * 0, first_row, 0, N, BLOCK_M * BLOCK_N)
+
+
+@triton.jit
+def load_transposed_pair(
+    p_ptr, stride_pr, q_ptr, stride_qr, row_to_slot_ptr, start, end, m, n,
+    M: tl.constexpr, N: tl.constexpr, P_TOP_K: tl.constexpr, Q_TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """p^T (BLOCK_M, BLOCK_K) and q (BLOCK_K, BLOCK_N) of rows from start on; both 0 from end on: 0 * NaN is NaN."""
+    rows = start + tl.arange(0, BLOCK_K)
+    mask = rows < end
+    rows = tl.minimum(rows, end - 1)
+    p_ptrs = p_ptr + source_rows(rows, row_to_slot_ptr, P_TOP_K)[None, :] * stride_pr + m[:, None]
+    q_ptrs = q_ptr + source_rows(rows, row_to_slot_ptr, Q_TOP_K)[:, None] * stride_qr + n[None, :]
+    p = tl.load(p_ptrs, mask=mask[None, :] & (m < M)[:, None], other=0.0)
+    q = tl.load(q_ptrs, mask=mask[:, None] & (n < N)[None, :], other=0.0)
+    return p, q
+
+
+@triton.jit
+def store_wgrad(dw_ptrs, value, mask, ACCUMULATE: tl.constexpr):
+    """Writes value, or adds it to what is there."""
+    if ACCUMULATE:
+        value += tl.load(dw_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dw_ptrs, value.to(dw_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def wgrad_kernel(
     p_ptr, stride_pr,  # (rows, M), or (T, M) read at row_to_slot[row] // P_TOP_K; columns contiguous
     q_ptr, stride_qr,  # (rows, N), or (T, N) read at row_to_slot[row] // Q_TOP_K; columns contiguous
-    dw_ptr, stride_de, stride_dm, stride_dn,  # (E, M, N) by strides, out: all of it is written
+    p_desc, q_desc,  # with TMA: the same, in blocks of (BLOCK_K, BLOCK_M) and (BLOCK_K, BLOCK_N)
+    dw_ptr, stride_de, stride_dm, stride_dn,  # (E, M, N) by strides, out
     row_to_slot_ptr,  # (rows,) int32 or None
     expert_offsets_ptr,  # (E + 1,) int32
+    NUM_EXPERTS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     P_TOP_K: tl.constexpr,
     Q_TOP_K: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """dw[e] = sum over the rows r of expert e of p[r] q[r]^T, zero for an expert without rows.
+    """dw[e] = sum over the rows r of expert e of p[r] q[r]^T, or is added to dw[e].
 
-    Grid: (E * m tiles * n tiles,). Rows past the expert's last one are masked in both operands: 0 * NaN is NaN.
+    Grid: (programs,), persistent. An expert without rows gets 0, or keeps what it has.
     """
     NUM_M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    expert = tl.program_id(0) // (NUM_M_TILES * NUM_N_TILES)
-    within = tl.program_id(0) % (NUM_M_TILES * NUM_N_TILES)
-    group = within // (GROUP_M * NUM_N_TILES)
-    group_size = tl.minimum(NUM_M_TILES - group * GROUP_M, GROUP_M)
-    within_group = within - group * (GROUP_M * NUM_N_TILES)
-    m = (group * GROUP_M + within_group % group_size) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (within_group // group_size) * BLOCK_N + tl.arange(0, BLOCK_N)
-    start = tl.load(expert_offsets_ptr + expert)
-    end = tl.load(expert_offsets_ptr + expert + 1)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in tl.range(start, end, BLOCK_K):
-        rows = k + tl.arange(0, BLOCK_K)
-        mask = rows < end
-        rows = tl.minimum(rows, end - 1)
-        p_rows = source_rows(rows, row_to_slot_ptr, P_TOP_K)
-        q_rows = source_rows(rows, row_to_slot_ptr, Q_TOP_K)
-        p_ptrs = p_ptr + p_rows[None, :] * stride_pr + m[:, None]
-        q_ptrs = q_ptr + q_rows[:, None] * stride_qr + n[None, :]
-        p = tl.load(p_ptrs, mask=mask[None, :] & (m < M)[:, None], other=0.0)
-        q = tl.load(q_ptrs, mask=mask[:, None] & (n < N)[None, :], other=0.0)
-        acc = tl.dot(p, q, acc, input_precision=PRECISION)
-    dw_ptrs = (
-        dw_ptr
-        + expert.to(tl.int64) * stride_de
-        + m.to(tl.int64)[:, None] * stride_dm
-        + n.to(tl.int64)[None, :] * stride_dn
-    )
-    tl.store(dw_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    NUM_TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES
+    for tile in tl.range(tl.program_id(0), NUM_EXPERTS * NUM_TILES, tl.num_programs(0)):
+        expert = tile // NUM_TILES
+        m_tile, n_tile = grouped_order(tile % NUM_TILES, NUM_M_TILES, NUM_N_TILES, GROUP_M)
+        m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        start = tl.load(expert_offsets_ptr + expert)
+        end = tl.load(expert_offsets_ptr + expert + 1)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if TMA:
+            # Whole steps by descriptor, which cannot mask the next expert's rows; what remains by pointer.
+            whole = start + (end - start) // BLOCK_K * BLOCK_K
+            for k in tl.range(start, whole, BLOCK_K):
+                acc = tl.dot(p_desc.load([k, m_tile * BLOCK_M]).T, q_desc.load([k, n_tile * BLOCK_N]), acc)
+            if whole < end:
+                p, q = load_transposed_pair(
+                    p_ptr, stride_pr, q_ptr, stride_qr, row_to_slot_ptr, whole, end, m, n,
+                    M, N, P_TOP_K, Q_TOP_K, BLOCK_K,
+                )  # fmt: skip
+                acc = tl.dot(p, q, acc, input_precision=PRECISION)
+        else:
+            for k in tl.range(start, end, BLOCK_K):
+                p, q = load_transposed_pair(
+                    p_ptr, stride_pr, q_ptr, stride_qr, row_to_slot_ptr, k, end, m, n,
+                    M, N, P_TOP_K, Q_TOP_K, BLOCK_K,
+                )  # fmt: skip
+                acc = tl.dot(p, q, acc, input_precision=PRECISION)
+        # An expert without rows has nothing to add.
+        columns_end = tl.where(start < end, N, 0) if ACCUMULATE else N
+        expert_ptr = dw_ptr + expert.to(tl.int64) * stride_de + m.to(tl.int64)[:, None] * stride_dm
+        left, right = column_halves(acc, BLOCK_M, BLOCK_N)
+        n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N // 2)
+        dw_ptrs = expert_ptr + n.to(tl.int64)[None, :] * stride_dn
+        store_wgrad(dw_ptrs, left, (m < M)[:, None] & (n < columns_end)[None, :], ACCUMULATE)
+        n += BLOCK_N // 2
+        dw_ptrs = expert_ptr + n.to(tl.int64)[None, :] * stride_dn
+        store_wgrad(dw_ptrs, right, (m < M)[:, None] & (n < columns_end)[None, :], ACCUMULATE)

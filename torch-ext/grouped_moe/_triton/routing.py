@@ -1,4 +1,4 @@
-"""Stable counting sort of slots by expert, and the tile schedule of a grouped GEMM.
+"""Stable counting sort of slots by expert.
 
 Worked example, E = 2, top_k = 2, expert ids of 3 tokens [[1, 0], [2, 1], [0, -1]] (2 and -1 are sentinels):
 slots by expert: expert 0: slots 1, 4; expert 1: slots 0, 3. Hence expert_offsets = [0, 2, 4], row_to_slot =
@@ -132,29 +132,3 @@ def place_slots_kernel(
     earlier = tl.load(counts_ptr + block.to(tl.int64) * NUM_EXPERTS + experts, mask=routed, other=0)
     rows = tl.load(expert_offsets_ptr + experts, mask=routed, other=0) + earlier + equal
     store_places(slots, experts, rows, row_to_slot_ptr, slot_to_row_ptr, num_slots, NUM_EXPERTS)
-
-
-@triton.jit
-def schedule_tiles_kernel(
-    expert_offsets_ptr,  # (E + 1,) int32
-    tile_offsets_ptr,  # (E + 1,) int32, out: m tiles before each expert
-    tile_to_expert_ptr,  # (max_tiles,) int32, out: the first tile_offsets[E] are written
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Splits each expert's rows into m tiles of BLOCK_M rows. Grid: (E,). The offsets must not decrease."""
-    expert = tl.program_id(0)
-    bins = tl.arange(0, EXPERTS_POW2)
-    inside = bins < NUM_EXPERTS
-    start = tl.load(expert_offsets_ptr + bins, mask=inside, other=0)
-    end = tl.load(expert_offsets_ptr + bins + 1, mask=inside, other=0)
-    tiles = tl.where(inside, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
-    first = tl.sum(tl.where(bins < expert, tiles, 0))
-    mine = tl.sum(tl.where(bins == expert, tiles, 0))
-    tl.store(tile_offsets_ptr + expert, first)
-    tl.store(tile_offsets_ptr + expert + 1, first + mine, mask=expert == NUM_EXPERTS - 1)
-    for begin in range(0, mine, BLOCK):
-        index = begin + tl.arange(0, BLOCK)
-        tl.store(tile_to_expert_ptr + first + index, tl.zeros((BLOCK,), tl.int32) + expert, mask=index < mine)

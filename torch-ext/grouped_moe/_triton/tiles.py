@@ -8,20 +8,40 @@ import triton.language as tl
 
 
 @triton.jit
-def find_tile(tile, tile_to_expert_ptr, tile_offsets_ptr, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
+def num_row_tiles(schedule_ptr, NUM_EXPERTS: tl.constexpr):
+    """How many m tiles there are. A schedule is laid out as `grouped_moe.schedule.Schedule` says."""
+    return tl.load(schedule_ptr + (2 * NUM_EXPERTS + 1))
+
+
+@triton.jit
+def find_row_tile(tile, schedule_ptr, NUM_EXPERTS: tl.constexpr):
+    """Number of an m tile -> its expert. The caller has checked that there is such a tile."""
+    return tl.load(schedule_ptr + (2 * NUM_EXPERTS + 2) + tile)
+
+
+@triton.jit
+def find_tile(tile, schedule_ptr, NUM_EXPERTS: tl.constexpr, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
     """Tile number -> (expert, m tile within the expert, n tile).
 
     Experts come in order. Within one, GROUP_M m tiles go through the n tiles together, so that a weight tile is read
-    from L2 by its neighbours. The caller has checked that tile < tile_offsets[E] * NUM_N_TILES.
+    from L2 by its neighbours. The caller has checked that tile < num_row_tiles * NUM_N_TILES.
     """
-    expert = tl.load(tile_to_expert_ptr + tile // NUM_N_TILES)
+    tile_offsets_ptr = schedule_ptr + (NUM_EXPERTS + 1)
+    expert = find_row_tile(tile // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
     first = tl.load(tile_offsets_ptr + expert)
     num_m_tiles = tl.load(tile_offsets_ptr + expert + 1) - first
     within = tile - first * NUM_N_TILES
-    group = within // (GROUP_M * NUM_N_TILES)
+    m_tile, n_tile = grouped_order(within, num_m_tiles, NUM_N_TILES, GROUP_M)
+    return expert, m_tile, n_tile
+
+
+@triton.jit
+def grouped_order(tile, num_m_tiles, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
+    """Tile number -> (m tile, n tile): GROUP_M m tiles go through the n tiles together."""
+    group = tile // (GROUP_M * NUM_N_TILES)
     group_size = tl.minimum(num_m_tiles - group * GROUP_M, GROUP_M)
-    within_group = within - group * (GROUP_M * NUM_N_TILES)
-    return expert, group * GROUP_M + within_group % group_size, within_group // group_size
+    within_group = tile - group * (GROUP_M * NUM_N_TILES)
+    return group * GROUP_M + within_group % group_size, within_group // group_size
 
 
 @triton.jit
@@ -45,14 +65,21 @@ def tile_ptrs(ptr, first_row, first_column, ROW_SIZE: tl.constexpr, BLOCK_M: tl.
 
 
 @triton.jit
-def add_bias(acc, bias_ptr, stride_bn, first_column, N: tl.constexpr, BLOCK_N: tl.constexpr):
-    """acc plus BLOCK_N of an expert's N bias values, or acc itself without a bias."""
+def add_bias(acc, bias_ptr, stride_bn, first_column, scales, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """acc plus BLOCK_N of an expert's N bias values, times the row's scale if given; acc itself without a bias."""
     if bias_ptr is None:
         return acc
     else:
         columns = first_column + tl.arange(0, BLOCK_N)
         bias = tl.load(bias_ptr + columns.to(tl.int64) * stride_bn, mask=columns < N, other=0.0)
-        return acc + bias.to(tl.float32)[None, :]
+        bias = bias.to(tl.float32)[None, :]
+        return acc + (bias if scales is None else scales[:, None] * bias)
+
+
+@triton.jit
+def load_scales(scales_ptr, rows):
+    """One fp32 factor per row."""
+    return tl.load(scales_ptr + rows).to(tl.float32)
 
 
 @triton.jit
@@ -119,4 +146,32 @@ def dot_tile(
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
         x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
         w_ptrs += tl.cast(stride_wk, tl.int64) * BLOCK_K
+    return acc
+
+
+@triton.jit
+def dot_tile_tma(
+    x_desc,  # (rows, K), blocks of (BLOCK_M, BLOCK_K)
+    first_row,
+    w_desc,  # (E, K, N), blocks of (1, BLOCK_K, BLOCK_N), if W_KN; else (E, N, K), blocks of (1, BLOCK_N, BLOCK_K)
+    expert,
+    first_column,
+    K: tl.constexpr,
+    W_KN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The same by the tensor memory accelerator, which reads 0 past every extent.
+
+    Rows past the expert's last one are the next expert's, or unwritten: the caller must not store their results.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x = x_desc.load([first_row, k])
+        if W_KN:
+            w = w_desc.load([expert, k, first_column]).reshape(BLOCK_K, BLOCK_N)
+        else:
+            w = w_desc.load([expert, first_column, k]).reshape(BLOCK_N, BLOCK_K).T
+        acc = tl.dot(x, w, acc)
     return acc

@@ -1,0 +1,153 @@
+"""grouped_dbias_dscales: both sums against fp64, buffers that are added to, and what is wrong with a buffer."""
+
+import pytest
+import torch
+from compare import assert_bitwise, assert_close
+from poison import dirty_allocator, guarded, poisoned_allocations
+
+NAN = float("nan")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+SIZES = [(7, 0, 19, 5), (200, 1, 130), (0, 0), (33,), (0, 21, 0), (0, 1, 2, 0) * 256]
+by_sizes = pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)}-groups-{sum(sizes)}-rows")
+
+
+def make(sizes, dtype, device, N=70, tail=6, scales_dtype=torch.float32):
+    """(dy, scales, bias, sizes) at unit scale."""
+    rows = sum(sizes) + tail
+    dy, scales, bias = torch.randn(rows, N), torch.rand(rows) - 0.5, torch.randn(len(sizes), N)
+    return dy.to(device, dtype), scales.to(device, scales_dtype), bias.to(device, dtype), torch.tensor(sizes).to(device)
+
+
+def expected(dy, scales, bias, sizes):
+    """(dbias, dscales) in fp64, by a loop."""
+    dy, scales, bias = (t.double() for t in (dy, scales, bias))
+    dbias, dscales, start = torch.zeros_like(bias), torch.zeros_like(scales), 0
+    for group, size in enumerate(sizes.tolist()):
+        rows = slice(start, start + size)
+        dbias[group], dscales[rows] = scales[rows] @ dy[rows], dy[rows] @ bias[group]
+        start += size
+    return dbias, dscales
+
+
+def assert_sums(got, want):
+    assert got[0].dtype == got[1].dtype == torch.float32
+    assert_close("dbias", got[0], want[0], torch.float32, inner_products=True)
+    assert_close("dscales", got[1], want[1], torch.float32, inner_products=True)
+
+
+@by_dtype
+@by_sizes
+def test_matches_loop(grouped_moe, device, sizes, dtype):
+    inputs = make(sizes, dtype, device)
+    assert_sums(grouped_moe.grouped_dbias_dscales(*inputs), expected(*inputs))
+
+
+@pytest.mark.parametrize("scales_dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+def test_dtype_of_scales_is_its_own(grouped_moe, device, scales_dtype):
+    inputs = make(SIZES[0], torch.float32, device, scales_dtype=scales_dtype)
+    assert_sums(grouped_moe.grouped_dbias_dscales(*inputs), expected(*inputs))
+
+
+def test_fp64_on_cpu(grouped_moe):
+    inputs = [t.double() if t.is_floating_point() else t for t in make(SIZES[0], torch.float32, "cpu")]
+    for got, want in zip(grouped_moe.grouped_dbias_dscales(*inputs), expected(*inputs)):
+        assert_close("sum", got, want, torch.float64, inner_products=True)
+
+
+@pytest.mark.parametrize("given", [("dbias",), ("dscales",), ("dbias", "dscales")], ids="-".join)
+@by_dtype
+def test_adds_to_buffers(grouped_moe, device, given, dtype):
+    """And returns them; the other one is new."""
+    inputs = make(SIZES[0], dtype, device)
+    start = {"dbias": torch.randn(4, 70, device=device), "dscales": torch.randn(len(inputs[0]), device=device)}
+    buffers = {name: start[name].clone() for name in given}
+    got = dict(zip(start, grouped_moe.grouped_dbias_dscales(*inputs, **buffers)))
+    assert all(got[name] is buffers[name] for name in given)
+    want = dict(zip(start, expected(*inputs)))
+    assert_sums(list(got.values()), [want[name] + (start[name].double() if name in given else 0) for name in start])
+
+
+@by_dtype
+@by_sizes
+def test_what_is_not_of_a_group_is_not_read(grouped_moe, device, sizes, dtype):
+    """NaN in the padding, the bias of groups without rows and fresh memory: the same bits. Nor what lies around."""
+    dy, scales, bias, splits = inputs = make(sizes, dtype, device)
+    want = grouped_moe.grouped_dbias_dscales(*inputs)
+    assert not want[0][splits == 0].any() and not want[1][sum(sizes) :].any()
+    dy[sum(sizes) :], scales[sum(sizes) :], bias[splits == 0] = NAN, NAN, NAN
+    around = grouped_moe.grouped_dbias_dscales(guarded(dy), guarded(scales), guarded(bias), splits)
+    assert all(bool(tensor.isfinite().all()) for tensor in around)
+    dirty_allocator(device)
+    with poisoned_allocations():
+        got = grouped_moe.grouped_dbias_dscales(dy, scales, bias, splits)
+    for name, first, second in zip(("dbias", "dscales"), got, want):
+        assert_bitwise(name, first, second)
+
+
+def test_repeats_bitwise_whatever_the_splits(grouped_moe, device):
+    dy, scales, bias, sizes = make(SIZES[1], torch.bfloat16, device)
+    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    first = grouped_moe.grouped_dbias_dscales(dy, scales, bias, sizes)
+    kinds = [sizes, sizes.int(), sizes.tolist(), offsets, grouped_moe.GroupSizes(sizes)]
+    for splits in kinds + [grouped_moe.GroupOffsets(offsets.int())] * 10:
+        for got, want in zip(grouped_moe.grouped_dbias_dscales(dy, scales, bias, splits), first):
+            assert_bitwise("sum", got, want)
+
+
+def test_strides(grouped_moe, device):
+    dy, scales, bias, sizes = inputs = make(SIZES[0], torch.float32, device)
+    want = expected(*inputs)
+    strided = dy.t().contiguous().t(), torch.stack([scales, scales + 1], 1)[:, 0], bias.t().contiguous().t()
+    assert_sums(grouped_moe.grouped_dbias_dscales(*strided, sizes), want)
+
+
+def test_no_graph(grouped_moe, device):
+    dy, scales, bias, sizes = make(SIZES[0], torch.float32, device)
+    got = grouped_moe.grouped_dbias_dscales(dy.requires_grad_(), scales.requires_grad_(), bias.requires_grad_(), sizes)
+    assert not any(tensor.requires_grad for tensor in got)
+
+
+WRONG = [
+    ("dbias", lambda t: t.bfloat16(), TypeError, "dbias: expected torch.float32, in which the sums are, got torch.bf"),
+    ("dscales", lambda t: t.double(), TypeError, "dscales: expected torch.float32, in which the sums are, got torch.f"),
+    ("dbias", lambda t: t[:3], ValueError, r"dbias: expected shape \(G, N\) = \(4, 70\), got \(3, 70\)"),
+    ("dscales", lambda t: t[:, None], ValueError, r"dscales: expected shape \(rows,\) = \(37\), got \(37, 1\)"),
+    ("dbias", lambda t: t.t().contiguous().t(), ValueError, "dbias: expected a contiguous tensor, got strides"),
+    ("dscales", lambda t: t.repeat_interleave(2)[::2], ValueError, "dscales: expected a contiguous tensor"),
+    ("dbias", lambda t: t.to("meta"), ValueError, "dbias: expected on .* like dy, got meta"),
+    ("dscales", lambda t: t.requires_grad_(), ValueError, "dscales: expected a tensor without gradient"),
+    ("dbias", lambda t: t.tolist(), TypeError, "dbias: expected a tensor, got list"),
+]
+
+
+@pytest.mark.parametrize("name, change, error, message", WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)])
+def test_wrong_buffers(grouped_moe, device, name, change, error, message):
+    """Refused before anything is written."""
+    inputs = make(SIZES[0], torch.float32, device)
+    buffers = {"dbias": torch.zeros(4, 70, device=device), "dscales": torch.zeros(37, device=device)}
+    other = buffers["dscales" if name == "dbias" else "dbias"]
+    with pytest.raises(error, match=f"^{message}"):
+        grouped_moe.grouped_dbias_dscales(*inputs, **{**buffers, name: change(buffers[name])})
+    assert not other.any()
+
+
+@pytest.mark.parametrize(
+    "at, change, error, message",
+    [
+        (0, lambda t: t[0], ValueError, r"dy: expected shape \(rows, N\)"),
+        (0, lambda t: t.long(), TypeError, "dy: expected one of"),
+        (1, lambda t: t[:-1], ValueError, r"bias_scales: expected shape \(rows,\) = \(37\), got \(36,\)"),
+        (1, lambda t: t.long(), TypeError, "bias_scales: expected one of"),
+        (1, lambda t: None, TypeError, "bias_scales: expected a tensor, got NoneType"),
+        (2, lambda t: t[:, :9], ValueError, r"bias: expected shape \(G, N\) = \(\?, 70\), got \(4, 9\)"),
+        (2, lambda t: t.half(), TypeError, "bias: expected torch.float32 like dy, got torch.float16"),
+        (3, lambda t: t[:2], ValueError, r"splits: expected shape \(G,\) sizes or \(G \+ 1,\) offsets"),
+        (3, lambda t: t.float(), TypeError, "splits: expected torch.int32 or torch.int64, got torch.float32"),
+    ],
+)
+def test_wrong_arguments(grouped_moe, device, at, change, error, message):
+    inputs = list(make(SIZES[0], torch.float32, device))
+    inputs[at] = change(inputs[at])
+    with pytest.raises(error, match=f"^{message}"):
+        grouped_moe.grouped_dbias_dscales(*inputs)

@@ -1,0 +1,136 @@
+"""GroupedLinear: checkpoints of either form, copies, pickles and conversions."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from compare import assert_bitwise
+from linear_modules import LAYOUTS, Form, N, by_layout, is_packed, make_batch, make_module, packed, run
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["root", "nested"])
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize("source", LAYOUTS, ids=str)
+@by_layout
+def test_checkpoints_of_every_form_load_into_every_form(grouped_moe, form, source, assign, nested):
+    saved, module = make_module(grouped_moe, source, "cpu"), make_module(grouped_moe, form, "cpu", delay_wgrad=True)
+    want = {kind: packed(saved, kind) for kind in ("weight", "bias")}
+    prefix, root = "", module
+    if nested:
+        saved = torch.nn.ModuleDict({"a": torch.nn.Sequential(saved), "b": torch.nn.Linear(2, 2)})
+        root = torch.nn.ModuleDict({"a": torch.nn.Sequential(module), "b": torch.nn.Linear(2, 2)})
+        prefix = "a.0."
+    checkpoint = saved.state_dict()
+    checkpoint[f"{prefix}_extra_state"] = torch.zeros(0, dtype=torch.uint8)
+    keys, metadata = list(checkpoint), checkpoint._metadata
+    assert root.load_state_dict(checkpoint, strict=True, assign=assign) == ([], [])
+    assert list(checkpoint) == keys and checkpoint._metadata is metadata
+    for kind, tensor in want.items():
+        assert_bitwise(kind, packed(module, kind), tensor)
+    assert form.weight or is_packed(module)
+    assert all(p.requires_grad and p.skip_backward_post_hook for p in module.parameters())
+
+
+@by_layout
+def test_callers_checkpoint_stays(grouped_moe, form):
+    """Also of callers that give modules the whole checkpoint, one by one."""
+    module = make_module(grouped_moe, form, "cpu")
+    checkpoint = make_module(grouped_moe, Form(not form.weight, not form.bias, "scaled"), "cpu").state_dict(prefix="a.")
+    checkpoint["a._extra_state"] = None
+    keys, problems = list(checkpoint), []
+    module._load_from_state_dict(checkpoint, "a.", {}, True, problems, problems, problems)
+    assert problems == [] and list(checkpoint) == keys
+
+
+@by_layout
+def test_wrong_checkpoints_are_refused(grouped_moe, form):
+    """Also if they are of the other form: with too few groups or too many, with both forms, or of other shapes."""
+    module = make_module(grouped_moe, form, "cpu")
+    own = module.state_dict()
+    other = make_module(grouped_moe, Form(not form.weight, form.bias, "scaled"), "cpu").state_dict()
+    if form.weight:
+        few = {name: tensor for name, tensor in other.items() if name != "weight2"}
+        wrong = {
+            "few": few,
+            "many": {**other, "weight4": other["weight0"]},
+            "shape": {**other, "weight2": torch.ones(N)},
+        }
+    else:
+        weight = other["weight"]
+        wrong = {"few": {**other, "weight": weight[:3]}, "many": {**other, "weight": torch.cat([weight, weight])}}
+        wrong["shape"] = {**other, "weight": weight[:, 1:]}
+    wrong.update(both={**own, **other}, stranger={**own, "extra": torch.zeros(1)})
+    for name, checkpoint in wrong.items():
+        with pytest.raises(RuntimeError, match="for GroupedLinear"):
+            module.load_state_dict(checkpoint)
+            pytest.fail(name)
+
+
+def _torch_save(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "torch.save": _torch_save,
+    "to": lambda module: copy.deepcopy(module).double().float(),
+    "to_empty": lambda module: _filled(copy.deepcopy(module).to("meta").to_empty(device="cpu"), module),
+    "share_memory": lambda module: copy.deepcopy(module).share_memory(),
+}
+
+
+def _filled(module, source):
+    module.load_state_dict(source.state_dict())
+    return module
+
+
+@pytest.mark.parametrize("how", COPIES)
+@by_layout
+def test_copies(grouped_moe, form, how):
+    module = make_module(grouped_moe, form, "cpu", delay_wgrad=True)
+    batch = make_batch(form, "cpu")
+    module.register_wgrad_accumulation_and_reduce_hooks(lambda: pytest.fail("the hook of another module"))
+    run(module, batch)
+    next(module.parameters()).requires_grad_(False)
+    for parameter in module.parameters():
+        parameter.allreduce = False
+    twin = COPIES[how](module)
+    assert [n for n, _ in twin.named_parameters()] == [n for n, _ in module.named_parameters()]
+    for (name, got), want in zip(twin.named_parameters(), module.parameters()):
+        assert got.requires_grad == want.requires_grad and got.skip_backward_post_hook, name
+        assert hasattr(got, "allreduce") == (how in ("pickle", "torch.save")), "as torch keeps attributes or not"
+        assert got.data_ptr() != want.data_ptr(), name
+        assert_bitwise(name, got.detach(), want.detach())
+    assert form.weight or is_packed(twin)
+    with pytest.raises(RuntimeError, match="nothing is stored"):
+        twin.backward_dw()
+    got = run(twin, batch)
+    twin.backward_dw()
+    assert_bitwise("y", got["y"], run(module, batch)["y"])
+    assert module.discard_delayed_wgrad() == 2
+
+
+def test_pickle_writes_the_weights_once(grouped_moe):
+    size = {f.weight: len(pickle.dumps(make_module(grouped_moe, f, "cpu"))) for f in (LAYOUTS[0], LAYOUTS[-1])}
+    assert size[False] < 1.5 * size[True]
+
+
+def test_deepcopy_keeps_ties(grouped_moe):
+    module = make_module(grouped_moe, LAYOUTS[-1], "cpu")
+    twin, tied = copy.deepcopy((module, [module.weight2]))
+    assert tied[0] is twin.weight2 and is_packed(twin)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
+def test_conversions_keep_identity_and_storage(grouped_moe, dtype):
+    module = make_module(grouped_moe, LAYOUTS[-1], "cpu")
+    parameters = list(module.parameters())
+    assert module.to(dtype) is module
+    assert all(a is b for a, b in zip(module.parameters(), parameters))
+    assert is_packed(module) and module.weight3.dtype == dtype

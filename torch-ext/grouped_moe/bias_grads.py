@@ -1,0 +1,103 @@
+"""Gradients of a bias that is scaled per row: `grouped_dbias_dscales`."""
+
+from typing import Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from . import _checks as checks
+from ._ops import add_op_namespace_prefix, ops
+from ._torch.grouped_linear import dot_groups, sum_groups
+from .gemm import launch_bias_grads, launch_sum_partials, num_dots
+from .schedule import Splits, as_splits, make_schedule, safe_offsets
+from .tuning import choose_block_m, on_device_of
+
+
+def launch_dbias_dscales(
+    dy: Tensor,
+    scales: Tensor,
+    bias: Tensor,
+    splits: Tensor,
+    dbias: Tensor,
+    dscales: Tensor,
+    accumulate: Sequence[bool],
+) -> None:
+    """Writes dbias and dscales, or adds to them where `accumulate` says so, by the Triton kernels."""
+    rows, groups = dy.shape[0], bias.shape[0]
+    schedule = make_schedule(splits, groups, rows, choose_block_m(rows, groups, dy.dtype))
+    dots = dy.new_empty((num_dots(dy.shape[1]), rows), dtype=torch.float32)
+    launch_bias_grads(dy, 0, scales, None, schedule, dbias, bias, dots, accumulate[0])
+    launch_sum_partials(dots, None, schedule, dscales, accumulate[1])
+
+
+@torch.library.custom_op(add_op_namespace_prefix("dbias_dscales"), mutates_args=("dbias", "dscales"))
+def _dbias_dscales(
+    dy: Tensor, scales: Tensor, bias: Tensor, splits: Tensor, dbias: Tensor, dscales: Tensor, accumulate: Sequence[bool]
+) -> None:
+    if dy.device.type == "cpu":
+        offsets = safe_offsets(splits, bias.shape[0], dy.shape[0])
+        with torch.autocast("cpu", enabled=False):
+            sum_groups(dy, offsets, dbias, weights=scales, accumulate=accumulate[0])
+            dot_groups(dy, bias, offsets, dscales, accumulate=accumulate[1])
+        return
+    with on_device_of(dy):
+        launch_dbias_dscales(dy, scales, bias, splits, dbias, dscales, accumulate)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("dbias_dscales"))
+def _dbias_dscales_fake(dy, scales, bias, splits, dbias, dscales, accumulate):
+    return None
+
+
+def _sums(name: str, buffer: Optional[Tensor], shape: Tuple[int, ...], legend: str, dy: Tensor) -> Tensor:
+    """The caller's buffer, checked, or a new one."""
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    if buffer is None:
+        return dy.new_empty(shape, dtype=wide)
+    checks.check_tensor(name, buffer)
+    if buffer.dtype != wide:
+        raise TypeError(f"{name}: expected {wide}, in which the sums are, got {buffer.dtype}")
+    checks.check_shape(name, buffer, shape, legend)
+    checks.check_device(name, buffer, dy.device, "dy")
+    if not buffer.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {buffer.stride()}")
+    if buffer.requires_grad:
+        raise ValueError(f"{name}: expected a tensor without gradient, since it is written to")
+    return buffer
+
+
+def grouped_dbias_dscales(
+    dy: Tensor,
+    bias_scales: Tensor,
+    bias: Tensor,
+    splits: Splits,
+    *,
+    dbias: Optional[Tensor] = None,
+    dscales: Optional[Tensor] = None,
+) -> Tuple[Tensor, Tensor]:
+    """(dbias, dscales) of y[r] = ... + bias[g] * bias_scales[r]: what a fused backward needs beside its GEMMs.
+
+    dbias[g] = sum over the rows r of group g of bias_scales[r] dy[r], (G, N); dscales[r] = <dy[r], bias[g]>, (rows,), 0
+    for rows of no group, which are not read. Both fp32 (fp64 for fp64), summed in fixed order without atomics.
+
+    dy: (rows, N). bias_scales: (rows,), of any floating dtype. bias: (G, N), in the dtype of dy. splits: as for
+    `grouped_linear`. dbias, dscales: buffers to add to and return, fp32 and contiguous; without them new ones.
+    Not differentiable. Raises TypeError or ValueError that names the argument.
+    """
+    for name, tensor in (("dy", dy), ("bias", bias)):
+        checks.check_tensor(name, tensor)
+    checks.check_compute_dtype("dy", dy)
+    checks.check_shape("dy", dy, (None, None), "(rows, N)")
+    checks.check_scales("bias_scales", bias_scales, dy)
+    checks.check_shape("bias", bias, (None, dy.shape[1]), "(G, N)")
+    checks.check_num_groups("bias", bias.shape[0])
+    checks.check_same_dtype("bias", bias, dy.dtype, "dy")
+    checks.check_device("bias", bias, dy.device, "dy")
+    splits = as_splits(splits, bias.shape[0], dy.device)
+    accumulate = [dbias is not None, dscales is not None]
+    dbias = _sums("dbias", dbias, tuple(bias.shape), "(G, N)", dy)
+    dscales = _sums("dscales", dscales, (dy.shape[0],), "(rows,)", dy)
+    with torch.no_grad():
+        scales = bias_scales.detach().contiguous()
+        ops.dbias_dscales(dy.detach(), scales, bias.detach(), splits, dbias, dscales, accumulate)
+    return dbias, dscales

@@ -1,0 +1,272 @@
+"""Launchers of the grouped GEMM, its weight gradient and the reductions, which every op of the package shares."""
+
+from functools import lru_cache
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .launch import Kernel, launch
+from .schedule import Schedule
+from .tuning import (
+    DeviceSpec,
+    GemmConfig,
+    gemm_config,
+    persistent_grid,
+    rows_per_expert,
+    spec_of,
+    wgrad_config,
+)
+
+Strides = Tuple[int, int, int]
+
+_ZERO_PROGRAMS_PER_SM = 4
+_ZERO_CHUNK = 4096  # elements
+_BIAS_BLOCK_N = 64
+
+
+def nk_strides(weight: Tensor, transposed: bool) -> Strides:
+    """Strides of a weight over (E, N, K), whether it is laid out (E, N, K) or, transposed, (E, K, N)."""
+    stride_e, first, second = weight.stride()
+    return (stride_e, second, first) if transposed else (stride_e, first, second)
+
+
+def dot_precision(dtype: torch.dtype, spec: DeviceSpec) -> str:
+    """tf32 for fp32 where the device has it and PyTorch's own flag, by its new name or its old one, allows it."""
+    if dtype != torch.float32 or not spec.tf32:
+        return "ieee"
+    matmul = torch.backends.cuda.matmul
+    # PyTorch raises when the old name is read after the new one was set.
+    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    return "tf32" if allowed else "ieee"
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """x itself if its columns are contiguous, else a contiguous copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def bias_strides(bias: Optional[Tensor]) -> Tuple[int, int]:
+    """Strides of a bias over (E, N); zeros without one."""
+    return (0, 0) if bias is None else bias.stride()
+
+
+def _tma_reads(tensor: Tensor) -> bool:
+    """Whether the tensor memory accelerator can read a two-byte tensor whose columns are contiguous: 16-byte steps."""
+    return tensor.data_ptr() % 16 == 0 and all(
+        stride % 8 == 0 and stride > 0 for size, stride in zip(tensor.shape[:-1], tensor.stride()) if size > 1
+    )
+
+
+def _rows_tma(x: Tensor, spec: DeviceSpec) -> bool:
+    """Whether rows x (rows, K) can be read by descriptor."""
+    return spec.wide_tiles and x.dtype.itemsize == 2 and x.stride(1) == 1 and _tma_reads(x)
+
+
+def _weight_tma(weight: Tensor, strides: Strides) -> Optional[bool]:
+    """None if a weight cannot be read by descriptor; else whether it lies (E, K, N) in memory, not (E, N, K)."""
+    first, second = strides[1:]
+    if weight.stride(2) != 1 or not _tma_reads(weight):
+        return None
+    return first == 1 if first != second else None
+
+
+def _descriptor(tensor: Tensor, *block: int):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    # A dimension of one step may have any stride, of which the hardware would want 16 bytes.
+    strides = [
+        stride if size > 1 else -(-tensor.shape[-1] // 8) * 8 for size, stride in zip(tensor.shape, tensor.stride())
+    ]
+    strides[-1] = 1
+    return TensorDescriptor(tensor, list(tensor.shape), strides, list(block))
+
+
+def launch_gemm(
+    x: Tensor,
+    weight: Tensor,
+    strides: Strides,
+    n: int,
+    bias: Optional[Tensor],
+    schedule: Schedule,
+    scales: Optional[Tensor] = None,
+    zero_ungrouped: bool = False,
+) -> Tensor:
+    """y (rows, N) with y[r] = W[e] x[r] + scales[r] bias[e]; rows of no expert are 0 or, by default, stay unwritten.
+
+    x: (rows, K), any strides. weight: (E, N, K) or (E, K, N), read by its strides over (E, N, K).
+    """
+    rows, k = x.shape
+    y = x.new_empty((rows, n))
+    if rows == 0:
+        return y
+    spec = spec_of(x)
+    w_kn = None
+    # Descriptors cost the host some time, which row tiles that stream weights do not earn back.
+    if schedule.block_m >= 64 and _rows_tma(x, spec):
+        w_kn = _weight_tma(weight, strides)
+    precision = dot_precision(x.dtype, spec)
+    kernel, config = _gemm_kernel(
+        schedule.block_m, schedule.num_groups, n, k, x.dtype, spec, zero_ungrouped, w_kn, precision
+    )
+    if w_kn is None:
+        operands = (x, *x.stride(), weight, *strides)
+    else:
+        block = (config.block_k, config.block_n) if w_kn else (config.block_n, config.block_k)
+        operands = (_descriptor(x, config.block_m, config.block_k), 0, 0, _descriptor(weight, 1, *block), 0, 0, 0)
+    grid = persistent_grid(config, schedule.max_tiles, n, spec)
+    kernel(grid, *operands, bias, *bias_strides(bias), scales, y, schedule.map, rows)
+    return y
+
+
+@lru_cache(maxsize=None)
+def _gemm_kernel(
+    block_m: int,
+    num_groups: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    spec: DeviceSpec,
+    zero_ungrouped: bool,
+    w_kn: Optional[bool],
+    precision: str,
+) -> Tuple[Kernel, GemmConfig]:
+    """The GEMM with its constants. w_kn: how a weight that comes by descriptor lies in memory, None for pointers."""
+    from ._triton.gemm import grouped_gemm_kernel
+
+    config = gemm_config(block_m, n, dtype, spec, tma=w_kn is not None)
+    kernel = Kernel(
+        grouped_gemm_kernel,
+        NUM_EXPERTS=num_groups, N=n, K=k, ZERO_UNGROUPED=zero_ungrouped, TMA=w_kn is not None, W_KN=bool(w_kn),
+        PRECISION=precision, **config.launch_options(),
+    )  # fmt: skip
+    return kernel, config
+
+
+def launch_wgrad(
+    p: Tensor,
+    p_top_k: int,
+    q: Tensor,
+    q_top_k: int,
+    row_to_slot: Optional[Tensor],
+    offsets: Tensor,
+    dw: Tensor,
+    accumulate: bool = False,
+) -> Tensor:
+    """dw[e] = sum over the rows r of expert e of p[r] q[r]^T, or is added to it. dw: (E, M, N) of any strides.
+
+    p_top_k, q_top_k: 0 where the operand has one row per routed row, else the top_k by which token rows are gathered.
+    offsets: (E + 1,) int32, or a schedule's map, which begins with them.
+    """
+
+    if dw.stride(2) != 1 and dw.stride(1) == 1:
+        p, p_top_k, q, q_top_k, dw = q, q_top_k, p, p_top_k, dw.transpose(1, 2)
+    p, q = unit_rows(p), unit_rows(q)
+    num_experts, m, n = dw.shape
+    gathered = row_to_slot is not None
+    num_rows = row_to_slot.shape[0] if gathered else p.shape[0]
+    spec = spec_of(p)
+    tma = not gathered and num_rows > 0 and _rows_tma(p, spec) and _rows_tma(q, spec)
+    kernel, config, grid = _wgrad_kernel(
+        num_experts, m, n, rows_per_expert(num_rows, num_experts), p.dtype, spec, p_top_k, q_top_k, accumulate, tma,
+        dot_precision(p.dtype, spec),
+    )  # fmt: skip
+    descriptors = (None, None)
+    if tma:
+        descriptors = (_descriptor(p, config.block_k, config.block_m), _descriptor(q, config.block_k, config.block_n))
+    kernel(grid, p, p.stride(0), q, q.stride(0), *descriptors, dw, *dw.stride(), row_to_slot, offsets)
+    return dw
+
+
+@lru_cache(maxsize=None)
+def _wgrad_kernel(
+    num_experts: int,
+    m: int,
+    n: int,
+    rows: int,
+    dtype: torch.dtype,
+    spec: DeviceSpec,
+    p_top_k: int,
+    q_top_k: int,
+    accumulate: bool,
+    tma: bool,
+    precision: str,
+) -> Tuple[Kernel, GemmConfig, Tuple[int, int, int]]:
+    """The weight gradient with its constants, its tile and its grid."""
+    from ._triton.gemm import wgrad_kernel
+
+    config = wgrad_config(m, n, rows, dtype, spec, p_top_k + q_top_k > 0, tma)
+    kernel = Kernel(
+        wgrad_kernel,
+        NUM_EXPERTS=num_experts, M=m, N=n, P_TOP_K=p_top_k, Q_TOP_K=q_top_k, ACCUMULATE=accumulate, TMA=tma,
+        PRECISION=precision, **config.launch_options(),
+    )  # fmt: skip
+    tiles = num_experts * -(-m // config.block_m) * -(-n // config.block_n)
+    programs = min(tiles, spec.num_sms * config.programs_per_sm) if config.programs_per_sm else tiles
+    return kernel, config, (programs, 1, 1)
+
+
+def launch_bias_grads(
+    dy: Tensor,
+    top_k: int,
+    scales: Optional[Tensor],
+    row_to_slot: Optional[Tensor],
+    schedule: Schedule,
+    dbias: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    dots: Optional[Tensor] = None,
+    accumulate: bool = False,
+) -> None:
+    """dbias[e] = sum over the rows r of expert e of scales[r] dy[r]; with bias dots[:, r] = parts of <dy[r], bias[e]>.
+
+    dbias: (E, N) contiguous, or None; with accumulate it is added to. dots: (`num_dots(N)`, rows) fp32.
+    top_k: 0 where dy has one row per routed row, else the top_k by which token rows are gathered.
+    """
+    from ._triton.sums import bias_grads_kernel, sum_tiles_kernel
+
+    dy = unit_rows(dy)
+    n = dy.shape[1]
+    sums = None
+    if dbias is not None:
+        sums = dy.new_empty((schedule.max_tiles, n), dtype=torch.float32)
+    if schedule.max_tiles:
+        launch(
+            bias_grads_kernel, (schedule.max_tiles, num_dots(n)),
+            dy, dy.stride(0), scales, bias, *bias_strides(bias), sums, dots, 0 if dots is None else dots.stride(0),
+            row_to_slot, schedule.map,
+            NUM_EXPERTS=schedule.num_groups, N=n, TOP_K=top_k, BLOCK_M=schedule.block_m, BLOCK_N=_BIAS_BLOCK_N,
+        )  # fmt: skip
+    if dbias is not None:
+        launch(
+            sum_tiles_kernel, (schedule.num_groups, num_dots(n)), sums, dbias, schedule.map,
+            NUM_EXPERTS=schedule.num_groups, N=n, ACCUMULATE=accumulate, BLOCK_R=32, BLOCK_N=_BIAS_BLOCK_N,
+        )  # fmt: skip
+
+
+def num_dots(n: int) -> int:
+    """Into how many partial sums `launch_bias_grads` cuts an inner product over N columns."""
+    return -(-n // _BIAS_BLOCK_N)
+
+
+def launch_sum_partials(
+    partials: Tensor, slot_to_row: Optional[Tensor], schedule: Schedule, out: Tensor, accumulate: bool = False
+) -> None:
+    """out[s] = sum of partials[:, row of s], in order, or is added to it; 0 for a slot without a row."""
+    from ._triton.sums import sum_partials_kernel
+
+    if out.numel():
+        launch(
+            sum_partials_kernel, (-(-out.numel() // 256),),
+            partials, partials.stride(0), slot_to_row, schedule.map, out, out.numel(),
+            NUM_EXPERTS=schedule.num_groups, NUM_PARTIALS=partials.shape[0], ACCUMULATE=accumulate, BLOCK=256,
+        )  # fmt: skip
+
+
+def zero_ungrouped(y: Tensor, offsets: Tensor) -> Tensor:
+    """Writes 0 to the rows of y before the first group and after the last; costs those rows only."""
+    from ._triton.gemm import zero_ungrouped_kernel
+
+    total, n = y.shape
+    grid = (max(1, min(-(-total * n // _ZERO_CHUNK), spec_of(y).num_sms * _ZERO_PROGRAMS_PER_SM)),)
+    launch(zero_ungrouped_kernel, grid, y, offsets, total, NUM_GROUPS=offsets.shape[0] - 1, N=n, CHUNK=_ZERO_CHUNK)
+    return y

@@ -1,0 +1,107 @@
+"""Which rows belong to which group, as callers say it, and how a grouped GEMM cuts them into tiles."""
+
+from functools import lru_cache
+from typing import NamedTuple, Sequence, Union
+
+import torch
+from torch import Tensor
+
+from . import _checks as checks
+from .launch import Kernel
+
+_BLOCK = 128  # tiles that schedule_kernel writes together
+
+
+class GroupSizes(NamedTuple):
+    """Rows per group: (G,) int32 or int64. Group 0 starts at row 0."""
+
+    sizes: Tensor
+
+
+class GroupOffsets(NamedTuple):
+    """Where each group starts and the last one ends: (G + 1,) int32 or int64; group g has rows [o[g], o[g + 1])."""
+
+    offsets: Tensor
+
+
+Splits = Union[GroupSizes, GroupOffsets, Tensor, Sequence[int]]
+
+
+class Schedule(NamedTuple):
+    """How the rows of a grouped GEMM are cut into tiles of block_m rows.
+
+    map: int32 on the device, in one piece: group offsets (G + 1,), clamped to the rows there are; tile offsets
+    (G + 1,), the m tiles before each group; tile to group (max_tiles,), of which the first tile offsets[G] are written.
+    """
+
+    map: Tensor
+    num_groups: int
+    block_m: int
+
+    @property
+    def max_tiles(self) -> int:
+        """An upper bound of the number of m tiles that holds for any splits."""
+        return self.map.shape[0] - 2 * (self.num_groups + 1)
+
+
+def as_splits(splits: Splits, num_groups: int, device: torch.device) -> Tensor:
+    """The tensor that says how rows are split: (G,) sizes or (G + 1,) offsets; its shape tells which.
+
+    A list of sizes is copied to the device without a wait for it. Raises TypeError and ValueError that name splits, and
+    RuntimeError for a list under CUDA graph capture, which would record the copy of this call's numbers.
+    """
+    if isinstance(splits, GroupSizes):
+        tensor, shape, legend = splits.sizes, (num_groups,), "(G,)"
+    elif isinstance(splits, GroupOffsets):
+        tensor, shape, legend = splits.offsets, (num_groups + 1,), "(G + 1,)"
+    elif isinstance(splits, (list, tuple)):
+        return _from_list(splits, num_groups, device)
+    else:
+        offsets = isinstance(splits, Tensor) and splits.dim() == 1 and splits.shape[0] == num_groups + 1
+        tensor, shape, legend = splits, (num_groups + offsets,), "(G,) sizes or (G + 1,) offsets"
+    checks.check_tensor("splits", tensor)
+    checks.check_index_dtype("splits", tensor)
+    checks.check_shape("splits", tensor, shape, legend)
+    checks.check_device("splits", tensor, device, "x")
+    return tensor
+
+
+def _from_list(sizes: Sequence[int], num_groups: int, device: torch.device) -> Tensor:
+    if not all(isinstance(size, int) for size in sizes):
+        raise TypeError(f"splits: expected a list of ints, got {sizes!r}")
+    if len(sizes) != num_groups:
+        raise ValueError(f"splits: expected {num_groups} sizes, got {len(sizes)}")
+    if device.type != "cuda":
+        return torch.tensor(sizes, dtype=torch.int64, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("splits: expected a tensor on the device under CUDA graph capture, got a list")
+    return torch.tensor(sizes, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+def safe_offsets(splits: Tensor, num_groups: int, rows: int) -> Tensor:
+    """(G + 1,) int32 offsets on the CPU, within [0, rows] and not decreasing, whatever the caller's splits hold."""
+    clamped = splits.clamp(0, rows)
+    if splits.shape[0] == num_groups:
+        ends = clamped.to(torch.int64).cumsum(0).clamp_(max=rows)
+        return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+    return clamped.cummax(0).values.to(torch.int32)
+
+
+def make_schedule(splits: Tensor, num_groups: int, rows: int, block_m: int) -> Schedule:
+    """The tiles of a grouped GEMM over at most `rows` rows. splits: (G,) sizes or (G + 1,) offsets of any values."""
+    max_tiles = -(-rows // block_m) + max(0, min(num_groups, rows) - 1)
+    schedule = splits.new_empty(2 * (num_groups + 1) + max_tiles, dtype=torch.int32)
+    kernel = _schedule_kernel(splits.shape[0] == num_groups, num_groups, block_m)
+    kernel((num_groups, 1, 1), splits if splits.is_contiguous() else splits.contiguous(), schedule, rows)
+    return Schedule(schedule, num_groups, block_m)
+
+
+@lru_cache(maxsize=None)
+def _schedule_kernel(sizes: bool, num_groups: int, block_m: int) -> Kernel:
+    from ._triton.schedule import schedule_kernel
+
+    return Kernel(
+        schedule_kernel,
+        SIZES=sizes, NUM_GROUPS=num_groups, GROUPS_POW2=1 << (num_groups - 1).bit_length(),
+        BLOCK_M=block_m, BLOCK=_BLOCK,
+    )  # fmt: skip

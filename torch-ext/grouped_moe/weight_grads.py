@@ -1,0 +1,211 @@
+"""Weight gradients that take another way than autograd's: into `main_grad`, as Megatron-LM has it, or later."""
+
+from typing import Deque, List, NamedTuple, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from . import _checks as checks
+from ._ops import add_op_namespace_prefix, ops
+from .grouped_linear import accumulate_wgrad
+from .schedule import safe_offsets
+
+
+class MainGrad(NamedTuple):
+    """A buffer that takes a weight's gradient in autograd's stead.
+
+    buffer: of the weight's shape. overwrite: the gradient replaces what the buffer holds instead of being added. dummy:
+    what autograd is given as the weight's gradient, "none", "empty" (unwritten memory) or "zeros": hooks that wait for
+    one run with the latter two.
+    """
+
+    buffer: Tensor
+    overwrite: bool = False
+    dummy: str = "none"
+
+
+def as_one(tensors: Sequence[Tensor]) -> Optional[Tensor]:
+    """(G, *shape), a view of G contiguous tensors that lie equally spaced and ascending in one storage; else None."""
+    first, groups = tensors[0].detach(), len(tensors)
+    if groups == 1:
+        return first[None]
+    if type(first) is not Tensor:  # a fake tensor has no address
+        return None
+    starts = [tensor.data_ptr() for tensor in tensors]
+    itemsize, shape, dtype = first.element_size(), first.shape, first.dtype
+    step = starts[1] - starts[0]
+    if step < first.numel() * itemsize or step % itemsize:
+        return None
+    if any(end - start != step for start, end in zip(starts, starts[1:])):
+        return None
+    if any(t.dtype != dtype or t.shape != shape or not t.is_contiguous() for t in tensors):
+        return None
+    # An address between two of one storage is of that storage, too.
+    end = (first.storage_offset() + first.numel()) * itemsize + (groups - 1) * step
+    if end > first.untyped_storage().nbytes():
+        return None
+    return first.as_strided((groups, *shape), (step // itemsize, *first.stride()))
+
+
+def versions_of(tensors: Sequence[Optional[Tensor]]) -> List[int]:
+    """What `check_versions` compares with."""
+    return [0 if tensor is None else tensor._version for tensor in tensors]
+
+
+def check_versions(names: Sequence[str], tensors: Sequence[Optional[Tensor]], versions: Sequence[int]) -> None:
+    """Raises RuntimeError, as autograd does for what it saved, if a tensor was modified since it had its version."""
+    for name, now, then in zip(names, versions_of(tensors), versions):
+        if now != then:
+            raise RuntimeError(f"{name}: modified in place before the gradients that depend on it were computed")
+
+
+def check_weights(weights: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """`check_versions` of all the discrete weights."""
+    check_versions([f"weight{group}" for group in range(len(weights))], weights, versions)
+
+
+def main_grad_of(name: str, parameter: Tensor) -> MainGrad:
+    """Where the gradient of the parameter called `name` goes, by the attributes that Megatron-LM gives it.
+
+    Raises AttributeError if it has no `main_grad`, TypeError or ValueError if that has another shape or device than
+    the parameter or a dtype that can't be accumulated in; each names the parameter.
+    """
+    get = getattr(parameter, "get_main_grad", None)
+    buffer = getattr(parameter, "main_grad", None) if get is None else get()
+    name = f"{name}.main_grad"
+    if buffer is None:
+        raise AttributeError(f"{name}: expected a buffer for the gradient (accumulate_into_main_grad=True), got none")
+    checks.check_tensor(name, buffer)
+    checks.check_shape(name, buffer, parameter.shape, "of the parameter")
+    checks.check_device(name, buffer, parameter.device, "the parameter")
+    checks.check_compute_dtype(name, buffer)
+    dummy = "none"
+    if hasattr(parameter, "grad_added_to_main_grad"):
+        dummy = "zeros" if getattr(parameter, "zero_out_wgrad", False) else "empty"
+    return MainGrad(buffer, bool(getattr(parameter, "overwrite_main_grad", False)), dummy)
+
+
+def mark_added(weights: Sequence[Tensor]) -> None:
+    """Tells Megatron-LM's hooks that main_grad has the gradient, if they are there to be told."""
+    for weight in weights:
+        if hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
+
+
+def dummy_grad(parameter: Tensor, dummy: str) -> Optional[Tensor]:
+    """The gradient that autograd's hooks see where the real one is in `main_grad` already."""
+    if dummy == "none":
+        return None
+    return torch.zeros_like(parameter) if dummy == "zeros" else torch.empty_like(parameter)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("accumulate_wgrads"), mutates_args=("dws",))
+def _accumulate_wgrads(
+    dws: Sequence[Tensor], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Sequence[int],
+    overwrite: Sequence[bool],
+) -> None:  # fmt: skip
+    dw = as_one(dws) if len(dws) == num_groups and len(set(overwrite)) == 1 else None
+    if dw is not None:
+        accumulate_wgrad(dw, dy, x, splits, overwrite[0])
+        return
+    offsets = safe_offsets(splits, num_groups, dy.shape[0])
+    for dw, group, replace in zip(dws, groups, overwrite):
+        accumulate_wgrad(dw[None], dy, x, offsets[group : group + 2], replace)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("accumulate_wgrads"))
+def _accumulate_wgrads_fake(dws, dy, x, splits, num_groups, groups, overwrite):
+    return None
+
+
+def accumulate(
+    targets: Sequence[MainGrad], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Optional[List[int]]
+) -> None:
+    """Adds dY_g^T X_g to targets[i].buffer (N, K) for g = groups[i], or overwrites it; otherwise as `accumulate_wgrad`.
+
+    One launch if the buffers are those of all groups and lie in memory as one (G, N, K) tensor, else one per group.
+    groups None: there is one target, of all groups, (G, N, K).
+    """
+    buffers, overwrite = [target.buffer for target in targets], [target.overwrite for target in targets]
+    if groups is None:
+        accumulate_wgrad(buffers[0], dy, x, splits, overwrite[0])
+    else:
+        ops.accumulate_wgrads(buffers, dy, x, splits, num_groups, groups, overwrite)
+
+
+class MainGradTap(torch.autograd.Function):
+    """y itself, in whose backward the weights get their gradients in main_grad, and dummies from autograd.
+
+    y (rows, N) is of x (rows, K), in its dtype, and of weights that it is detached from. targets, num_groups, groups:
+    see `accumulate`. watched: weights that must not change before the backward. weights: those that targets are of.
+
+    torch.compile traces this function. An op with a backward, in its place, would fail with two microbatches in
+    flight: what a compiled graph saves for it must not change until then, but main_grad does. What a traced function
+    keeps on its ctx may change, from PyTorch 2.11 on.
+    """
+
+    @staticmethod
+    def forward(ctx, y, x, splits, targets, num_groups, groups, watched, *weights):
+        ctx.save_for_backward(x, splits)
+        ctx.targets, ctx.num_groups, ctx.groups, ctx.weights = targets, num_groups, groups, weights
+        ctx.watched, ctx.versions = watched, versions_of(watched)
+        ctx.mark_dirty(y)  # or it would be a view that callers could not modify in place
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor):
+        check_weights(ctx.watched, ctx.versions)
+        accumulate(ctx.targets, dy, *ctx.saved_tensors, ctx.num_groups, ctx.groups)
+        dummies = [dummy_grad(weight, target.dummy) for weight, target in zip(ctx.weights, ctx.targets)]
+        return (dy, None, None, None, None, None, None, *dummies)
+
+
+class Delayed(NamedTuple):
+    """What the gradients of the parameters are made of, for one microbatch."""
+
+    dy: Tensor  # (rows, N)
+    x: Optional[Tensor]  # (rows, K) in the dtype of dy; None if no weight wanted a gradient
+    splits: Tensor  # (G,) sizes or (G + 1,) offsets
+    bias_scales: Optional[Tensor]  # (rows,)
+    wants_bias: bool
+    versions: List[int]
+
+    def check(self) -> None:
+        """Raises RuntimeError if any of it was modified in place since the backward."""
+        check_versions(("the gradient of the output", "x", "splits", "bias_scales"), self[:4], self.versions)
+
+
+class DelayWgrad(torch.autograd.Function):
+    """y itself, whose backward puts a `Delayed` into the queue.
+
+    `anchor` makes the output require a gradient where y does not. It is not the parameters, whose own hooks would
+    then run in this backward, without a gradient. watched: weights that must not change before the backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        y: Tensor,
+        anchor: Tensor,
+        x: Optional[Tensor],
+        splits: Tensor,
+        bias_scales: Optional[Tensor],
+        wants_bias: bool,
+        queue: Deque[Delayed],
+        watched: List[Tensor],
+    ) -> Tensor:
+        ctx.save_for_backward(x, splits, bias_scales)
+        ctx.wants_bias, ctx.queue = wants_bias, queue
+        ctx.watched, ctx.versions = watched, versions_of(watched)
+        ctx.mark_dirty(y)  # or it would be a view that callers could not modify in place
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor):
+        check_weights(ctx.watched, ctx.versions)
+        # Detached, lest they keep the autograd graph that x hangs on.
+        tensors = [None if tensor is None else tensor.detach() for tensor in (dy, *ctx.saved_tensors)]
+        ctx.queue.append(Delayed(*tensors, ctx.wants_bias, versions_of(tensors)))
+        return (dy,) + (None,) * 7

@@ -1,4 +1,4 @@
-"""Reads the JSON of run_experts.py: the table that a run ends with, and the same as Markdown.
+"""Reads the JSON of run_experts.py or run_linear.py: the table that a run ends with, and the same as Markdown.
 
 python benchmarks/report.py benchmarks/results/experts.json
 """
@@ -6,10 +6,14 @@ python benchmarks/report.py benchmarks/results/experts.json
 import argparse
 import json
 from pathlib import Path
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 
 OURS, EAGER, COMPILED, DENSE = "ours", "grouped_mm eager", "grouped_mm compiled", "dense bound"
 GRAPHS = {OURS: "ours, CUDA graph", EAGER: "grouped_mm eager, CUDA graph"}
+LINEAR = "grouped_linear"  # what run_linear.py writes as "benchmark"
+LOOP, TORCH = "loop", "grouped_mm"
+PARTS = FORWARD, DGRAD, WGRAD, STEP = ("forward", "dgrad", "wgrad", "step")  # of training, each measured alone
+GRAPH, TRACKED, ELAPSED = "forward, CUDA graph", "forward with autograd", ", elapsed"
 GOAL = {"tokens": 16384, "local": 0.125, "backward": False}
 GOAL_RATIO = 4.0
 
@@ -99,28 +103,117 @@ def verdicts(results: dict) -> List[str]:
     return [*lines, "results off the fp32 reference: " + (", ".join(wrong) or "none")]
 
 
-def summary(results: dict) -> str:
-    """The table in columns, and the verdicts."""
-    table = rows(results)
+def linear_title(cell: dict) -> str:
+    return f"G={cell['groups']} {cell['k']}x{cell['n']} rows={cell['rows']} {cell['pattern']}"
+
+
+def linear_order(cell: dict) -> tuple:
+    return cell["groups"], cell["k"] * cell["n"], cell["rows"], cell["pattern"]
+
+
+def linear_rows(results: dict) -> List[Dict[str, str]]:
+    """The table of run_linear.py. Per part, times that ours is faster than the loop / grouped_mm; then ms (floor)."""
+    table = []
+    for cell in sorted(results["cells"], key=linear_order):
+        row = {"G": str(cell["groups"]), "K x N": f"{cell['k']} x {cell['n']}"}
+        row.update({"rows": str(cell["rows"]), "pattern": cell["pattern"]})
+        parts = {part: cell.get(part, {}) for part in (*PARTS, GRAPH)}
+        for name, part in parts.items():
+            over = (TORCH,) if name == GRAPH else (LOOP, TORCH)
+            row[f"{name}: vs {' / '.join(over)}"] = " / ".join(text(speedup(part, peer), ".2f", "x") for peer in over)
+        for name in PARTS:
+            times = text(milliseconds(parts[name], OURS)), text(parts[name].get("floor_hot_ms"))
+            row[f"{name}: ours (floor)"] = "{} ({})".format(*times)
+        row["error ours"] = text(worst_error(parts[STEP], OURS), ".1e")
+        table.append(row)
+    return table
+
+
+def linear_failures(results: dict) -> Tuple[List[str], List[str]]:
+    """Results off the reference, and what did not run with its reason."""
+    wrong, skipped = [], []
+    for cell in results["cells"]:
+        providers = cell.get(STEP, {}).get("providers", {})
+        wrong += [f"{name} at {linear_title(cell)}" for name, entry in providers.items() if entry.get("ok") is False]
+        graphs = cell.get(GRAPH, {}).get("providers", {})
+        for name, entry in (
+            ("all", cell),
+            *providers.items(),
+            *((f"{name}, {GRAPH}", e) for name, e in graphs.items()),
+        ):
+            if "skipped" in entry:
+                skipped.append(f"{name} at {linear_title(cell)}: {entry['skipped']}")
+    return wrong, skipped
+
+
+def linear_verdicts(results: dict) -> List[str]:
+    """Every part of a cell in which ours is slower than a peer, what is wrong, and what did not run."""
+    lines = []
+    for peer in (LOOP, TORCH):
+        count, slower = 0, {}
+        for cell in sorted(results["cells"], key=linear_order):
+            ratios = {part: speedup(cell.get(part, {}), peer) for part in (*PARTS, GRAPH)}
+            count += sum(ratio is not None for ratio in ratios.values())
+            below = [f"{part} {ratio:.3f}" for part, ratio in ratios.items() if ratio is not None and ratio < 1]
+            if below:
+                slower[linear_title(cell)] = below
+        lines.append(f"slower than {peer} in {sum(map(len, slower.values()))} of {count} measurements")
+        lines[-1] += "".join(f"\n  - {title}: {', '.join(below)}" for title, below in slower.items())
+    wrong, skipped = linear_failures(results)
+    lines.append("results off the fp32 reference: " + (", ".join(wrong) or "none"))
+    return [*lines, "did not run: " + (", ".join(skipped) or "none")]
+
+
+def host_rows(results: dict) -> List[Dict[str, str]]:
+    """Microseconds of the host per call, and in brackets what the call takes; larger, where the GPU is the bound."""
+    table = []
+    for cell in results.get("host", ()):
+        for part in (TRACKED, STEP):
+            row = {"G": str(cell["groups"]), "K x N": f"{cell['k']} x {cell['n']}", "rows": str(cell["rows"])}
+            row["host time of"] = part
+            for name in (OURS, LOOP, TORCH):
+                times = [milliseconds(cell[key], name) for key in (part, part + ELAPSED)]
+                row[f"{name}, us"] = "{} ({})".format(*(text(t and t * 1e3, ".0f") for t in times))
+            table.append(row)
+    return table
+
+
+def tables(results: dict) -> Tuple[List[List[Dict[str, str]]], List[str]]:
+    """The tables of either script that are not empty, and the verdicts."""
+    if results.get("benchmark") != LINEAR:
+        return [rows(results)], verdicts(results)
+    return [table for table in (linear_rows(results), host_rows(results)) if table], linear_verdicts(results)
+
+
+def text_table(table: List[Dict[str, str]]) -> List[str]:
     widths = {key: max(len(key), *(len(row[key]) for row in table)) for key in table[0]}
     lines = ["  ".join(key.rjust(width) for key, width in widths.items())]
-    lines += ["  ".join(row[key].rjust(width) for key, width in widths.items()) for row in table]
-    return "\n".join([*lines, "", *verdicts(results)])
+    return lines + ["  ".join(row[key].rjust(width) for key, width in widths.items()) for row in table]
+
+
+def markdown_table(table: List[Dict[str, str]]) -> List[str]:
+    lines = ["| " + " | ".join(table[0]) + " |", "|" + "---|" * len(table[0])]
+    return lines + ["| " + " | ".join(row.values()) + " |" for row in table]
+
+
+def summary(results: dict) -> str:
+    """The tables in columns, and the verdicts."""
+    found, said = tables(results)
+    return "\n".join([line for table in found for line in (*text_table(table), "")] + said)
 
 
 def markdown(results: dict) -> str:
-    """The table for NOTES.md, with where it comes from."""
-    table = rows(results)
+    """The tables for NOTES.md, with where they come from."""
     keys = ("gpu", "torch", "triton", "transformers", "commit", "date_utc")
     origin = ", ".join(f"{key} {results.get(key)}" for key in keys) + f", build {results['kernel']['id']}"
-    lines = [origin, "", "| " + " | ".join(table[0]) + " |", "|" + "---|" * len(table[0])]
-    lines += ["| " + " | ".join(row.values()) + " |" for row in table]
-    return "\n".join([*lines, "", *(f"- {verdict}" for verdict in verdicts(results))])
+    found, said = tables(results)
+    lines = [origin, "", *(line for table in found for line in (*markdown_table(table), ""))]
+    return "\n".join([*lines, *(f"- {verdict}" for verdict in said)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print the table of a measurement as Markdown.")
-    parser.add_argument("results", type=Path, help="JSON that run_experts.py wrote")
+    parser.add_argument("results", type=Path, help="JSON that run_experts.py or run_linear.py wrote")
     print(markdown(json.loads(parser.parse_args().results.read_text(encoding="utf-8"))))
 
 

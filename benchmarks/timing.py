@@ -15,11 +15,16 @@ Call = Callable[[int], Sequence[Tensor]]
 
 
 class Plan(NamedTuple):
-    """How long to measure: seconds of warming up, rounds, seconds that a sample takes at least."""
+    """How long to measure: seconds of warming up, rounds, seconds that a sample takes if so many calls are enough.
+
+    least_calls: in a sample, however long they take; several in a row let the host run ahead of the GPU.
+    """
 
     warm_seconds: float = 0.4
     rounds: int = 9
     sample_seconds: float = 5e-3
+    most_calls: int = 64
+    least_calls: int = 1
 
 
 def capture(call: Call, sets: int) -> Call:
@@ -56,13 +61,20 @@ def time_box(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
+def issue(call: Call, calls: int, cuda: bool) -> float:
+    """ms per call that the host takes to issue so many calls in a row to an idle GPU, without waiting for their end."""
+    if cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for i in range(calls):
+        call(i)
+    return (time.perf_counter() - start) * 1e3 / calls
+
+
 def sample(call: Call, calls: int, cuda: bool) -> float:
     """ms per call over so many calls in a row, by CUDA events on a GPU."""
     if not cuda:
-        start = time.perf_counter()
-        for i in range(calls):
-            call(i)
-        return (time.perf_counter() - start) * 1e3 / calls
+        return issue(call, calls, cuda)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for i in range(calls):
@@ -72,10 +84,16 @@ def sample(call: Call, calls: int, cuda: bool) -> float:
     return start.elapsed_time(end) / calls
 
 
-def time_in_turn(calls: Dict[str, Call], plan: Plan, seconds: float, cuda: bool) -> Dict[str, dict]:
+def time_in_turn(
+    calls: Dict[str, Call],
+    plan: Plan,
+    seconds: float,
+    cuda: bool,
+    sampler: Callable[[Call, int, bool], float] = sample,
+) -> Dict[str, dict]:
     """Median, min and max ms of each. Every round takes all in turn and begins with another one.
 
-    Ends early, but not before three rounds, when so many seconds are over.
+    Ends early, but not before three rounds, when so many seconds are over. sampler: `sample` or `issue`.
     """
     names, counts = list(calls), {}
     times: Dict[str, List[float]] = {name: [] for name in names}
@@ -83,8 +101,9 @@ def time_in_turn(calls: Dict[str, Call], plan: Plan, seconds: float, cuda: bool)
     warm_until = time.monotonic() + plan.warm_seconds
     while time.monotonic() < warm_until or not counts:
         for name in names:
-            per_call = sample(calls[name], 4, cuda)
-            counts[name] = min(64, max(1, math.ceil(plan.sample_seconds * 1e3 / max(per_call, 1e-6))))
+            per_call = sampler(calls[name], 4, cuda)
+            enough = plan.sample_seconds * 1e3 / max(per_call, 1e-6)
+            counts[name] = max(plan.least_calls, math.ceil(min(enough, plan.most_calls)))
     gc.collect()
     gc.disable()
     for done in range(plan.rounds):
@@ -92,7 +111,7 @@ def time_in_turn(calls: Dict[str, Call], plan: Plan, seconds: float, cuda: bool)
             break
         turn = done % len(names)
         for name in names[turn:] + names[:turn]:
-            times[name].append(sample(calls[name], counts[name], cuda))
+            times[name].append(sampler(calls[name], counts[name], cuda))
     gc.enable()
     return {
         name: {

@@ -152,6 +152,48 @@ def run_blocks(kernel: ModuleType, device: str, transposed: bool) -> None:
     check(f"building blocks, transposed {transposed}", got, gradients(out, true), case.dtype)
 
 
+def run_layers(kernel: ModuleType, device: str, groups: int, rows: int, k: int, n: int) -> None:
+    """grouped_linear with a scaled bias, its gradients alone and in main_grad, and grouped_mlp; with padding."""
+    sizes = torch.full((groups,), 2 * rows // (3 * groups))
+    sizes[0] = 0
+    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    inputs = {"x": torch.randn(rows, k), "weight": torch.randn(groups, n, k) / k**0.5, "bias": torch.randn(groups, n)}
+    inputs = {name: t.to(torch.bfloat16) for name, t in {**inputs, "dout": torch.randn(rows, n)}.items()}
+    inputs["scales"] = torch.rand(rows).to(torch.bfloat16)
+    ours, true = leaves(inputs, device), leaves(inputs, "cpu", torch.float64)
+    on_device = sizes.to(device)
+    out = kernel.grouped_linear(ours["x"], ours["weight"], on_device, ours["bias"], ours["scales"])
+    y = kernel.reference.grouped_linear(true["x"], true["weight"], offsets, true["bias"], true["scales"])
+    want = gradients(y, true)
+    what = f"grouped_linear, {groups} groups, {rows} rows"
+    check(what, gradients(out, ours), want, torch.bfloat16)
+
+    module = kernel.GroupedLinear(groups, k, n, device=device, dtype=torch.bfloat16, accumulate_into_main_grad=True)
+    module.load_state_dict({name: ours[name].detach() for name in ("weight", "bias")})
+    module.weight.main_grad = torch.zeros(module.weight.shape, device=device)
+    module(ours["x"], on_device).backward(ours["dout"])
+    check(f"{what}, main_grad", {"weight": module.weight.main_grad}, {"weight": want["weight"]}, torch.bfloat16)
+
+    scales, bias = ours["scales"].detach(), ours["bias"].detach()
+    dbias, dscales = kernel.grouped_dbias_dscales(ours["dout"], scales, bias, on_device)
+    alone = {"bias": want["bias"], "scales": want["scales"]}
+    check(f"{what}, bias alone", {"bias": dbias, "scales": dscales}, alone, torch.bfloat16)
+
+    up, down = torch.randn(groups, 2 * n, k) / k**0.5, torch.randn(groups, k, n) / n**0.5
+    inputs = {"x": inputs["x"], "scales": inputs["scales"], "dout": torch.randn(rows, k), "up": up, "down": down}
+    inputs["bias"] = torch.randn(groups, k)
+    inputs = {name: t.to(torch.bfloat16) for name, t in inputs.items()}
+    ours, true = leaves(inputs, device), leaves(inputs, "cpu", torch.float64)
+    got, y = (
+        function(t["x"], splits, t["scales"], t["up"], t["down"], bias_scales=t["scales"], down_proj_bias=t["bias"])
+        for function, t, splits in (
+            (kernel.grouped_mlp, ours, on_device),
+            (kernel.reference.grouped_mlp, true, offsets),
+        )
+    )
+    check(f"grouped_mlp, {groups} groups, {rows} rows", gradients(got, ours), gradients(y, true), torch.bfloat16)
+
+
 def main(argv: Optional[List[str]] = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -162,6 +204,8 @@ def main(argv: Optional[List[str]] = None) -> None:
         run_experts(kernel, case, device)
     for transposed in (False, True):
         run_blocks(kernel, device, transposed)
+    run_layers(kernel, device, groups=3, rows=60, k=40, n=72)  # by pointer
+    run_layers(kernel, device, groups=4, rows=900, k=128, n=264)  # by descriptor
     if device == "cuda":
         torch.cuda.synchronize()
     print(f"all right on {device}")

@@ -174,7 +174,18 @@ def launch_wgrad(
     descriptors = (None, None)
     if tma:
         descriptors = (_descriptor(p, config.block_k, config.block_m), _descriptor(q, config.block_k, config.block_n))
-    kernel(grid, p, p.stride(0), q, q.stride(0), *descriptors, dw, *dw.stride(), row_to_slot, offsets)
+    dw_descriptor = None
+    # A whole tile passes through shared memory, which small tiles, two programs to a processor, have not left.
+    if (
+        tma
+        and config.block_n == 256
+        and not accumulate
+        and dw.dtype == p.dtype
+        and dw.stride(2) == 1
+        and _tma_reads(dw)
+    ):
+        dw_descriptor = _descriptor(dw, 1, config.block_m, config.block_n)
+    kernel(grid, p, p.stride(0), q, q.stride(0), *descriptors, dw, *dw.stride(), dw_descriptor, row_to_slot, offsets)
     return dw
 
 

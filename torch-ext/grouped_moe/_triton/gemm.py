@@ -135,6 +135,7 @@ def wgrad_kernel(
     q_ptr, stride_qr,  # (rows, N), or (T, N) read at row_to_slot[row] // Q_TOP_K; columns contiguous
     p_desc, q_desc,  # with TMA: the same, in blocks of (BLOCK_K, BLOCK_M) and (BLOCK_K, BLOCK_N)
     dw_ptr, stride_de, stride_dm, stride_dn,  # (E, M, N) by strides, out
+    dw_desc,  # the same in blocks of (1, BLOCK_M, BLOCK_N), or None
     row_to_slot_ptr,  # (rows,) int32 or None
     expert_offsets_ptr,  # (E + 1,) int32
     NUM_EXPERTS: tl.constexpr,
@@ -152,7 +153,7 @@ def wgrad_kernel(
 ):  # fmt: skip
     """dw[e] = sum over the rows r of expert e of p[r] q[r]^T, or is added to dw[e].
 
-    Grid: (programs,), persistent. An expert without rows gets 0, or keeps what it has.
+    Grid: (programs,), persistent. An expert without rows gets 0, or keeps what it has. Not ACCUMULATE with dw_desc.
     """
     NUM_M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -183,13 +184,17 @@ def wgrad_kernel(
                     M, N, P_TOP_K, Q_TOP_K, BLOCK_K,
                 )  # fmt: skip
                 acc = tl.dot(p, q, acc, input_precision=PRECISION)
-        # An expert without rows has nothing to add.
-        columns_end = tl.where(start < end, N, 0) if ACCUMULATE else N
-        expert_ptr = dw_ptr + expert.to(tl.int64) * stride_de + m.to(tl.int64)[:, None] * stride_dm
-        left, right = column_halves(acc, BLOCK_M, BLOCK_N)
-        n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N // 2)
-        dw_ptrs = expert_ptr + n.to(tl.int64)[None, :] * stride_dn
-        store_wgrad(dw_ptrs, left, (m < M)[:, None] & (n < columns_end)[None, :], ACCUMULATE)
-        n += BLOCK_N // 2
-        dw_ptrs = expert_ptr + n.to(tl.int64)[None, :] * stride_dn
-        store_wgrad(dw_ptrs, right, (m < M)[:, None] & (n < columns_end)[None, :], ACCUMULATE)
+        if dw_desc is not None:
+            value = acc.to(dw_ptr.dtype.element_ty).reshape(1, BLOCK_M, BLOCK_N)
+            dw_desc.store([expert, m_tile * BLOCK_M, n_tile * BLOCK_N], value)
+        else:
+            # An expert without rows has nothing to add.
+            columns_end = tl.where(start < end, N, 0) if ACCUMULATE else N
+            expert_ptr = dw_ptr + expert.to(tl.int64) * stride_de + m.to(tl.int64)[:, None] * stride_dm
+            left, right = column_halves(acc, BLOCK_M, BLOCK_N)
+            n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N // 2)
+            dw_ptrs = expert_ptr + n.to(tl.int64)[None, :] * stride_dn
+            store_wgrad(dw_ptrs, left, (m < M)[:, None] & (n < columns_end)[None, :], ACCUMULATE)
+            n += BLOCK_N // 2
+            dw_ptrs = expert_ptr + n.to(tl.int64)[None, :] * stride_dn
+            store_wgrad(dw_ptrs, right, (m < M)[:, None] & (n < columns_end)[None, :], ACCUMULATE)

@@ -21,10 +21,14 @@ def check_tensor(name: str, value: object) -> None:
 
 def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[Optional[int]], legend: str) -> None:
     """Raises ValueError unless tensor has this shape, None standing for any extent; legend spells it for the reader."""
-    fits = tensor.dim() == len(shape) and all(want is None or have == want for have, want in zip(tensor.shape, shape))
-    if not fits:
-        wanted = ", ".join("?" if want is None else str(want) for want in shape)
-        raise ValueError(f"{name}: expected shape {legend} = ({wanted}), got {tuple(tensor.shape)}")
+    if tensor.dim() == len(shape):
+        for have, want in zip(tensor.shape, shape):
+            if want is not None and have != want:
+                break
+        else:
+            return
+    wanted = ", ".join("?" if want is None else str(want) for want in shape)
+    raise ValueError(f"{name}: expected shape {legend} = ({wanted}), got {tuple(tensor.shape)}")
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device, owner: str) -> None:

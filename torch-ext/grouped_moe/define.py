@@ -24,11 +24,10 @@ def register_autograd(name: str, function) -> None:
     """Makes an autograd function the op's derivative; it is left out of calls that need no gradient."""
 
     def autograd(*args):
-        needs_grad = torch.is_grad_enabled() and any(
-            isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
-        )
-        if needs_grad:
-            return function.apply(*args)
+        if torch.is_grad_enabled():
+            for arg in args:
+                if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                    return function.apply(*args)
         with below_autograd():
             return op(*args)
 

@@ -247,12 +247,15 @@ def grouped_linear(
     asked for, in its own dtype; fp32 accumulation; bitwise repeatable; autocast applies as to `F.linear`, scales stay
     as they are. Raises TypeError or ValueError that names the argument.
     """
-    named = {"x": x, "weight": weight, "bias": bias, "bias_scales": bias_scales}
-    for name, tensor in named.items():
-        if tensor is not None or "bias" not in name:
-            checks.check_tensor(name, tensor)
+    checks.check_tensor("x", x)
+    checks.check_tensor("weight", weight)
+    if bias is not None:
+        checks.check_tensor("bias", bias)
+    if bias_scales is not None:
+        checks.check_tensor("bias_scales", bias_scales)
     dtype = checks.autocast_dtype(x.device.type)
-    x, weight, bias = (checks.autocast(tensor, dtype) for tensor in (x, weight, bias))
+    if dtype is not None:
+        x, weight, bias = (checks.autocast(tensor, dtype) for tensor in (x, weight, bias))
     checks.check_linear(x, weight, bias, bias_scales, transposed)
     splits = as_splits(splits, weight.shape[0], x.device)
     if bias_scales is not None:

@@ -4,15 +4,15 @@ Nothing here depends on the number of routed rows (known on the device only) nor
 the chosen tile, so a new number of tokens compiles at most once per row-tile size.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Tuple
+from typing import NamedTuple, Tuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class DeviceSpec:
+class DeviceSpec(NamedTuple):
     """What the choice of a tile needs to know of a device.
 
     shared_memory: bytes one program may use. wide_tiles: whether its matrix instructions read both operands from
@@ -69,7 +69,9 @@ def device_spec(device_type: str, index: int) -> DeviceSpec:
 
 def on_device_of(tensor: torch.Tensor):
     """Context in which launches go to the accelerator that holds `tensor`, which may not be the current one."""
-    return getattr(torch, tensor.device.type).device(tensor.device)
+    device = tensor.device
+    backend = getattr(torch, device.type)
+    return nullcontext() if backend.current_device() == device.index else backend.device(device)
 
 
 def spec_of(tensor: torch.Tensor) -> DeviceSpec:

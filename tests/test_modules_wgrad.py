@@ -319,3 +319,30 @@ def test_wrong_main_grads_are_named(grouped_moe, device, single, delay):
     with pytest.raises(AttributeError, match=rf"^{name}\.main_grad: "):
         module(*batch[:3]).backward(batch.dy)
         module.backward_dw()
+
+
+@pytest.mark.parametrize("place", ["single", "packed", "apart"])
+def test_main_grad_is_that_of_the_backward(grouped_moe, device, place):
+    """Replaced, and its flag reset, after the forward: the new buffer gets the gradient, the flag is set."""
+    form = form_of(place)
+    module, batch = make_module(grouped_moe, form, device, accumulate_into_main_grad=True), make_batch(form, device)
+    old = give_main_grads(module, place, grad_added_to_main_grad=False, zero_out_wgrad=True)
+    held = [weight.main_grad for name, weight in module.named_parameters() if name.startswith("weight")]
+    y = module(*batch[:3])
+    torch.manual_seed(5)
+    new = give_main_grads(module, place, grad_added_to_main_grad=False)
+    y.backward(batch.dy)
+    want = reference(grouped_moe, module, batch)
+    assert_matches({"weight": main_grads(module)}, {"weight": wanted_main_grad(new, False, want)}, FLOAT)
+    for name, weight in module.named_parameters():
+        if name.startswith("weight"):
+            assert weight.grad_added_to_main_grad and not weight.grad.any()
+    assert_bitwise("old", torch.stack(held).reshape(old.shape), old)
+
+
+def test_main_grad_that_overlaps_itself_is_refused(grouped_moe, device):
+    form = form_of("single")
+    module, batch = make_module(grouped_moe, form, device, accumulate_into_main_grad=True), make_batch(form, device)
+    module.weight.main_grad = torch.zeros((), device=device).expand(module.weight.shape)
+    with pytest.raises(ValueError, match="^weight.main_grad: expected memory of its own for each element"):
+        module(*batch[:3]).backward(batch.dy)

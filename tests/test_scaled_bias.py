@@ -179,3 +179,33 @@ def test_scales_need_a_bias(grouped_moe, device):
         grouped_moe.grouped_linear(
             tensors["x"], tensors["weight"], offsets, tensors["bias"], tensors["bias_scales"][:-1]
         )
+
+
+@pytest.mark.parametrize("wanted, changed", [("weight", "weight"), ("bias", "weight"), ("x", "bias"), ("bias", "x")])
+def test_what_the_backward_does_not_read_may_change(grouped_moe, device, wanted, changed):
+    """In place, before it."""
+    tensors, offsets, dy = make_scaled(LINEARS[1], torch.float32, device)
+    leaves = {name: tensor.clone().requires_grad_(name == wanted) for name, tensor in tensors.items()}
+    y = grouped_moe.grouped_linear(leaves["x"], leaves["weight"], offsets, leaves["bias"], leaves["bias_scales"])
+    with torch.no_grad():
+        leaves[changed].mul_(3)
+    y.backward(dy)
+    want = run(grouped_moe.grouped_linear, LINEARS[1], tensors, offsets, dy, (wanted,))
+    assert_bitwise(wanted, leaves[wanted].grad, want[wanted])
+
+
+@pytest.mark.parametrize("wanted, changed", [("x", "weight"), ("weight", "x"), ("bias_scales", "bias")])
+def test_what_the_backward_reads_may_not_change(grouped_moe, device, wanted, changed):
+    tensors, offsets, dy = make_scaled(LINEARS[1], torch.float32, device)
+    leaves = {name: tensor.clone().requires_grad_(name == wanted) for name, tensor in tensors.items()}
+    y = grouped_moe.grouped_linear(leaves["x"], leaves["weight"], offsets, leaves["bias"], leaves["bias_scales"])
+    leaves[changed].mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(dy)
+
+
+def test_more_rows_than_int32_counts(grouped_moe, device):
+    tensors, offsets, _ = make_scaled(LINEARS[1], torch.float32, device)
+    x = tensors["x"][:1].expand(2**31, -1)
+    with pytest.raises(ValueError, match="^x: expected fewer than 2\\^31 rows, got 2147483648$"):
+        grouped_moe.grouped_linear(x, tensors["weight"], offsets)

@@ -97,6 +97,7 @@ def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed) -> 
     check_compute_dtype(owner, x)
     check_shape(owner, x, (None, None), "(T, H)" if owner == "hidden_states" else "(rows, H)")
     check_shape("gate_up_proj", up, (None, None, None), "(E, 2 I, H), (E, I, H) or transposed")
+    check_rows(owner, x.shape[0])
     h, num_experts = x.shape[1], up.shape[0]
     check_num_groups("gate_up_proj", num_experts, "experts")
     p = up.shape[2] if transposed else up.shape[1]
@@ -132,6 +133,7 @@ def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gat
     check_compute_dtype("top_k_weights", top_k_weights)
     check_shape("top_k_index", top_k_index, (x.shape[0], None), "(T, top_k)")
     check_shape("top_k_weights", top_k_weights, tuple(top_k_index.shape), "(T, top_k)")
+    check_rows("top_k_index", top_k_index.shape[0] * top_k_index.shape[1])
     check_device("top_k_index", top_k_index, x.device, "hidden_states")
     check_device("top_k_weights", top_k_weights, x.device, "hidden_states")
 
@@ -150,10 +152,17 @@ def check_num_groups(name: str, groups: int, what: str = "groups") -> None:
         raise ValueError(f"{name}: expected 1 to {MAX_EXPERTS} {what}, got {groups}")
 
 
+def check_rows(name: str, rows: int) -> None:
+    """Raises ValueError that names the argument unless row numbers fit in int32."""
+    if rows >= 2**31:
+        raise ValueError(f"{name}: expected fewer than 2^31 rows, got {rows}")
+
+
 def check_linear(x, weight, bias, bias_scales, transposed) -> None:
     """Raises TypeError or ValueError that names the argument of `grouped_linear` at fault."""
     check_compute_dtype("x", x)
     check_shape("x", x, (None, None), "(rows, K)")
+    check_rows("x", x.shape[0])
     k = x.shape[1]
     if transposed:
         check_shape("weight", weight, (None, k, None), "(G, K, N)")

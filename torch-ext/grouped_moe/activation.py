@@ -25,7 +25,7 @@ class Activation(NamedTuple):
     up_offset: float = 0.0
 
 
-def as_activation(activation: Union[str, Activation]) -> Activation:
+def as_activation(activation: Union[str, Activation], gated: bool, interleaved: bool) -> Activation:
     """Checks and completes what a caller gave. Raises TypeError and ValueError that name the argument."""
     if isinstance(activation, str):
         activation = Activation(activation)
@@ -39,6 +39,8 @@ def as_activation(activation: Union[str, Activation]) -> Activation:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATION_NAMES)}, got {name!r}")
     if alpha != 1.0 and name != "silu":
         raise ValueError(f"activation: alpha applies to silu only, got alpha={alpha} with {name!r}")
+    if not gated and (interleaved or up_offset):
+        raise ValueError("gated: expected True with interleaved or an activation with up_offset, got False")
     if limit is not None and not limit > 0:
         raise ValueError(f"activation: limit must be positive or None, got {limit}")
     return activation

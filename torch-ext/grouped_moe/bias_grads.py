@@ -7,10 +7,12 @@ from torch import Tensor
 
 from . import _checks as checks
 from ._ops import add_op_namespace_prefix, ops
+from ._torch import without_autocast
 from ._torch.grouped_linear import dot_groups, sum_groups
-from .gemm import launch_bias_grads, launch_sum_partials, num_dots
-from .schedule import Splits, as_splits, make_schedule, safe_offsets
-from .tuning import choose_block_m, on_device_of
+from ._torch.schedule import safe_offsets
+from .gemm import launch_bias_backward
+from .schedule import Splits, as_splits, schedule_for
+from .tuning import on_device_of
 
 
 def launch_dbias_dscales(
@@ -23,11 +25,8 @@ def launch_dbias_dscales(
     accumulate: Sequence[bool],
 ) -> None:
     """Writes dbias and dscales, or adds to them where `accumulate` says so, by the Triton kernels."""
-    rows, groups = dy.shape[0], bias.shape[0]
-    schedule = make_schedule(splits, groups, rows, choose_block_m(rows, groups, dy.dtype))
-    dots = dy.new_empty((num_dots(dy.shape[1]), rows), dtype=torch.float32)
-    launch_bias_grads(dy, 0, scales, None, schedule, dbias, bias, dots, accumulate[0])
-    launch_sum_partials(dots, None, schedule, dscales, accumulate[1])
+    schedule = schedule_for(splits, bias.shape[0], dy.shape[0], dy.dtype)
+    launch_bias_backward(dy, scales, bias, schedule, dbias, dscales, accumulate)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("dbias_dscales"), mutates_args=("dbias", "dscales"))
@@ -36,9 +35,8 @@ def _dbias_dscales(
 ) -> None:
     if dy.device.type == "cpu":
         offsets = safe_offsets(splits, bias.shape[0], dy.shape[0])
-        with torch.autocast("cpu", enabled=False):
-            sum_groups(dy, offsets, dbias, weights=scales, accumulate=accumulate[0])
-            dot_groups(dy, bias, offsets, dscales, accumulate=accumulate[1])
+        without_autocast(sum_groups)(dy, offsets, dbias, weights=scales, accumulate=accumulate[0])
+        without_autocast(dot_groups)(dy, bias, offsets, dscales, accumulate=accumulate[1])
         return
     with on_device_of(dy):
         launch_dbias_dscales(dy, scales, bias, splits, dbias, dscales, accumulate)
@@ -88,6 +86,7 @@ def grouped_dbias_dscales(
         checks.check_tensor(name, tensor)
     checks.check_compute_dtype("dy", dy)
     checks.check_shape("dy", dy, (None, None), "(rows, N)")
+    checks.check_rows("dy", dy.shape[0])
     checks.check_scales("bias_scales", bias_scales, dy)
     checks.check_shape("bias", bias, (None, dy.shape[1]), "(G, N)")
     checks.check_num_groups("bias", bias.shape[0])

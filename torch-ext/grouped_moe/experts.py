@@ -14,8 +14,8 @@ from .fused import launch_down_dgrad, launch_up_proj
 from .gemm import launch_bias_grads, launch_gemm, launch_sum_partials, launch_wgrad, nk_strides, unit_rows
 from .permute import launch_combine
 from .routing import route_indices
-from .schedule import make_schedule
-from .tuning import choose_block_m, on_device_of
+from .schedule import schedule_for
+from .tuning import on_device_of
 
 Indices = Tuple[Tensor, Tensor, Tensor]  # expert_offsets, row_to_slot, slot_to_row
 
@@ -24,8 +24,7 @@ def forward_triton(block: Block, x: Tensor, weights: Tensor, indices: Indices, s
     """(out (T, H), preact (S, P) or empty) by the Triton kernels."""
     offsets, row_to_slot, slot_to_row = indices
     num_slots, top_k = row_to_slot.shape[0], weights.shape[1]
-    block_m = choose_block_m(num_slots, block.num_experts, x.dtype)
-    schedule = make_schedule(offsets, block.num_experts, num_slots, block_m)
+    schedule = schedule_for(offsets, block.num_experts, num_slots, x.dtype)
     preact, a = launch_up_proj(block, x, top_k, row_to_slot, schedule, save, activate=True)
     down_strides = nk_strides(block.down, block.transposed)
     y = launch_gemm(a, block.down, down_strides, x.shape[1], block.down_bias, schedule)
@@ -49,8 +48,7 @@ def backward_triton(
     offsets, row_to_slot, slot_to_row = indices
     num_slots, top_k = row_to_slot.shape[0], weights.shape[1]
     dout = unit_rows(dout)
-    block_m = choose_block_m(num_slots, block.num_experts, dout.dtype)
-    schedule = make_schedule(offsets, block.num_experts, num_slots, block_m)
+    schedule = schedule_for(offsets, block.num_experts, num_slots, dout.dtype)
     if block.recompute:
         preact, _ = launch_up_proj(block, x, top_k, row_to_slot, schedule, save=True, activate=False)
     has_bias = block.down_bias is not None
@@ -215,9 +213,7 @@ def grouped_mm_experts(
 
     Raises TypeError or ValueError that names the argument, before anything is launched.
     """
-    kind = as_activation(activation)
-    if not gated and (interleaved or kind.up_offset):
-        raise ValueError("gated: expected True with interleaved or an activation with up_offset, got False")
+    kind = as_activation(activation, gated, interleaved)
     dtype = checks.autocast_dtype(hidden_states.device.type) if isinstance(hidden_states, Tensor) else None
     x, up, down, up_bias, down_bias = (
         checks.autocast(tensor, dtype)

@@ -51,8 +51,8 @@ def bias_strides(bias: Optional[Tensor]) -> Tuple[int, int]:
     return (0, 0) if bias is None else bias.stride()
 
 
-def _tma_reads(tensor: Tensor) -> bool:
-    """Whether the tensor memory accelerator can read a two-byte tensor whose columns are contiguous: 16-byte steps."""
+def _tma_fits(tensor: Tensor) -> bool:
+    """Whether the tensor memory accelerator takes a two-byte tensor with contiguous columns: steps of 16 bytes."""
     return tensor.data_ptr() % 16 == 0 and all(
         stride % 8 == 0 and stride > 0 for size, stride in zip(tensor.shape[:-1], tensor.stride()) if size > 1
     )
@@ -60,13 +60,13 @@ def _tma_reads(tensor: Tensor) -> bool:
 
 def _rows_tma(x: Tensor, spec: DeviceSpec) -> bool:
     """Whether rows x (rows, K) can be read by descriptor."""
-    return spec.wide_tiles and x.dtype.itemsize == 2 and x.stride(1) == 1 and _tma_reads(x)
+    return spec.wide_tiles and x.dtype.itemsize == 2 and x.stride(1) == 1 and _tma_fits(x)
 
 
 def _weight_tma(weight: Tensor, strides: Strides) -> Optional[bool]:
     """None if a weight cannot be read by descriptor; else whether it lies (E, K, N) in memory, not (E, N, K)."""
     first, second = strides[1:]
-    if weight.stride(2) != 1 or not _tma_reads(weight):
+    if weight.stride(2) != 1 or not _tma_fits(weight):
         return None
     return first == 1 if first != second else None
 
@@ -90,7 +90,7 @@ def launch_gemm(
     bias: Optional[Tensor],
     schedule: Schedule,
     scales: Optional[Tensor] = None,
-    zero_ungrouped: bool = False,
+    zero_rest: bool = False,
 ) -> Tensor:
     """y (rows, N) with y[r] = W[e] x[r] + scales[r] bias[e]; rows of no expert are 0 or, by default, stay unwritten.
 
@@ -107,7 +107,7 @@ def launch_gemm(
         w_kn = _weight_tma(weight, strides)
     precision = dot_precision(x.dtype, spec)
     kernel, config = _gemm_kernel(
-        schedule.block_m, schedule.num_groups, n, k, x.dtype, spec, zero_ungrouped, w_kn, precision
+        schedule.block_m, schedule.num_groups, n, k, x.dtype, spec, zero_rest, w_kn, precision
     )
     if w_kn is None:
         operands = (x, *x.stride(), weight, *strides)
@@ -127,7 +127,7 @@ def _gemm_kernel(
     k: int,
     dtype: torch.dtype,
     spec: DeviceSpec,
-    zero_ungrouped: bool,
+    zero_rest: bool,
     w_kn: Optional[bool],
     precision: str,
 ) -> Tuple[Kernel, GemmConfig]:
@@ -137,7 +137,7 @@ def _gemm_kernel(
     config = gemm_config(block_m, n, dtype, spec, tma=w_kn is not None)
     kernel = Kernel(
         grouped_gemm_kernel,
-        NUM_EXPERTS=num_groups, N=n, K=k, ZERO_UNGROUPED=zero_ungrouped, TMA=w_kn is not None, W_KN=bool(w_kn),
+        NUM_EXPERTS=num_groups, N=n, K=k, ZERO_UNGROUPED=zero_rest, TMA=w_kn is not None, W_KN=bool(w_kn),
         PRECISION=precision, **config.launch_options(),
     )  # fmt: skip
     return kernel, config
@@ -158,7 +158,6 @@ def launch_wgrad(
     p_top_k, q_top_k: 0 where the operand has one row per routed row, else the top_k by which token rows are gathered.
     offsets: (E + 1,) int32, or a schedule's map, which begins with them.
     """
-
     if dw.stride(2) != 1 and dw.stride(1) == 1:
         p, p_top_k, q, q_top_k, dw = q, q_top_k, p, p_top_k, dw.transpose(1, 2)
     p, q = unit_rows(p), unit_rows(q)
@@ -176,14 +175,7 @@ def launch_wgrad(
         descriptors = (_descriptor(p, config.block_k, config.block_m), _descriptor(q, config.block_k, config.block_n))
     dw_descriptor = None
     # A whole tile passes through shared memory, which small tiles, two programs to a processor, have not left.
-    if (
-        tma
-        and config.block_n == 256
-        and not accumulate
-        and dw.dtype == p.dtype
-        and dw.stride(2) == 1
-        and _tma_reads(dw)
-    ):
+    if tma and config.block_n == 256 and not accumulate and dw.dtype == p.dtype and dw.stride(2) == 1 and _tma_fits(dw):
         dw_descriptor = _descriptor(dw, 1, config.block_m, config.block_n)
     kernel(grid, p, p.stride(0), q, q.stride(0), *descriptors, dw, *dw.stride(), dw_descriptor, row_to_slot, offsets)
     return dw
@@ -252,6 +244,27 @@ def launch_bias_grads(
             sum_tiles_kernel, (schedule.num_groups, num_dots(n)), sums, dbias, schedule.map,
             NUM_EXPERTS=schedule.num_groups, N=n, ACCUMULATE=accumulate, BLOCK_R=32, BLOCK_N=_BIAS_BLOCK_N,
         )  # fmt: skip
+
+
+def launch_bias_backward(
+    dy: Tensor,
+    scales: Optional[Tensor],
+    bias: Optional[Tensor],
+    schedule: Schedule,
+    dbias: Optional[Tensor],
+    dscales: Optional[Tensor],
+    accumulate: Tuple[bool, bool] = (False, False),
+) -> None:
+    """Writes dbias[e] = sum over the rows r of scales[r] dy[r] and dscales[r] = <dy[r], bias[e]>, or adds to them.
+
+    Either may be None. dscales: (rows,), 0 for rows of no expert.
+    """
+    dots = None
+    if dscales is not None:
+        dots = dy.new_empty((num_dots(dy.shape[1]), dy.shape[0]), dtype=torch.float32)
+    launch_bias_grads(dy, 0, scales, None, schedule, dbias, bias, dots, accumulate[0])
+    if dscales is not None:
+        launch_sum_partials(dots, None, schedule, dscales, accumulate[1])
 
 
 def num_dots(n: int) -> int:

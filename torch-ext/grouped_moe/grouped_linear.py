@@ -8,18 +8,12 @@ from torch import Tensor
 from . import _checks as checks
 from ._ops import add_op_namespace_prefix, ops
 from ._torch import grouped_linear as _torch_linear
+from ._torch import without_autocast
+from ._torch.schedule import safe_offsets
 from .define import below_autograd, define_op, register_autograd
-from .gemm import (
-    launch_bias_grads,
-    launch_gemm,
-    launch_sum_partials,
-    launch_wgrad,
-    nk_strides,
-    num_dots,
-    unit_rows,
-)
-from .schedule import Splits, as_splits, make_schedule, safe_offsets
-from .tuning import choose_block_m, on_device_of
+from .gemm import launch_bias_backward, launch_gemm, launch_wgrad, nk_strides, unit_rows
+from .schedule import Splits, as_splits, schedule_for
+from .tuning import on_device_of
 
 Grads = Tuple[Tensor, Tensor, Tensor, Tensor]  # of x, weight, bias, bias_scales; empty where not asked for
 
@@ -29,15 +23,10 @@ def forward_triton(
 ) -> Tensor:
     """The forward by the Triton kernels."""
     n = weight.shape[2] if transposed else weight.shape[1]
-    schedule = _schedule(splits, weight, x)
+    schedule = schedule_for(splits, weight.shape[0], x.shape[0], x.dtype)
     return launch_gemm(
         x, weight, nk_strides(weight, transposed), n, bias, schedule, scales if bias is not None else None, True
     )
-
-
-def _schedule(splits: Tensor, weight: Tensor, rows: Tensor):
-    block_m = choose_block_m(rows.shape[0], weight.shape[0], rows.dtype)
-    return make_schedule(splits, weight.shape[0], rows.shape[0], block_m)
 
 
 def backward_triton(
@@ -52,25 +41,21 @@ def backward_triton(
 ) -> Grads:
     """The backward by the Triton kernels."""
     grads = dx, dw, dbias, dscales = _empty_grads(dy, weight, scales, transposed, (False, *needs[1:]))
-    schedule = _schedule(splits, weight, dy)
+    dy = unit_rows(dy)
+    schedule = schedule_for(splits, weight.shape[0], dy.shape[0], dy.dtype)
     if needs[0]:
         k = weight.shape[1] if transposed else weight.shape[2]
-        dx = launch_gemm(dy, weight, nk_strides(weight, not transposed), k, None, schedule, zero_ungrouped=True)
+        dx = launch_gemm(dy, weight, nk_strides(weight, not transposed), k, None, schedule, zero_rest=True)
         grads = (dx, dw, dbias, dscales)
     if needs[1]:
         p, q = (x, dy) if transposed else (dy, x)
         launch_wgrad(p, 0, q, 0, None, schedule.map, dw)
     if needs[2] or needs[3]:
-        dots = None
-        if needs[3]:
-            dots = dy.new_empty((num_dots(dy.shape[1]), dy.shape[0]), dtype=torch.float32)
-        launch_bias_grads(dy, 0, scales, None, schedule, dbias if needs[2] else None, bias, dots)
-        if needs[3]:
-            launch_sum_partials(dots, None, schedule, dscales)
+        launch_bias_backward(dy, scales, bias, schedule, dbias if needs[2] else None, dscales if needs[3] else None)
     return grads
 
 
-@torch.autocast("cpu", enabled=False)  # inputs have their dtype already, and sums are meant to be wide
+@without_autocast
 def forward_torch(
     x: Tensor, weight: Tensor, splits: Tensor, bias: Optional[Tensor], scales: Optional[Tensor], transposed: bool
 ) -> Tensor:
@@ -82,7 +67,7 @@ def forward_torch(
     return _torch_linear.zero_ungrouped(y, offsets)
 
 
-@torch.autocast("cpu", enabled=False)
+@without_autocast
 def backward_torch(
     dy: Tensor,
     x: Optional[Tensor],
@@ -179,12 +164,11 @@ define_op(
 def _accumulate_wgrad(dw: Tensor, p: Tensor, q: Tensor, splits: Tensor, overwrite: bool) -> None:
     if dw.device.type == "cpu":
         offsets = safe_offsets(splits, dw.shape[0], p.shape[0])
-        with torch.autocast("cpu", enabled=False):
-            _torch_linear.wgrad_groups(p, q, offsets, dw, accumulate=not overwrite)
+        without_autocast(_torch_linear.wgrad_groups)(p, q, offsets, dw, accumulate=not overwrite)
         return
     with on_device_of(dw):
-        schedule = _schedule(splits, dw, p)
-        launch_wgrad(unit_rows(p), 0, unit_rows(q), 0, None, schedule.map, dw, accumulate=not overwrite)
+        schedule = schedule_for(splits, dw.shape[0], p.shape[0], p.dtype)
+        launch_wgrad(p, 0, q, 0, None, schedule.map, dw, accumulate=not overwrite)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("accumulate_wgrad"))
@@ -198,16 +182,21 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, splits, bias, scales, transposed):
         ctx.transposed = transposed
-        saved_x, saved_bias = x if ctx.needs_input_grad[1] else None, bias if scales is not None else None
-        ctx.save_for_backward(saved_x, weight, splits, saved_bias, scales)
+        needs_x, needs_weight, _, needs_bias, needs_scales, _ = ctx.needs_input_grad
+        # What the backward does not read may change until then. Of a weight it then needs the shape.
+        saved_weight = weight if needs_x or not weight.is_contiguous() else weight.new_empty(1).expand(weight.shape)
+        saved_scales = scales if needs_bias or needs_scales else None
+        ctx.save_for_backward(
+            x if needs_weight else None, saved_weight, splits, bias if needs_scales else None, saved_scales
+        )
         with below_autograd():
             return ops.grouped_linear.default(x, weight, splits, bias, scales, transposed)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        needs_x, needs_weight, _, *needs = ctx.needs_input_grad[:5]
-        needs = [needs_x, needs_weight, *needs]
+        needs_x, needs_weight, _, needs_bias, needs_scales, _ = ctx.needs_input_grad
+        needs = [needs_x, needs_weight, needs_bias, needs_scales]
         grads = ops.grouped_linear_backward.default(dy, *ctx.saved_tensors, ctx.transposed, needs)
         dx, dw, dbias, dscales = (grad if need else None for grad, need in zip(grads, needs))
         return dx, dw, None, dbias, dscales, None
@@ -243,9 +232,9 @@ def grouped_linear(
 
     Rows of no group are written as 0 and left out of every gradient, also where they hold NaN; their scales get 0.
     Negative sizes count as 0, offsets that decrease as the largest before them, and what lies past the last row is cut
-    off: no memory out of bounds is touched. Differentiable once in x, weight, bias and bias_scales, each only when
-    asked for, in its own dtype; fp32 accumulation; bitwise repeatable; autocast applies as to `F.linear`, scales stay
-    as they are. Raises TypeError or ValueError that names the argument.
+    off: no memory out of bounds is touched. Fewer than 2^31 rows. Differentiable once, in reverse mode, in x, weight,
+    bias and bias_scales, each only when asked for, in its own dtype; fp32 accumulation; bitwise repeatable; autocast
+    applies as to `F.linear`, scales stay as they are. Raises TypeError or ValueError that names the argument.
     """
     checks.check_tensor("x", x)
     checks.check_tensor("weight", weight)

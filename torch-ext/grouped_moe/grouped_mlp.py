@@ -12,16 +12,15 @@ from .activation import Activation, as_activation
 from .block import Block, make_block, pack_kind
 from .fused import launch_down_dgrad, launch_up_proj
 from .gemm import (
-    launch_bias_grads,
+    launch_bias_backward,
     launch_gemm,
     launch_sum_partials,
     launch_wgrad,
     nk_strides,
-    num_dots,
     unit_rows,
 )
-from .schedule import Splits, as_splits, make_schedule
-from .tuning import choose_block_m, on_device_of
+from .schedule import Splits, as_splits, schedule_for
+from .tuning import on_device_of
 
 
 class Needs(NamedTuple):
@@ -34,6 +33,11 @@ class Needs(NamedTuple):
     down: bool
     up_bias: bool
     down_bias: bool
+
+    @property
+    def preact(self) -> bool:
+        """Whether any of them is made of the pre-activation: all but those of the second bias and its scales are."""
+        return any(self._replace(bias_scales=False, down_bias=False))
 
 
 class Grads(NamedTuple):
@@ -48,11 +52,6 @@ class Grads(NamedTuple):
     down_bias: Tensor
 
 
-def _schedule(splits: Tensor, block: Block, rows: Tensor):
-    block_m = choose_block_m(rows.shape[0], block.num_experts, rows.dtype)
-    return make_schedule(splits, block.num_experts, rows.shape[0], block_m)
-
-
 def forward_triton(
     block: Block,
     x: Tensor,
@@ -62,10 +61,10 @@ def forward_triton(
     save: bool,
 ) -> Tuple[Tensor, Tensor]:
     """(y (rows, H), preact (rows, P) or empty) by the Triton kernels."""
-    schedule = _schedule(splits, block, x)
+    schedule = schedule_for(splits, block.num_experts, x.shape[0], x.dtype)
     preact, a = launch_up_proj(block, x, 0, None, schedule, save, activate=True, scales=act_scales)
     strides = nk_strides(block.down, block.transposed)
-    y = launch_gemm(a, block.down, strides, x.shape[1], block.down_bias, schedule, bias_scales, zero_ungrouped=True)
+    y = launch_gemm(a, block.down, strides, x.shape[1], block.down_bias, schedule, bias_scales, zero_rest=True)
     return y, preact if save else x.new_empty(0)
 
 
@@ -81,12 +80,12 @@ def backward_triton(
 ) -> Grads:
     """The gradients by the Triton kernels, in an order that lets each buffer go before the next one comes."""
     dy = unit_rows(dy)
-    schedule = _schedule(splits, block, dy)
+    schedule = schedule_for(splits, block.num_experts, dy.shape[0], dy.dtype)
     grads = _empty_grads(needs._replace(x=False), block, dy, act_scales, bias_scales)
-    if block.recompute:
-        preact, _ = launch_up_proj(block, x, 0, None, schedule, save=True, activate=False)
     dpreact = scaled_act = partials = None
-    if any(needs._replace(bias_scales=False, down_bias=False)):
+    if needs.preact:
+        if block.recompute:
+            preact, _ = launch_up_proj(block, x, 0, None, schedule, save=True, activate=False)
         dpreact, scaled_act, partials, _ = launch_down_dgrad(
             block, dy, act_scales, preact, None, schedule,
             dpreact=needs.x or needs.up or needs.up_bias, scaled_act=needs.down, partials=needs.act_scales,
@@ -95,13 +94,8 @@ def backward_triton(
     if needs.act_scales:
         launch_sum_partials(partials, None, schedule, grads.act_scales)
     if needs.down_bias or needs.bias_scales:
-        dots = None
-        if needs.bias_scales:
-            dots = dy.new_empty((num_dots(dy.shape[1]), dy.shape[0]), dtype=torch.float32)
-        dbias = grads.down_bias if needs.down_bias else None
-        launch_bias_grads(dy, 0, bias_scales, None, schedule, dbias, block.down_bias, dots)
-        if needs.bias_scales:
-            launch_sum_partials(dots, None, schedule, grads.bias_scales)
+        dbias, dscales = grads.down_bias if needs.down_bias else None, grads.bias_scales if needs.bias_scales else None
+        launch_bias_backward(dy, bias_scales, block.down_bias, schedule, dbias, dscales)
     if needs.down:
         dw = grads.down.transpose(1, 2) if block.transposed else grads.down
         launch_wgrad(dy, 0, scaled_act, 0, None, schedule.map, dw)
@@ -110,10 +104,10 @@ def backward_triton(
         dw = grads.up.transpose(1, 2) if block.transposed else grads.up
         launch_wgrad(dpreact, 0, x, 0, None, schedule.map, dw)
     if needs.up_bias:
-        launch_bias_grads(dpreact, 0, None, None, schedule, grads.up_bias)
+        launch_bias_backward(dpreact, None, None, schedule, grads.up_bias, None)
     if needs.x:
         strides = nk_strides(block.up, not block.transposed)
-        dx = launch_gemm(dpreact, block.up, strides, dy.shape[1], None, schedule, zero_ungrouped=True)
+        dx = launch_gemm(dpreact, block.up, strides, dy.shape[1], None, schedule, zero_rest=True)
         grads = grads._replace(x=dx)
     return grads
 
@@ -256,9 +250,7 @@ def grouped_mlp(
     repeatable; no host sync. Saved for backward: x (not if gate_up_proj is frozen) and the pre-activation, (rows, 2 I)
     or (rows, I); with recompute=True x alone. Raises TypeError or ValueError that names the argument.
     """
-    kind = as_activation(activation)
-    if not gated and (interleaved or kind.up_offset):
-        raise ValueError("gated: expected True with interleaved or an activation with up_offset, got False")
+    kind = as_activation(activation, gated, interleaved)
     dtype = checks.autocast_dtype(x.device.type) if isinstance(x, Tensor) else None
     x, up, down, up_bias, down_bias = (
         checks.autocast(tensor, dtype) for tensor in (x, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
@@ -273,9 +265,10 @@ def grouped_mlp(
         raise ValueError("bias_scales: expected None without down_proj_bias, which they scale")
     splits = as_splits(splits, up.shape[0], x.device)
     tensors = (x, *scales.values(), up, down, up_bias, down_bias)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    needs = Needs(*(t is not None and t.requires_grad for t in tensors))
     y, _ = ops.grouped_mlp(
         x, splits, *scales.values(), up, down, up_bias, down_bias,
-        *pack_kind(kind, gated, interleaved, transposed, recompute), needs_grad and not recompute,
+        *pack_kind(kind, gated, interleaved, transposed, recompute),
+        torch.is_grad_enabled() and needs.preact and not recompute,
     )  # fmt: skip
     return y

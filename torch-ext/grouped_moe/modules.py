@@ -78,10 +78,11 @@ class GroupedLinear(nn.Module):
     Of the two functions of safetensors only `save_file` writes discrete weights: `save_model` refuses views.
 
     accumulate_into_main_grad: the gradient of a weight is added to its attribute `main_grad`, or what its method
-    `get_main_grad()` returns: of the weight's shape, in bf16, fp16 or fp32. If its `overwrite_main_grad` is true,
-    main_grad is overwritten. Autograd gets no gradient or, if the weight has `grad_added_to_main_grad`, which the
-    forward sets to True, a dummy, so that Megatron-LM's hooks run: unwritten memory or, if its `zero_out_wgrad` is
-    true, zeros. Biases have ordinary gradients.
+    `get_main_grad()` returns, in the backward: of the weight's shape, in bf16, fp16 or fp32. If its
+    `overwrite_main_grad` is true, main_grad is overwritten. Autograd gets no gradient or, if the weight has
+    `grad_added_to_main_grad`, which is set to True, a dummy, so that Megatron-LM's hooks run: unwritten memory or, if
+    its `zero_out_wgrad` is true, zeros. Biases have ordinary gradients. Under `torch.compile`, from PyTorch 2.11 on,
+    the forward reads and sets these attributes.
 
     delay_wgrad: a backward only stores what the gradients of the parameters are made of; `backward_dw()` computes
     them. The parameters get `skip_backward_post_hook = True`. `torch.compile` can't do that: RuntimeError. Copies and
@@ -267,14 +268,20 @@ class GroupedLinear(nn.Module):
         return [main_grad_of(name, weight) for name, weight in named if weight.requires_grad]
 
     def _forward_main_grad(self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor]) -> Tensor:
-        targets, (groups, weights) = self._main_grads(), self._wanted()
+        (groups, weights), compiling = self._wanted(), torch.compiler.is_compiling()
+        names = [name for name, weight in zip(self._names("weight"), self._of("weight")) if weight.requires_grad]
+        # Megatron-LM may replace buffers and reset flags until the backward, and makes some only for it.
+        targets = self._main_grads() if compiling or not any(hasattr(w, "get_main_grad") for w in weights) else None
         x, splits = self._as_saved(x, splits)
         y = grouped_linear(x, self._packed("weight", x, True), splits, self._packed("bias", x), bias_scales)
-        mark_added(weights)
-        return MainGradTap.apply(y, x, splits, targets, self.num_groups, groups, self._watched(x), *weights)
+        if compiling:
+            mark_added(weights)
+        else:
+            targets = None
+        return MainGradTap.apply(y, x, splits, targets, names, self.num_groups, groups, self._watched(x), *weights)
 
     def _as_saved(self, x: Tensor, splits: Splits) -> Tuple[Tensor, Tensor]:
-        """x and splits as `linear` keeps them for the backward."""
+        """x and splits as `grouped_linear` keeps them for the backward."""
         x = checks.autocast(x, checks.autocast_dtype(x.device.type))
         return x, as_splits(splits, self.num_groups, x.device)
 

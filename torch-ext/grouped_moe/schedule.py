@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import _checks as checks
 from .launch import Kernel
+from .tuning import choose_block_m
 
 _BLOCK = 128  # tiles that schedule_kernel writes together
 
@@ -71,20 +72,11 @@ def _from_list(sizes: Sequence[int], num_groups: int, device: torch.device) -> T
         raise TypeError(f"splits: expected a list of ints, got {sizes!r}")
     if len(sizes) != num_groups:
         raise ValueError(f"splits: expected {num_groups} sizes, got {len(sizes)}")
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(sizes, dtype=torch.int64, device=device)
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("splits: expected a tensor on the device under CUDA graph capture, got a list")
     return torch.tensor(sizes, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
-
-
-def safe_offsets(splits: Tensor, num_groups: int, rows: int) -> Tensor:
-    """(G + 1,) int32 offsets on the CPU, within [0, rows] and not decreasing, whatever the caller's splits hold."""
-    clamped = splits.clamp(0, rows)
-    if splits.shape[0] == num_groups:
-        ends = clamped.to(torch.int64).cumsum(0).clamp_(max=rows)
-        return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
-    return clamped.cummax(0).values.to(torch.int32)
 
 
 def make_schedule(splits: Tensor, num_groups: int, rows: int, block_m: int) -> Schedule:
@@ -94,6 +86,11 @@ def make_schedule(splits: Tensor, num_groups: int, rows: int, block_m: int) -> S
     kernel = _schedule_kernel(splits.shape[0] == num_groups, num_groups, block_m)
     kernel((num_groups, 1, 1), splits if splits.is_contiguous() else splits.contiguous(), schedule, rows)
     return Schedule(schedule, num_groups, block_m)
+
+
+def schedule_for(splits: Tensor, num_groups: int, rows: int, dtype: torch.dtype) -> Schedule:
+    """`make_schedule` with the row tile that GEMMs in dtype over so many rows share."""
+    return make_schedule(splits, num_groups, rows, choose_block_m(rows, num_groups, dtype))
 
 
 @lru_cache(maxsize=None)

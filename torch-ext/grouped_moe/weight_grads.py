@@ -7,8 +7,11 @@ from torch import Tensor
 
 from . import _checks as checks
 from ._ops import add_op_namespace_prefix, ops
+from ._torch.schedule import safe_offsets
+from .gemm import launch_wgrad
 from .grouped_linear import accumulate_wgrad
-from .schedule import safe_offsets
+from .schedule import schedule_for
+from .tuning import on_device_of
 
 
 class MainGrad(NamedTuple):
@@ -79,6 +82,8 @@ def main_grad_of(name: str, parameter: Tensor) -> MainGrad:
     checks.check_shape(name, buffer, parameter.shape, "of the parameter")
     checks.check_device(name, buffer, parameter.device, "the parameter")
     checks.check_compute_dtype(name, buffer)
+    if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride())):
+        raise ValueError(f"{name}: expected memory of its own for each element, got strides {buffer.stride()}")
     dummy = "none"
     if hasattr(parameter, "grad_added_to_main_grad"):
         dummy = "zeros" if getattr(parameter, "zero_out_wgrad", False) else "empty"
@@ -108,9 +113,15 @@ def _accumulate_wgrads(
     if dw is not None:
         accumulate_wgrad(dw, dy, x, splits, overwrite[0])
         return
-    offsets = safe_offsets(splits, num_groups, dy.shape[0])
-    for dw, group, replace in zip(dws, groups, overwrite):
-        accumulate_wgrad(dw[None], dy, x, offsets[group : group + 2], replace)
+    if dy.device.type == "cpu":
+        offsets = safe_offsets(splits, num_groups, dy.shape[0])
+        for dw, group, replace in zip(dws, groups, overwrite):
+            accumulate_wgrad(dw[None], dy, x, offsets[group : group + 2], replace)
+        return
+    with on_device_of(dy):
+        offsets = schedule_for(splits, num_groups, dy.shape[0], dy.dtype).map
+        for dw, group, replace in zip(dws, groups, overwrite):
+            launch_wgrad(dy, 0, x, 0, None, offsets[group:], dw[None], accumulate=not replace)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("accumulate_wgrads"))
@@ -137,7 +148,8 @@ class MainGradTap(torch.autograd.Function):
     """y itself, in whose backward the weights get their gradients in main_grad, and dummies from autograd.
 
     y (rows, N) is of x (rows, K), in its dtype, and of weights that it is detached from. targets, num_groups, groups:
-    see `accumulate`. watched: weights that must not change before the backward. weights: those that targets are of.
+    see `accumulate`; targets None, outside of torch.compile: what `main_grad_of` says of the weights, called `names`,
+    at the time of the backward. watched: weights that must not change before it. weights: those that targets are of.
 
     torch.compile traces this function. An op with a backward, in its place, would fail with two microbatches in
     flight: what a compiled graph saves for it must not change until then, but main_grad does. What a traced function
@@ -145,8 +157,9 @@ class MainGradTap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, y, x, splits, targets, num_groups, groups, watched, *weights):
+    def forward(ctx, y, x, splits, targets, names, num_groups, groups, watched, *weights):
         ctx.save_for_backward(x, splits)
+        ctx.names = names
         ctx.targets, ctx.num_groups, ctx.groups, ctx.weights = targets, num_groups, groups, weights
         ctx.watched, ctx.versions = watched, versions_of(watched)
         ctx.mark_dirty(y)  # or it would be a view that callers could not modify in place
@@ -156,9 +169,13 @@ class MainGradTap(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor):
         check_weights(ctx.watched, ctx.versions)
-        accumulate(ctx.targets, dy, *ctx.saved_tensors, ctx.num_groups, ctx.groups)
-        dummies = [dummy_grad(weight, target.dummy) for weight, target in zip(ctx.weights, ctx.targets)]
-        return (dy, None, None, None, None, None, None, *dummies)
+        targets = ctx.targets
+        if targets is None:
+            targets = [main_grad_of(name, weight) for name, weight in zip(ctx.names, ctx.weights)]
+            mark_added(ctx.weights)
+        accumulate(targets, dy, *ctx.saved_tensors, ctx.num_groups, ctx.groups)
+        dummies = [dummy_grad(weight, target.dummy) for weight, target in zip(ctx.weights, targets)]
+        return (dy, None, None, None, None, None, None, None, *dummies)
 
 
 class Delayed(NamedTuple):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import activation as act
+from . import without_autocast
 from .grouped_linear import dot_groups, matmul_groups, sum_groups, wgrad_groups
 from .permute import combine
 
@@ -23,7 +24,7 @@ def _source_tokens(row_to_slot: Tensor, num_rows: int, top_k: int) -> Tensor:
     return row_to_slot[:num_rows] // top_k
 
 
-@torch.autocast("cpu", enabled=False)  # inputs have their dtype already, and sums are meant to be wide
+@without_autocast
 def forward(block, x: Tensor, weights: Tensor, routing: Indices, save: bool) -> Tuple[Tensor, Tensor]:
     """(out (T, H), preact (S, P) or empty); `block` is a `grouped_moe.block.Block`."""
     offsets, row_to_slot, slot_to_row = routing
@@ -58,7 +59,7 @@ def activate(block, preact: Tensor, offsets: Tensor, scales: Optional[Tensor]) -
     return a
 
 
-@torch.autocast("cpu", enabled=False)
+@without_autocast
 def backward(block, dout: Tensor, x: Tensor, weights: Tensor, preact: Tensor, routing: Indices, needs, grads) -> None:
     """Fills `grads`, allocated by `grouped_moe.block.empty_grads`, where `needs` asks for them."""
     offsets, row_to_slot, slot_to_row = routing

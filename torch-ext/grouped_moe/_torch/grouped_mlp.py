@@ -2,15 +2,15 @@
 
 from typing import Optional, Tuple
 
-import torch
 from torch import Tensor
 
-from ..schedule import safe_offsets
+from . import without_autocast
 from .experts import activate, down_dgrad, up_proj
 from .grouped_linear import dot_groups, matmul_groups, sum_groups, wgrad_groups, zero_ungrouped
+from .schedule import safe_offsets
 
 
-@torch.autocast("cpu", enabled=False)  # inputs have their dtype already, and sums are meant to be wide
+@without_autocast
 def forward(
     block, x: Tensor, splits: Tensor, act_scales: Optional[Tensor], bias_scales: Optional[Tensor], save: bool
 ) -> Tuple[Tensor, Tensor]:
@@ -22,7 +22,7 @@ def forward(
     return zero_ungrouped(y, offsets), preact if save else x.new_empty(0)
 
 
-@torch.autocast("cpu", enabled=False)
+@without_autocast
 def backward(
     block,
     dy: Tensor,
@@ -36,9 +36,10 @@ def backward(
 ) -> None:
     """Fills `grads` where `needs` asks for them."""
     offsets = safe_offsets(splits, block.num_experts, dy.shape[0])
-    if block.recompute:
-        preact = up_proj(block, x, None, offsets, dy.shape[0])
-    dpreact, scaled_act, inner = down_dgrad(block, dy, None, act_scales, preact, offsets)
+    dpreact = scaled_act = inner = None
+    if needs.preact:
+        preact = up_proj(block, x, None, offsets, dy.shape[0]) if block.recompute else preact
+        dpreact, scaled_act, inner = down_dgrad(block, dy, None, act_scales, preact, offsets)
     if needs.act_scales:
         grads.act_scales.zero_()
         rows = slice(int(offsets[0]), int(offsets[-1]))

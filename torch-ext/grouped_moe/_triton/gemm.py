@@ -129,7 +129,8 @@ def store_wgrad(dw_ptrs, value, mask, ACCUMULATE: tl.constexpr):
     tl.store(dw_ptrs, value.to(dw_ptrs.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+# A group alone is launched at its place among the offsets, whatever its alignment.
+@triton.jit(do_not_specialize_on_alignment=["expert_offsets_ptr"])
 def wgrad_kernel(
     p_ptr, stride_pr,  # (rows, M), or (T, M) read at row_to_slot[row] // P_TOP_K; columns contiguous
     q_ptr, stride_qr,  # (rows, N), or (T, N) read at row_to_slot[row] // Q_TOP_K; columns contiguous

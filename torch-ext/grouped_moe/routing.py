@@ -5,7 +5,7 @@ negative, any int32 or int64 value -- is a sentinel (under expert parallelism: a
 1. contributes exactly 0 to the output; its routing weight is never read, nor is the hidden row of a token that has
    nothing but sentinels;
 2. receives exactly 0 gradient for its routing weight, and gives none to hidden states, weights or biases;
-3. has no row: nothing that was not written is ever read, in the forward, the backward or a graph replay;
+3. has no row: memory that was not written has no effect, in the forward, the backward or a graph replay;
 4. costs its routing entry: time follows the R routed rows, not the S slots.
 No token, no routed row, an expert without rows and all rows on one expert are valid.
 

@@ -220,11 +220,10 @@ class GroupedLinear(nn.Module):
 
     def _packed(self, kind: str, x: Tensor, detached: bool = False) -> Optional[Tensor]:
         """(G, N, K) or (G, N): the parameters of a kind as one tensor, differentiable unless detached. x: the input."""
+        if self.single_grouped_weight if kind == "weight" else self.single_grouped_bias or not self.use_bias:
+            parameter = getattr(self, kind)
+            return parameter.detach() if detached and parameter is not None else parameter
         parameters = self._of(kind)
-        if not parameters:
-            return None
-        if self._names(kind) == [kind]:
-            return parameters[0].detach() if detached else parameters[0]
         packed = None if torch.compiler.is_compiling() or kind == "bias" else as_one(parameters)
         if packed is None:
             return torch.stack([p.detach() for p in parameters] if detached else parameters)
@@ -247,12 +246,13 @@ class GroupedLinear(nn.Module):
             raise ValueError("bias_scales: expected None without scale_bias=True, got a value")
         checks.check_tensor("x", x)
         grad = torch.is_grad_enabled()
-        weights_wanted = grad and any(weight.requires_grad for weight in self._of("weight"))
-        bias_wanted = grad and any(bias.requires_grad for bias in self._of("bias"))
-        if self.delay_wgrad and (weights_wanted or bias_wanted):
-            return self._forward_delayed(x, splits, bias_scales, weights_wanted, bias_wanted)
-        if self.accumulate_into_main_grad and weights_wanted:
-            return self._forward_main_grad(x, splits, bias_scales)
+        if grad and (self.delay_wgrad or self.accumulate_into_main_grad):
+            weights_wanted = any(weight.requires_grad for weight in self._of("weight"))
+            bias_wanted = any(bias.requires_grad for bias in self._of("bias"))
+            if self.delay_wgrad and (weights_wanted or bias_wanted):
+                return self._forward_delayed(x, splits, bias_scales, weights_wanted, bias_wanted)
+            if self.accumulate_into_main_grad and weights_wanted:
+                return self._forward_main_grad(x, splits, bias_scales)
         weight, bias = self._packed("weight", x, not grad), self._packed("bias", x, not grad)
         return grouped_linear(x, weight, splits, bias, bias_scales)
 

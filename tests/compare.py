@@ -4,8 +4,7 @@ Tolerances, in units u of roundoff. Two-byte dtypes: sums are in fp32, so what c
 values. A gradient passes at most eight (preact, activation, dout W, dpreact, row of y or dx, result, ...); each is
 uniform with an rms of u / sqrt(3), independent of the others, so eight make 1.7 u. Allowed are 4 u in norm; 8 u in
 the worst of some thousand rows. fp32 and fp64: sums of up to a few hundred terms, some after the other, make
-sqrt(terms) u each: 64 u in norm, 256 u in the worst row. Tensor cores add 16 terms at a time and cut off what does not
-fit, always downwards: sums of more terms than 1024 are allowed terms / 16 u.
+sqrt(terms) u each: 64 u in norm, 256 u in the worst row. Where the terms are given, twice and eight times their root.
 """
 
 import torch
@@ -17,7 +16,7 @@ UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32
 def tolerances(dtype: torch.dtype, terms: int = 0):
     """(norm-wise, worst-row) tolerance of a result computed in dtype, as sums of so many terms."""
     u = UNIT_ROUNDOFF[dtype]
-    return (4 * u, 8 * u) if dtype.itemsize == 2 else (max(64, terms / 16) * u, max(256, terms / 4) * u)
+    return (4 * u, 8 * u) if dtype.itemsize == 2 else (max(64, 2 * terms**0.5) * u, max(256, 8 * terms**0.5) * u)
 
 
 def assert_close(

@@ -72,6 +72,7 @@ def _weight_tma(weight: Tensor, strides: Strides) -> Optional[bool]:
 
 
 def _descriptor(tensor: Tensor, *block: int):
+    """What the tensor memory accelerator reads or writes the tensor by, in such blocks; `_tma_fits` must hold."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     # A dimension of one step may have any stride, of which the hardware would want 16 bytes.

@@ -24,9 +24,7 @@ def forward_triton(
     """The forward by the Triton kernels."""
     n = weight.shape[2] if transposed else weight.shape[1]
     schedule = schedule_for(splits, weight.shape[0], x.shape[0], x.dtype)
-    return launch_gemm(
-        x, weight, nk_strides(weight, transposed), n, bias, schedule, scales if bias is not None else None, True
-    )
+    return launch_gemm(x, weight, nk_strides(weight, transposed), n, bias, schedule, scales, zero_rest=True)
 
 
 def backward_triton(
@@ -40,19 +38,18 @@ def backward_triton(
     needs: Sequence[bool],
 ) -> Grads:
     """The backward by the Triton kernels."""
-    grads = dx, dw, dbias, dscales = _empty_grads(dy, weight, scales, transposed, (False, *needs[1:]))
+    dx, dw, dbias, dscales = _empty_grads(dy, weight, scales, transposed, (False, *needs[1:]))
     dy = unit_rows(dy)
     schedule = schedule_for(splits, weight.shape[0], dy.shape[0], dy.dtype)
     if needs[0]:
         k = weight.shape[1] if transposed else weight.shape[2]
         dx = launch_gemm(dy, weight, nk_strides(weight, not transposed), k, None, schedule, zero_rest=True)
-        grads = (dx, dw, dbias, dscales)
     if needs[1]:
         p, q = (x, dy) if transposed else (dy, x)
         launch_wgrad(p, 0, q, 0, None, schedule.map, dw)
     if needs[2] or needs[3]:
         launch_bias_backward(dy, scales, bias, schedule, dbias if needs[2] else None, dscales if needs[3] else None)
-    return grads
+    return dx, dw, dbias, dscales
 
 
 @without_autocast

@@ -61,7 +61,7 @@ def _check_arguments(num_groups, in_features, out_features, bias, scale_bias, dt
 
 
 class GroupedLinear(nn.Module):
-    """One linear layer per group of consecutive rows, all in one kernel: y[r] = x[r] W_g^T + b_g for row r of group g.
+    """One linear layer per group of consecutive rows, in one GEMM launch: y[r] = x[r] W_g^T + b_g for row r of group g.
 
     num_groups: G, 1 to 1024. in_features: K. out_features: N. bias: whether there is b_g. scale_bias: row r gets
     b_g * bias_scales[r]. device, dtype: of the parameters. init_method: called with each group's weight (N, K), to
@@ -271,13 +271,14 @@ class GroupedLinear(nn.Module):
         (groups, weights), compiling = self._wanted(), torch.compiler.is_compiling()
         names = [name for name, weight in zip(self._names("weight"), self._of("weight")) if weight.requires_grad]
         # Megatron-LM may replace buffers and reset flags until the backward, and makes some only for it.
-        targets = self._main_grads() if compiling or not any(hasattr(w, "get_main_grad") for w in weights) else None
+        early = compiling or not any(hasattr(weight, "get_main_grad") for weight in weights)
+        targets = self._main_grads() if early else None
         x, splits = self._as_saved(x, splits)
         y = grouped_linear(x, self._packed("weight", x, True), splits, self._packed("bias", x), bias_scales)
         if compiling:
             mark_added(weights)
         else:
-            targets = None
+            targets = None  # checked; they are looked up again in the backward
         return MainGradTap.apply(y, x, splits, targets, names, self.num_groups, groups, self._watched(x), *weights)
 
     def _as_saved(self, x: Tensor, splits: Splits) -> Tuple[Tensor, Tensor]:

@@ -14,11 +14,13 @@ class Kernel:
 
     Triton specializes a variant on more than the constants: dtypes and 16-byte alignment of pointers, and whether an
     int is 1, a multiple of 16 or needs 64 bits. That is the key to its compiled variants here. Backends other than CUDA
-    look at more: their launches go through Triton, as does each variant's first.
+    look at more: their launches go through Triton, as do each variant's first and those that a profiler's hook watches.
     """
 
     def __init__(self, kernel, **constants):
         """constants: in the order of the kernel's parameters, then num_warps and num_stages."""
+        from triton import knobs
+
         names = [name for name in constants if name not in _OPTIONS]
         if kernel.arg_names[len(kernel.arg_names) - len(names) :] != names:
             raise TypeError(f"{kernel.__name__}: expected the constants {kernel.arg_names}, got {names}")
@@ -26,6 +28,12 @@ class Kernel:
         self.constants = constants
         self.values = [constants[name] for name in names]
         self.variants: Dict[tuple, Any] = {}
+        self.runtime = knobs.runtime
+
+    def is_watched(self) -> bool:
+        """Whether a profiler wants to see launches."""
+        hook = self.runtime.launch_enter_hook
+        return hook is not None and bool(getattr(hook, "calls", True))
 
     def __call__(self, grid: Tuple[int, int, int], *args) -> None:
         """The first argument is a tensor or a descriptor."""
@@ -42,9 +50,10 @@ class Kernel:
             else:
                 key.append(arg.base.dtype)  # a descriptor's block is among the constants
         key = tuple(key)
-        compiled = self.variants.get(key)
-        if compiled is not None:
-            compiled[grid](*args, *self.values, stream=torch._C._cuda_getCurrentRawStream(device))
+        variant = self.variants.get(key)
+        if variant is not None and not self.is_watched():
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            variant.run(*grid, stream, variant.function, variant.packed_metadata, None, None, None, *args, *self.values)
             return
         compiled = self.kernel[grid](*args, **self.constants)
         if first.is_cuda and torch.version.hip is None:

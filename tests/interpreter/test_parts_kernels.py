@@ -19,7 +19,7 @@ SIZES += [(513, 1, 5), (700, 2, 70), (60, 5, 1024), (200, 3, 1024)]
 @pytest.fixture(params=["one-launch", "three-launches"])
 def launches(module, monkeypatch, request):
     """Both sorts at sizes that the interpreter can take."""
-    monkeypatch.setattr(module("routing"), "_SMALL_SLOTS", {"one-launch": 10**9, "three-launches": 0}[request.param])
+    monkeypatch.setattr(module("routing"), "_SMALL_SLOTS", {"one-launch": 10**9, "three-launches": -1}[request.param])
 
 
 def assert_routed(module, ids, num_experts):
@@ -49,8 +49,8 @@ def test_route_of_strided_ids(module, launches):
 
 
 def test_route_of_more_blocks_than_one_scan_takes(module, monkeypatch):
-    monkeypatch.setattr(module("routing"), "_SMALL_SLOTS", 0)
-    monkeypatch.setattr(module("routing"), "_SCAN_ELEMENTS", 16)
+    monkeypatch.setattr(module("routing"), "_SMALL_SLOTS", -1)
+    monkeypatch.setattr(module("routing"), "_SCAN", 16)
     assert_routed(module, make_ids(Case("route", T=1000, top_k=3, E=6)), 6)
 
 

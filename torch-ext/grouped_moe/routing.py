@@ -28,7 +28,7 @@ from .tuning import on_device_of
 
 _SMALL_SLOTS = 8192  # up to here one launch does it all, in which every program counts all slots
 _CHUNK = 128  # slots per program: each is compared with the others of its chunk
-_STEP = 1024  # slots that a program of that launch counts at a time
+_STEP = 512  # slots that a program of that launch counts at a time
 _SCAN = 1024  # chunks that scan_counts_kernel adds up at a time
 
 

@@ -11,10 +11,9 @@ import triton.language as tl
 
 @triton.jit
 def load_experts(ids_ptr, slots, end, NUM_EXPERTS: tl.constexpr):
-    """(expert, whether there is one) of each slot; sentinels and slots from `end` on have expert 0 and none."""
+    """Expert of each slot; -1 for a sentinel and for slots from `end` on."""
     ids = tl.load(ids_ptr + slots, mask=slots < end, other=-1)
-    routed = (ids >= 0) & (ids < NUM_EXPERTS)
-    return tl.where(routed, ids, 0).to(tl.int32), routed
+    return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1).to(tl.int32)
 
 
 @triton.jit
@@ -24,9 +23,20 @@ def count_experts(
     """counts[e] = slots of expert e among slots [begin, end)."""
     counts = tl.zeros((EXPERTS_POW2,), tl.int32)
     for start in range(begin, end, STEP):
-        experts, routed = load_experts(ids_ptr, start + tl.arange(0, STEP), end, NUM_EXPERTS)
-        counts += tl.histogram(experts, EXPERTS_POW2, mask=routed)
+        experts = load_experts(ids_ptr, start + tl.arange(0, STEP), end, NUM_EXPERTS)
+        counts += tl.histogram(tl.maximum(experts, 0), EXPERTS_POW2, mask=experts >= 0)
     return counts
+
+
+@triton.jit
+def rank_in_chunk(experts, CHUNK: tl.constexpr):
+    """For each of CHUNK slots, those of the same expert before it; of a sentinel, anything."""
+    index = tl.arange(0, CHUNK)
+    keys = experts * CHUNK + index
+    # Theirs are the `index` keys below the slot's own: one unsigned comparison. The other slots lie along the axis that
+    # a thread holds whole, so no sum crosses threads.
+    distance = (keys[None, :] - 1 - keys[:, None]).to(tl.uint32, bitcast=True)
+    return tl.sum((distance < index[None, :].to(tl.uint32, bitcast=True)).to(tl.int32), 0)
 
 
 @triton.jit
@@ -96,19 +106,20 @@ def place_slots_kernel(
     slots itself, which makes this the only launch. A tile's entry in the schedule comes from the tile's first row.
     """
     begin = tl.program_id(0) * CHUNK
-    index = tl.arange(0, CHUNK)
-    slots = begin + index
-    experts, routed = load_experts(ids_ptr, slots, num_slots, NUM_EXPERTS)
-    # The others lie along the axis that one thread holds whole: no sum across threads.
-    same_before = (experts[:, None] == experts[None, :]) & (index[:, None] < index[None, :]) & routed[:, None]
-    rank = tl.sum(same_before.to(tl.int32), 0)
     if counts_ptr is None:
         earlier = count_experts(ids_ptr, 0, tl.minimum(begin, num_slots), NUM_EXPERTS, EXPERTS_POW2, STEP)
         totals = earlier + count_experts(ids_ptr, begin, num_slots, NUM_EXPERTS, EXPERTS_POW2, STEP)
-        rank += tl.gather(earlier, experts, 0)
     else:
         bins = tl.arange(0, EXPERTS_POW2)
         totals = tl.load(totals_ptr + bins, mask=bins < NUM_EXPERTS, other=0)
+    slots = begin + tl.arange(0, CHUNK)
+    experts = load_experts(ids_ptr, slots, num_slots, NUM_EXPERTS)
+    rank = rank_in_chunk(experts, CHUNK)
+    routed = experts >= 0
+    experts = tl.maximum(experts, 0)
+    if counts_ptr is None:
+        rank += tl.gather(earlier, experts, 0)
+    else:
         ptrs = counts_ptr + experts.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
         rank += tl.load(ptrs, mask=routed, other=0)
     ends = tl.cumsum(totals, 0)

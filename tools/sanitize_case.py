@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Case(NamedTuple):
-    """One experts block. T top_k above 1024 slots takes the routing of three launches, else that of one."""
+    """One experts block. T top_k above 8192 slots takes the routing of three launches, else that of one."""
 
     name: str
     T: int

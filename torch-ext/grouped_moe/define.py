@@ -1,10 +1,12 @@
-"""Ops for paths where the host's time counts: registered directly, at less than half of what `custom_op` costs."""
+"""Ops for paths where the host's time counts: registered directly, and passed by where nothing watches them."""
 
 from typing import Callable
 
 import torch
 
 from ._ops import add_op_namespace_prefix
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def define_op(name: str, schema: str, implementation: Callable, fake: Callable) -> None:
@@ -20,14 +22,37 @@ def below_autograd():
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def is_plain(*args) -> bool:
+    """Whether an op's implementation may be called in the op's stead, at a fraction of the host's time.
+
+    That is where nobody looks for the op: no tracing, no dispatch mode, no functorch transform, no tensor subclass; and
+    where every tensor has memory.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return False
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and (type(arg) not in _PLAIN_TYPES or arg.is_meta):
+            return False
+    return True
+
+
+def needs_autograd(*args) -> bool:
+    """Whether autograd has to record a call with these arguments."""
+    if torch.is_grad_enabled():
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                return True
+    return False
+
+
 def register_autograd(name: str, function) -> None:
     """Makes an autograd function the op's derivative; it is left out of calls that need no gradient."""
 
     def autograd(*args):
-        if torch.is_grad_enabled():
-            for arg in args:
-                if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                    return function.apply(*args)
+        if needs_autograd(*args):
+            return function.apply(*args)
         with below_autograd():
             return op(*args)
 
@@ -35,3 +60,13 @@ def register_autograd(name: str, function) -> None:
     namespace, base = qualified.split("::")
     op = getattr(getattr(torch.ops, namespace), base).default
     torch.library.impl(qualified, "Autograd")(autograd)
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """PyTorch's `once_differentiable`, which costs nothing where no graph of the backward is asked for."""
+    guarded = torch.autograd.function.once_differentiable(backward)
+
+    def once(ctx, *grads):
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return once

@@ -1,7 +1,7 @@
 """Launchers of the grouped GEMM, its weight gradient and the reductions, which every op of the package shares."""
 
 from functools import lru_cache
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -51,11 +51,19 @@ def bias_strides(bias: Optional[Tensor]) -> Tuple[int, int]:
     return (0, 0) if bias is None else bias.stride()
 
 
+@lru_cache(maxsize=None)
+def _tma_strides(shape: Tuple[int, ...], strides: Tuple[int, ...]) -> Optional[List[int]]:
+    """Strides by which the tensor memory accelerator takes a two-byte tensor, or None: all are steps of 16 bytes.
+
+    A dimension of one step may have any stride, but is given one that the hardware wants.
+    """
+    taken = [stride if size > 1 else -(-shape[-1] // 8) * 8 for size, stride in zip(shape[:-1], strides)]
+    return None if any(stride <= 0 or stride % 8 for stride in taken) else [*taken, 1]
+
+
 def _tma_fits(tensor: Tensor) -> bool:
-    """Whether the tensor memory accelerator takes a two-byte tensor with contiguous columns: steps of 16 bytes."""
-    return tensor.data_ptr() % 16 == 0 and all(
-        stride % 8 == 0 and stride > 0 for size, stride in zip(tensor.shape[:-1], tensor.stride()) if size > 1
-    )
+    """Whether the tensor memory accelerator takes a two-byte tensor with contiguous columns."""
+    return tensor.data_ptr() % 16 == 0 and _tma_strides(tensor.shape, tensor.stride()) is not None
 
 
 def _rows_tma(x: Tensor, spec: DeviceSpec) -> bool:
@@ -71,16 +79,23 @@ def _weight_tma(weight: Tensor, strides: Strides) -> Optional[bool]:
     return first == 1 if first != second else None
 
 
-def _descriptor(tensor: Tensor, *block: int):
-    """What the tensor memory accelerator reads or writes the tensor by, in such blocks; `_tma_fits` must hold."""
+@lru_cache(maxsize=None)
+def _descriptor_type():
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    # A dimension of one step may have any stride, of which the hardware would want 16 bytes.
-    strides = [
-        stride if size > 1 else -(-tensor.shape[-1] // 8) * 8 for size, stride in zip(tensor.shape, tensor.stride())
-    ]
-    strides[-1] = 1
-    return TensorDescriptor(tensor, list(tensor.shape), strides, list(block))
+    return TensorDescriptor
+
+
+def _descriptor(tensor: Tensor, *block: int):
+    """What the tensor memory accelerator reads or writes the tensor by, in such blocks; `_tma_fits` must hold.
+
+    Made without the constructor's checks, which cost more than the rest of a launch and repeat those of `_tma_fits`.
+    """
+    kind = _descriptor_type()
+    descriptor = kind.__new__(kind)
+    descriptor.base, descriptor.shape = tensor, tensor.shape
+    descriptor.strides, descriptor.block_shape = _tma_strides(tensor.shape, tensor.stride()), list(block)
+    return descriptor
 
 
 def launch_gemm(

@@ -10,21 +10,22 @@ from ._ops import add_op_namespace_prefix, ops
 from ._torch import grouped_linear as _torch_linear
 from ._torch import without_autocast
 from ._torch.schedule import safe_offsets
-from .define import below_autograd, define_op, register_autograd
+from .define import below_autograd, define_op, is_plain, needs_autograd, once_differentiable, register_autograd
 from .gemm import launch_bias_backward, launch_gemm, launch_wgrad, nk_strides, unit_rows
 from .schedule import Splits, as_splits, schedule_for
 from .tuning import on_device_of
 
-Grads = Tuple[Tensor, Tensor, Tensor, Tensor]  # of x, weight, bias, bias_scales; empty where not asked for
+Grads = Tuple[Optional[Tensor], ...]  # of x, weight, bias, bias_scales; None where not asked for
 
 
 def forward_triton(
     x: Tensor, weight: Tensor, splits: Tensor, bias: Optional[Tensor], scales: Optional[Tensor], transposed: bool
-) -> Tensor:
-    """The forward by the Triton kernels."""
+) -> Tuple[Tensor, Tensor]:
+    """y, and the map of its schedule, by the Triton kernels."""
     n = weight.shape[2] if transposed else weight.shape[1]
     schedule = schedule_for(splits, weight.shape[0], x.shape[0], x.dtype)
-    return launch_gemm(x, weight, nk_strides(weight, transposed), n, bias, schedule, scales, zero_rest=True)
+    y = launch_gemm(x, weight, nk_strides(weight, transposed), n, bias, schedule, scales, zero_rest=True)
+    return y, schedule.map
 
 
 def backward_triton(
@@ -48,20 +49,20 @@ def backward_triton(
         p, q = (x, dy) if transposed else (dy, x)
         launch_wgrad(p, 0, q, 0, None, schedule.map, dw)
     if needs[2] or needs[3]:
-        launch_bias_backward(dy, scales, bias, schedule, dbias if needs[2] else None, dscales if needs[3] else None)
+        launch_bias_backward(dy, scales, bias, schedule, dbias, dscales)
     return dx, dw, dbias, dscales
 
 
 @without_autocast
 def forward_torch(
     x: Tensor, weight: Tensor, splits: Tensor, bias: Optional[Tensor], scales: Optional[Tensor], transposed: bool
-) -> Tensor:
-    """The forward on the CPU."""
+) -> Tuple[Tensor, Tensor]:
+    """y and its offsets, on the CPU."""
     offsets = safe_offsets(splits, weight.shape[0], x.shape[0])
     nk = weight.transpose(1, 2) if transposed else weight
     y = x.new_empty((x.shape[0], nk.shape[1]))
     _torch_linear.matmul_groups(x, nk, offsets, bias, y, scales=scales)
-    return _torch_linear.zero_ungrouped(y, offsets)
+    return _torch_linear.zero_ungrouped(y, offsets), offsets
 
 
 @without_autocast
@@ -94,35 +95,32 @@ def backward_torch(
 def _empty_grads(
     dy: Tensor, weight: Tensor, scales: Optional[Tensor], transposed: bool, needs: Sequence[bool]
 ) -> Grads:
-    """Unwritten gradients; an empty tensor stands for one that is not asked for."""
+    """Unwritten gradients."""
     k, n = (weight.shape[1], weight.shape[2]) if transposed else (weight.shape[2], weight.shape[1])
     return (
-        dy.new_empty((dy.shape[0], k) if needs[0] else (0,)),
-        torch.empty_like(weight) if needs[1] else weight.new_empty(0),
-        dy.new_empty((weight.shape[0], n) if needs[2] else (0,)),
-        scales.new_empty(scales.shape) if needs[3] else dy.new_empty(0),
+        dy.new_empty((dy.shape[0], k)) if needs[0] else None,
+        torch.empty_like(weight) if needs[1] else None,
+        dy.new_empty((weight.shape[0], n)) if needs[2] else None,
+        scales.new_empty(scales.shape) if needs[3] else None,
     )
 
 
-def _grouped_linear(
+def _forward(
     x: Tensor,
     weight: Tensor,
     splits: Tensor,
     bias: Optional[Tensor],
     bias_scales: Optional[Tensor],
     transposed: bool,
-) -> Tensor:
+) -> Tuple[Tensor, Tensor]:
+    """y, and what the backward takes as splits at less cost."""
     if x.device.type == "cpu":
         return forward_torch(x, weight, splits, bias, bias_scales, transposed)
     with on_device_of(x):
         return forward_triton(x, weight, splits, bias, bias_scales, transposed)
 
 
-def _grouped_linear_fake(x, weight, splits, bias, bias_scales, transposed):
-    return x.new_empty((x.shape[0], weight.shape[2] if transposed else weight.shape[1]))
-
-
-def _grouped_linear_backward(
+def _backward(
     dy: Tensor,
     x: Optional[Tensor],
     weight: Tensor,
@@ -138,8 +136,22 @@ def _grouped_linear_backward(
         return backward_triton(dy, x, weight, splits, bias, bias_scales, transposed, needs)
 
 
+def _grouped_linear(x, weight, splits, bias, bias_scales, transposed):
+    return _forward(x, weight, splits, bias, bias_scales, transposed)[0]
+
+
+def _grouped_linear_fake(x, weight, splits, bias, bias_scales, transposed):
+    return x.new_empty((x.shape[0], weight.shape[2] if transposed else weight.shape[1]))
+
+
+def _grouped_linear_backward(dy, x, weight, splits, bias, bias_scales, transposed, needs):
+    grads = _backward(dy, x, weight, splits, bias, bias_scales, transposed, needs)
+    return tuple(dy.new_empty(0) if grad is None else grad for grad in grads)
+
+
 def _grouped_linear_backward_fake(dy, x, weight, splits, bias, bias_scales, transposed, needs):
-    return _empty_grads(dy, weight, bias_scales, transposed, needs)
+    grads = _empty_grads(dy, weight, bias_scales, transposed, needs)
+    return tuple(dy.new_empty(0) if grad is None else grad for grad in grads)
 
 
 define_op(
@@ -183,19 +195,27 @@ class _GroupedLinear(torch.autograd.Function):
         # What the backward does not read may change until then. Of a weight it then needs the shape.
         saved_weight = weight if needs_x or not weight.is_contiguous() else weight.new_empty(1).expand(weight.shape)
         saved_scales = scales if needs_bias or needs_scales else None
+        if is_plain(x, weight, splits, bias, scales):
+            y, splits = _forward(x, weight, splits, bias, scales, transposed)
+        else:
+            with below_autograd():
+                y = ops.grouped_linear.default(x, weight, splits, bias, scales, transposed)
         ctx.save_for_backward(
             x if needs_weight else None, saved_weight, splits, bias if needs_scales else None, saved_scales
         )
-        with below_autograd():
-            return ops.grouped_linear.default(x, weight, splits, bias, scales, transposed)
+        return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         needs_x, needs_weight, _, needs_bias, needs_scales, _ = ctx.needs_input_grad
         needs = [needs_x, needs_weight, needs_bias, needs_scales]
-        grads = ops.grouped_linear_backward.default(dy, *ctx.saved_tensors, ctx.transposed, needs)
-        dx, dw, dbias, dscales = (grad if need else None for grad, need in zip(grads, needs))
+        saved = ctx.saved_tensors
+        if is_plain(dy, *saved):
+            dx, dw, dbias, dscales = _backward(dy, *saved, ctx.transposed, needs)
+        else:
+            grads = ops.grouped_linear_backward.default(dy, *saved, ctx.transposed, needs)
+            dx, dw, dbias, dscales = (grad if need else None for grad, need in zip(grads, needs))
         return dx, dw, None, dbias, dscales, None
 
 
@@ -246,4 +266,9 @@ def grouped_linear(
     splits = as_splits(splits, weight.shape[0], x.device)
     if bias_scales is not None:
         bias_scales = bias_scales.contiguous()
-    return ops.grouped_linear.default(x, weight, splits, bias, bias_scales, transposed)
+    tensors = x, weight, splits, bias, bias_scales
+    if not is_plain(*tensors):
+        return ops.grouped_linear.default(*tensors, transposed)
+    if needs_autograd(*tensors):
+        return _GroupedLinear.apply(*tensors, transposed)
+    return _grouped_linear(*tensors, transposed)

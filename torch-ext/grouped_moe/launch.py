@@ -29,20 +29,22 @@ class Kernel:
 
     def __call__(self, grid: Tuple[int, int, int], *args) -> None:
         """The first argument is a tensor or a descriptor."""
-        key = []
-        for arg in args:
-            if isinstance(arg, Tensor):
-                key.append((arg.dtype, arg.data_ptr() & 15))
-            elif isinstance(arg, int):
-                key.append((arg == 1, arg & 15, arg >> 31))
-            else:
-                key.append(None if arg is None else arg.base.dtype)  # a descriptor's block is among the constants
         first = args[0] if isinstance(args[0], Tensor) else args[0].base
-        key.append(first.get_device())
+        device = first.get_device()
+        key = [device]
+        for arg in args:
+            if type(arg) is int:
+                key += (-1 if arg == 1 else arg & 15, arg >> 31)
+            elif arg is None:
+                key.append(None)
+            elif isinstance(arg, Tensor):
+                key += (arg.dtype, arg.data_ptr() & 15)
+            else:
+                key.append(arg.base.dtype)  # a descriptor's block is among the constants
         key = tuple(key)
         compiled = self.variants.get(key)
         if compiled is not None:
-            compiled[grid](*args, *self.values)
+            compiled[grid](*args, *self.values, stream=torch._C._cuda_getCurrentRawStream(device))
             return
         compiled = self.kernel[grid](*args, **self.constants)
         if first.is_cuda and torch.version.hip is None:

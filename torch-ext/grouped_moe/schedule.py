@@ -102,8 +102,14 @@ def make_schedule(splits: Tensor, num_groups: int, rows: int, block_m: int) -> S
 
 
 def schedule_for(splits: Tensor, num_groups: int, rows: int, dtype: torch.dtype) -> Schedule:
-    """`make_schedule` with the row tile that GEMMs in dtype over so many rows share."""
-    return make_schedule(splits, num_groups, rows, choose_block_m(rows, num_groups, dtype))
+    """`make_schedule` with the row tile that GEMMs in dtype over so many rows share.
+
+    splits may also be the map of a schedule that was made so before: longer than offsets, it is taken as it is.
+    """
+    block_m = choose_block_m(rows, num_groups, dtype)
+    if splits.shape[0] > num_groups + 1:
+        return Schedule(splits, num_groups, block_m)
+    return make_schedule(splits, num_groups, rows, block_m)
 
 
 @lru_cache(maxsize=None)

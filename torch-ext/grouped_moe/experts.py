@@ -10,7 +10,7 @@ from ._ops import ops
 from ._torch import experts as _torch_experts
 from .activation import Activation, as_activation
 from .block import Block, Grads, Needs, empty_grads, make_block, pack_kind
-from .define import below_autograd, define_op, register_autograd
+from .define import below_autograd, define_op, is_plain, needs_autograd, once_differentiable, register_autograd
 from .fused import launch_down_dgrad, launch_up_proj
 from .gemm import launch_bias_grads, launch_gemm, launch_sum_partials, launch_wgrad, nk_strides, unit_rows
 from .permute import launch_combine
@@ -177,27 +177,29 @@ class _Experts(torch.autograd.Function):
     """The autograd of the op, whose inputs and outputs these are."""
 
     @staticmethod
-    def forward(
-        ctx, x, top_k_index, top_k_weights, up, down, up_bias, down_bias, activation, parameters, flags, save
-    ):  # fmt: skip
-        ctx.kind = activation, parameters, flags
+    def forward(ctx, x, top_k_index, top_k_weights, up, down, up_bias, down_bias, *kind):
+        *ctx.kind, _ = kind
         ctx.set_materialize_grads(False)
-        with below_autograd():
-            out, *others = ops.experts.default(
-                x, top_k_index, top_k_weights, up, down, up_bias, down_bias, activation, parameters, flags, save
-            )
+        tensors = x, top_k_index, top_k_weights, up, down, up_bias, down_bias
+        if is_plain(*tensors):
+            out, *others = _experts(*tensors, *kind)
+        else:
+            with below_autograd():
+                out, *others = ops.experts.default(*tensors, *kind)
         ctx.mark_non_differentiable(*others)
-        reads_x = ctx.needs_input_grad[3] or flags[-1]  # recompute
+        reads_x = ctx.needs_input_grad[3] or ctx.kind[2][-1]  # recompute
         ctx.save_for_backward(x if reads_x else None, top_k_weights, up, down, up_bias, down_bias, *others)
         return (out, *others)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dout, *_):
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
         wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 6)]
-        grads = ops.experts_backward.default(dout, *ctx.saved_tensors, *ctx.kind, wanted)
+        saved = ctx.saved_tensors
+        backward = _experts_backward if is_plain(dout, *saved) else ops.experts_backward.default
+        grads = backward(dout, *saved, *ctx.kind, wanted)
         dx, dweights, dup, ddown, dup_bias, ddown_bias = (g if want else None for g, want in zip(grads, wanted))
         return (dx, None, dweights, dup, ddown, dup_bias, ddown_bias) + (None,) * 4
 
@@ -250,10 +252,9 @@ def grouped_mm_experts(
         for tensor in (hidden_states, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
     )
     checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed)
-    tensors = (x, top_k_weights, up, down, up_bias, down_bias)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    out, *_ = ops.experts.default(
-        x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias,
-        *pack_kind(kind, gated, interleaved, transposed, recompute), needs_grad and not recompute,
-    )  # fmt: skip
-    return out
+    tensors = x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias
+    needs_grad = needs_autograd(*tensors)
+    kind = *pack_kind(kind, gated, interleaved, transposed, recompute), needs_grad and not recompute
+    if not is_plain(*tensors):
+        return ops.experts.default(*tensors, *kind)[0]
+    return (_Experts.apply if needs_grad else _experts)(*tensors, *kind)[0]

@@ -108,7 +108,7 @@ def schedule_for(splits: Tensor, num_groups: int, rows: int, dtype: torch.dtype)
     """
     block_m = choose_block_m(rows, num_groups, dtype)
     if splits.shape[0] > num_groups + 1:
-        return Schedule(splits, num_groups, block_m)
+        return schedule_of_map(splits, num_groups, rows, block_m)
     return make_schedule(splits, num_groups, rows, block_m)
 
 

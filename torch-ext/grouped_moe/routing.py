@@ -26,7 +26,7 @@ from .launch import Kernel
 from .schedule import Schedule, map_size, schedule_of_map
 from .tuning import on_device_of
 
-_SMALL_SLOTS = 8192  # up to here one launch does it all, in which every program counts all slots
+_SMALL_SLOTS = 2048  # up to here one launch does it all, in which every program counts all slots
 _CHUNK = 128  # slots per program: each is compared with the others of its chunk
 _STEP = 512  # slots that a program of that launch counts at a time
 _SCAN = 1024  # chunks that scan_counts_kernel adds up at a time

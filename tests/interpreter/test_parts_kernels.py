@@ -49,9 +49,11 @@ def test_route_of_strided_ids(module, launches):
     assert_routed(module, ids.t().contiguous().t(), 7)
 
 
-def test_route_of_more_chunks_than_one_scan_takes(module, monkeypatch):
+@pytest.mark.parametrize("few", [(16, 8, 4), (1, 8, 4)], ids=["few", "many"])
+def test_route_of_more_chunks_than_one_scan_takes(module, monkeypatch, few):
     monkeypatch.setattr(module("routing"), "_SMALL_SLOTS", -1)
-    monkeypatch.setattr(module("routing"), "_SCAN", 16)
+    monkeypatch.setattr(module("routing"), "_SCAN_FEW", few)
+    monkeypatch.setattr(module("routing"), "_SCAN_MANY", (16, 4, 4))
     assert_routed(module, make_ids(Case("route", T=1000, top_k=3, E=6)), 6)
 
 

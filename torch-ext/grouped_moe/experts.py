@@ -10,6 +10,7 @@ from ._ops import ops
 from ._torch import experts as _torch_experts
 from .activation import Activation, as_activation
 from .block import Block, Grads, Needs, empty_grads, make_block, pack_kind
+from .decode import decode_triton, is_decode
 from .define import below_autograd, define_op, is_plain, needs_autograd, once_differentiable, register_autograd
 from .fused import launch_down_dgrad, launch_up_proj
 from .gemm import launch_bias_grads, launch_gemm, launch_sum_partials, launch_wgrad, nk_strides, unit_rows
@@ -76,6 +77,23 @@ def backward_triton(
         launch_combine(dx_rows, None, slot_to_row, top_k, out=grads.x)
 
 
+def _route_tiles(block: Block, x: Tensor, top_k_index: Tensor) -> TiledRouting:
+    block_m = choose_block_m(top_k_index.numel(), block.num_experts, x.dtype)
+    return route_tiles_triton(top_k_index, block.num_experts, block_m)
+
+
+def _infer(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
+    """out (T, H), with nothing kept for a backward."""
+    if x.device.type == "cpu":
+        indices = route_indices(top_k_index, block.num_experts)
+        return _torch_experts.forward(block, x, weights, indices, save=False)[0]
+    with on_device_of(x):
+        num_tokens, top_k = top_k_index.shape
+        if num_tokens and is_decode(block, num_tokens, top_k):
+            return decode_triton(block, x, top_k_index, weights)
+        return forward_triton(block, x, weights, _route_tiles(block, x, top_k_index), save=False)[0]
+
+
 def _experts(
     x: Tensor,
     top_k_index: Tensor,
@@ -87,28 +105,32 @@ def _experts(
     activation: str,
     parameters: Sequence[float],
     flags: Sequence[bool],
-    save: bool,
+    record: bool,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out, preact, tile_map, row_to_slot, slot_to_row); all but out are empty unless a backward may follow."""
     block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
+    if not record:
+        out = _infer(block, x, top_k_index, top_k_weights)
+        return out, x.new_empty(0), *(top_k_index.new_empty(0, dtype=torch.int32) for _ in range(3))
+    save = not block.recompute
     if x.device.type == "cpu":
         offsets, *indices = route_indices(top_k_index, block.num_experts)
         tile_map = offsets.new_zeros(map_size(top_k_index.numel(), block.num_experts))
         tile_map[: offsets.shape[0]] = offsets
         return (*_torch_experts.forward(block, x, top_k_weights, (offsets, *indices), save), tile_map, *indices)
     with on_device_of(x):
-        block_m = choose_block_m(top_k_index.numel(), block.num_experts, x.dtype)
-        routing = route_tiles_triton(top_k_index, block.num_experts, block_m)
+        routing = _route_tiles(block, x, top_k_index)
         out, preact = forward_triton(block, x, top_k_weights, routing, save)
         return out, preact, routing.schedule.map, routing.row_to_slot, routing.slot_to_row
 
 
-def _experts_fake(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, activation, parameters, flags, save):
-    num_slots = top_k_index.shape[0] * top_k_index.shape[1]
+def _experts_fake(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, activation, parameters, flags, record):
     block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
+    num_slots = top_k_index.shape[0] * top_k_index.shape[1] if record else 0
     return (
         x.new_empty((x.shape[0], x.shape[1])),
-        x.new_empty((num_slots, block.preact_width) if save else (0,)),
-        x.new_empty(map_size(num_slots, up.shape[0]), dtype=torch.int32),
+        x.new_empty((num_slots, block.preact_width) if record and not block.recompute else (0,)),
+        x.new_empty(map_size(num_slots, up.shape[0]) if record else 0, dtype=torch.int32),
         x.new_empty(num_slots, dtype=torch.int32),
         x.new_empty(num_slots, dtype=torch.int32),
     )
@@ -159,7 +181,7 @@ def _experts_backward_fake(
 define_op(
     "experts",
     "(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias,"
-    " str activation, float[] parameters, bool[] flags, bool save) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " str activation, float[] parameters, bool[] flags, bool record) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _experts,
     _experts_fake,
 )
@@ -253,8 +275,10 @@ def grouped_mm_experts(
     )
     checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed)
     tensors = x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias
-    needs_grad = needs_autograd(*tensors)
-    kind = *pack_kind(kind, gated, interleaved, transposed, recompute), needs_grad and not recompute
+    kind = pack_kind(kind, gated, interleaved, transposed, recompute)
+    record = needs_autograd(*tensors)
     if not is_plain(*tensors):
-        return ops.experts.default(*tensors, *kind)[0]
-    return (_Experts.apply if needs_grad else _experts)(*tensors, *kind)[0]
+        return ops.experts.default(*tensors, *kind, record)[0]
+    if record:
+        return _Experts.apply(*tensors, *kind, record)[0]
+    return _infer(make_block(*tensors[3:], *kind), x, top_k_index, tensors[2])

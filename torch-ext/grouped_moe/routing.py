@@ -29,7 +29,9 @@ from .tuning import on_device_of
 _SMALL_SLOTS = 2048  # up to here one launch does it all, in which every program counts all slots
 _CHUNK = 128  # slots per program: each is compared with the others of its chunk
 _STEP = 512  # slots that a program of that launch counts at a time
-_SCAN = 1024  # chunks that scan_counts_kernel adds up at a time
+# Chunks that scan_counts_kernel adds up at a time, experts of a program, warps: up to so many chunks, and above.
+_SCAN_FEW = (256, 8, 4)
+_SCAN_MANY = (1024, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -61,24 +63,33 @@ class TiledRouting(NamedTuple):
     slot_to_row: Tensor
 
 
-class _Kernels(NamedTuple):
-    """place is the only launch of a few slots."""
-
-    count: Kernel
-    scan: Kernel
-    place: Kernel
+def _sizes(num_experts: int) -> dict:
+    return {"NUM_EXPERTS": num_experts, "EXPERTS_POW2": max(32, 1 << (num_experts - 1).bit_length())}
 
 
 @lru_cache(maxsize=None)
-def _kernels(num_experts: int, block_m: int, few: bool) -> _Kernels:
-    from ._triton import routing as kernels
+def _count_kernel(num_experts: int) -> Kernel:
+    from ._triton.routing import count_slots_kernel
 
-    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS_POW2": max(32, 1 << (num_experts - 1).bit_length())}
-    return _Kernels(
-        Kernel(kernels.count_slots_kernel, **sizes, CHUNK=_CHUNK),
-        Kernel(kernels.scan_counts_kernel, BLOCK=_SCAN),
-        Kernel(kernels.place_slots_kernel, **sizes, BLOCK_M=block_m, CHUNK=_CHUNK, STEP=_CHUNK if few else _STEP),
-    )
+    return Kernel(count_slots_kernel, **_sizes(num_experts), CHUNK=_CHUNK)
+
+
+@lru_cache(maxsize=None)
+def _scan_kernel(num_experts: int, few: bool) -> Tuple[Kernel, int]:
+    """The scan, and how many blocks of experts there are."""
+    from ._triton.routing import scan_counts_kernel
+
+    block, width, warps = _SCAN_FEW if few else _SCAN_MANY
+    kernel = Kernel(scan_counts_kernel, NUM_EXPERTS=num_experts, BLOCK=block, WIDTH=width, num_warps=warps)
+    return kernel, -(-num_experts // width)
+
+
+@lru_cache(maxsize=None)
+def _place_kernel(num_experts: int, block_m: int, one_chunk: bool) -> Kernel:
+    from ._triton.routing import place_slots_kernel
+
+    step = _CHUNK if one_chunk else _STEP
+    return Kernel(place_slots_kernel, **_sizes(num_experts), BLOCK_M=block_m, CHUNK=_CHUNK, STEP=step)
 
 
 def _launch(top_k_index: Tensor, offsets: Tensor, num_experts: int, block_m: int) -> Tuple[Tensor, Tensor]:
@@ -87,15 +98,16 @@ def _launch(top_k_index: Tensor, offsets: Tensor, num_experts: int, block_m: int
     num_slots = ids.numel()
     row_to_slot = offsets.new_empty(num_slots)
     slot_to_row = offsets.new_empty(num_slots)
-    kernels = _kernels(num_experts, block_m, num_slots <= _CHUNK)
     num_chunks = max(1, -(-num_slots // _CHUNK))
     grid = (num_chunks, 1, 1)
     counts = totals = None
     if num_slots > _SMALL_SLOTS:
-        counts, totals = offsets.new_empty((num_experts, num_chunks)), offsets.new_empty(num_experts)
-        kernels.count(grid, ids, counts, num_slots)
-        kernels.scan((num_experts, 1, 1), counts, totals, num_chunks)
-    kernels.place(grid, ids, counts, totals, offsets, row_to_slot, slot_to_row, num_slots)
+        counts, totals = offsets.new_empty((num_chunks, num_experts)), offsets.new_empty(num_experts)
+        _count_kernel(num_experts)(grid, ids, counts, num_slots)
+        scan, blocks = _scan_kernel(num_experts, num_chunks <= _SCAN_FEW[0])
+        scan((blocks, 1, 1), counts, totals, num_chunks)
+    place = _place_kernel(num_experts, block_m, num_chunks == 1)
+    place(grid, ids, counts, totals, offsets, row_to_slot, slot_to_row, num_slots)
     return row_to_slot, slot_to_row
 
 

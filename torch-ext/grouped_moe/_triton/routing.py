@@ -50,45 +50,48 @@ def store_offsets(ptr, ends, NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constex
 @triton.jit(do_not_specialize=["num_slots"])
 def count_slots_kernel(
     ids_ptr,  # (S,) int32 or int64
-    counts_ptr,  # (E, chunks) int32, out
+    counts_ptr,  # (chunks, E) int32, out
     num_slots,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,  # power of two, NUM_EXPERTS or more
     CHUNK: tl.constexpr,
 ):
-    """counts[e, c] = slots of expert e in chunk c. Grid: (chunks,)."""
+    """counts[c, e] = slots of expert e in chunk c. Grid: (chunks,)."""
     begin = tl.program_id(0) * CHUNK
     counts = count_experts(
         ids_ptr, begin, tl.minimum(num_slots, begin + CHUNK), NUM_EXPERTS, EXPERTS_POW2, CHUNK
     )  # fmt: skip
-    experts = tl.arange(0, EXPERTS_POW2).to(tl.int64)
-    ptrs = counts_ptr + experts * tl.num_programs(0) + tl.program_id(0)
-    tl.store(ptrs, counts, mask=experts < NUM_EXPERTS)
+    experts = tl.arange(0, EXPERTS_POW2)
+    row_ptr = counts_ptr + tl.program_id(0).to(tl.int64) * NUM_EXPERTS
+    tl.store(row_ptr + experts, counts, mask=experts < NUM_EXPERTS)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def scan_counts_kernel(
-    counts_ptr,  # (E, chunks) int32, in; out: slots of the expert in earlier chunks
+    counts_ptr,  # (chunks, E) int32, in; out: slots of the expert in earlier chunks
     totals_ptr,  # (E,) int32, out: slots of the expert
     num_chunks,
-    BLOCK: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,  # chunks added up at a time
+    WIDTH: tl.constexpr,  # experts of one program
 ):
-    """counts[e, c] <- sum of counts[e, :c]; totals[e] = sum of counts[e]. Grid: (E,)."""
-    expert = tl.program_id(0)
-    row_ptr = counts_ptr + expert.to(tl.int64) * num_chunks
-    total = tl.zeros((), tl.int32)
+    """counts[c, e] <- sum of counts[:c, e]; totals[e] = sum of counts[:, e]. Grid: (expert blocks,)."""
+    experts = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    totals = tl.zeros((WIDTH,), tl.int32)
     for start in range(0, num_chunks, BLOCK):
         chunks = start + tl.arange(0, BLOCK)
-        counts = tl.load(row_ptr + chunks, mask=chunks < num_chunks, other=0)
-        tl.store(row_ptr + chunks, total + tl.cumsum(counts, 0) - counts, mask=chunks < num_chunks)
-        total += tl.sum(counts, 0)
-    tl.store(totals_ptr + expert, total)
+        ptrs = counts_ptr + chunks.to(tl.int64)[:, None] * NUM_EXPERTS + experts[None, :]
+        mask = (chunks < num_chunks)[:, None] & (experts < NUM_EXPERTS)[None, :]
+        counts = tl.load(ptrs, mask=mask, other=0)
+        tl.store(ptrs, totals[None, :] + tl.cumsum(counts, 0) - counts, mask=mask)
+        totals += tl.sum(counts, 0)
+    tl.store(totals_ptr + experts, totals, mask=experts < NUM_EXPERTS)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
 def place_slots_kernel(
     ids_ptr,  # (S,) int32 or int64
-    counts_ptr,  # (E, chunks) int32, slots of the expert in earlier chunks, or None
+    counts_ptr,  # (chunks, E) int32, slots of the expert in earlier chunks, or None
     totals_ptr,  # (E,) int32, slots of the expert, or None
     offsets_ptr,  # (E + 1,) int32, out; with BLOCK_M a schedule's map, which begins with them
     row_to_slot_ptr,  # (S,) int32, out: the first R are written
@@ -120,8 +123,8 @@ def place_slots_kernel(
     if counts_ptr is None:
         rank += tl.gather(earlier, experts, 0)
     else:
-        ptrs = counts_ptr + experts.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-        rank += tl.load(ptrs, mask=routed, other=0)
+        row_ptr = counts_ptr + tl.program_id(0).to(tl.int64) * NUM_EXPERTS
+        rank += tl.load(row_ptr + experts, mask=routed, other=0)
     ends = tl.cumsum(totals, 0)
     rows = tl.gather(ends - totals, experts, 0) + rank
     tl.store(row_to_slot_ptr + rows, slots, mask=routed)

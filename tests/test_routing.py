@@ -36,10 +36,10 @@ def assert_routed(grouped_moe, ids, num_experts):
     assert routing.slot_to_row.tolist() == places
 
 
-# Around the kernels' steps of 32 slots, blocks of 128 and 512, and 4096, where the sort takes three launches.
+# Around the kernels' chunks of 128 slots, steps of 512, and 2048, where the sort takes three launches.
 SIZES = [(0, 3, 4), (1, 1, 1), (1, 8, 128), (5, 3, 7), (31, 1, 2), (33, 1, 31), (64, 2, 32), (127, 1, 33), (43, 3, 64)]
-SIZES += [(511, 2, 3), (512, 2, 4), (1025, 1, 5), (40, 30, 1024), (4095, 1, 6), (2048, 2, 2), (4097, 1, 1)]
-SIZES += [(1536, 3, 7), (4609, 1, 63), (1100, 8, 1024)]
+SIZES += [(511, 2, 3), (512, 2, 4), (1025, 1, 5), (40, 30, 1024), (2047, 1, 6), (1024, 2, 2), (2049, 1, 1)]
+SIZES += [(768, 3, 7), (2305, 1, 63), (1100, 8, 512), (1100, 8, 1024)]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
@@ -50,14 +50,14 @@ def test_matches_loop(grouped_moe, device, tokens, top_k, experts, sentinels, dt
     assert_routed(grouped_moe, make_ids(case, dtype).to(device), experts)
 
 
-def test_many_blocks(grouped_moe, device):
-    """More blocks of slots than the scan over blocks takes at a time."""
-    for tokens, experts in ((9000, 513), (8400, 6)):
+def test_many_chunks(grouped_moe, device):
+    """More chunks of slots than the scan over chunks takes at a time."""
+    for tokens, experts in ((33000, 513), (33100, 6)):
         ids = make_ids(Case("routing", T=tokens, top_k=4, E=experts)).to(device)
         assert_routed(grouped_moe, ids, experts)
 
 
-@pytest.mark.parametrize("slots", [127, 129, 4096, 4097, 6000])
+@pytest.mark.parametrize("slots", [127, 129, 2048, 2049, 3000])
 @pytest.mark.parametrize("expert", [0, 3, 6])
 def test_one_expert_takes_all(grouped_moe, device, slots, expert):
     ids = torch.full((slots, 1), expert, device=device)
@@ -66,7 +66,7 @@ def test_one_expert_takes_all(grouped_moe, device, slots, expert):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("slots", [40, 1500])
+@pytest.mark.parametrize("slots", [40, 3000])
 def test_sentinels_only(grouped_moe, device, slots, dtype):
     foreign = sentinel_ids(9, dtype)
     ids = foreign[torch.randint(len(foreign), (slots, 1))].to(device, dtype)

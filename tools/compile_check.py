@@ -178,12 +178,13 @@ def run_layer(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> Non
     )
     ids = torch.empty((num_tokens, layer.top_k), dtype=torch.int64)
     x, weights = empty(num_tokens, h), torch.empty(ids.shape, dtype=torch.float32)
-    indices = routing.route_triton(ids, e)
-    _, preact = experts.forward_triton(block, x, weights, indices, save=True)
+    block_m = modules("tuning").choose_block_m(ids.numel(), e, dtype)
+    tiled = routing.route_tiles_triton(ids, e, block_m)
+    _, preact = experts.forward_triton(block, x, weights, tiled, save=True)
     needs = experts.Needs(True, True, True, True, layer.bias, layer.bias)
     dout = empty(num_tokens, h)
     grads = experts.empty_grads(needs, block, dout, weights)
-    experts.backward_triton(block, dout, x, weights, preact, indices, needs, grads)
+    experts.backward_triton(block, dout, x, weights, preact, tiled, needs, grads)
 
 
 def run_building_blocks(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Case(NamedTuple):
-    """One experts block. T top_k above 1024 slots takes the routing of three launches, else that of one."""
+    """One experts block. T top_k above 2048 slots takes the routing of three launches, else that of one."""
 
     name: str
     T: int
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 CASES = [
     Case("gated", T=9),
-    Case("gated, many slots, whole tiles", T=700, H=128, I=64),
+    Case("gated, many slots, whole tiles", T=1100, H=128, I=64),
     Case("all options", T=600, bias=True, interleaved=True, transposed=True, recompute=True),
     Case("not gated, bias, fp16", T=33, gated=False, bias=True, dtype=torch.float16),
     Case("gated, bias, interleaved, fp32", T=37, bias=True, interleaved=True, dtype=torch.float32),

@@ -26,11 +26,12 @@ def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1):
     names = ("hidden_states", "top_k_weights", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
     needs = experts.Needs(*(t is not None and name not in frozen for name, t in zip(names, tensors.values())))
     with GuardedAllocations(*inputs):
-        indices = module("routing").route_triton(ids, case.E)
-        out, preact = experts.forward_triton(block, x, weights, indices, save=not case.recompute)
+        block_m = module("tuning").choose_block_m(ids.numel(), case.E, x.dtype)
+        routing = module("routing").route_tiles_triton(ids, case.E, block_m)
+        out, preact = experts.forward_triton(block, x, weights, routing, save=not case.recompute)
         for _ in range(passes):
             grads = experts.empty_grads(needs, block, dout, weights)
-            experts.backward_triton(block, dout, x, weights, preact, indices, needs, grads)
+            experts.backward_triton(block, dout, x, weights, preact, routing, needs, grads)
         out, grads = out.clone(), [grad.clone() for grad in grads]
     return Result(out, {name: grad for name, grad, need in zip(names, grads, needs) if need})
 

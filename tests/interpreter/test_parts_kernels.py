@@ -12,14 +12,15 @@ from test_routing import loop_route
 from interpreter.guard import GuardedAllocations
 
 NAN = float("nan")
-SIZES = [(0, 3, 4), (1, 1, 1), (1, 8, 128), (5, 3, 7), (33, 1, 31), (64, 2, 32), (129, 1, 5), (511, 1, 3), (256, 2, 4)]
-SIZES += [(513, 1, 5), (700, 2, 70), (60, 5, 1024), (200, 3, 1024)]
+# Around the chunks of 128 slots and the steps of 512.
+SIZES = [(0, 3, 4), (1, 1, 1), (1, 8, 128), (5, 3, 7), (33, 1, 31), (64, 2, 32), (127, 1, 1), (129, 1, 5), (511, 1, 3)]
+SIZES += [(256, 2, 4), (513, 1, 5), (700, 2, 70), (321, 4, 33), (70, 4, 512), (60, 5, 1024), (200, 3, 1024)]
 
 
 @pytest.fixture(params=["one-launch", "three-launches"])
 def launches(module, monkeypatch, request):
     """Both sorts at sizes that the interpreter can take."""
-    monkeypatch.setattr(module("routing"), "_SMALL_SLOTS", {"one-launch": 10**9, "three-launches": 0}[request.param])
+    monkeypatch.setattr(module("routing"), "_SMALL_SLOTS", {"one-launch": 10**9, "three-launches": -1}[request.param])
 
 
 def assert_routed(module, ids, num_experts):
@@ -48,9 +49,11 @@ def test_route_of_strided_ids(module, launches):
     assert_routed(module, ids.t().contiguous().t(), 7)
 
 
-def test_route_of_more_blocks_than_one_scan_takes(module, monkeypatch):
-    monkeypatch.setattr(module("routing"), "_SMALL_SLOTS", 0)
-    monkeypatch.setattr(module("routing"), "_SCAN_ELEMENTS", 16)
+@pytest.mark.parametrize("few", [(16, 8, 4), (1, 8, 4)], ids=["few", "many"])
+def test_route_of_more_chunks_than_one_scan_takes(module, monkeypatch, few):
+    monkeypatch.setattr(module("routing"), "_SMALL_SLOTS", -1)
+    monkeypatch.setattr(module("routing"), "_SCAN_FEW", few)
+    monkeypatch.setattr(module("routing"), "_SCAN_MANY", (16, 4, 4))
     assert_routed(module, make_ids(Case("route", T=1000, top_k=3, E=6)), 6)
 
 
@@ -59,6 +62,37 @@ def test_route_of_one_kind(module, launches):
     foreign = sentinel_ids(9, torch.int64)
     assert_routed(module, foreign[torch.randint(len(foreign), (600, 1))], 9)
     assert_routed(module, torch.full((600, 1), 8), 9)
+
+
+def assert_tiled(module, ids, num_experts, block_m):
+    """The routing and the schedule of the same launches equal those of their own; nothing out of bounds is touched."""
+    with GuardedAllocations(ids):
+        routing = module("routing").route_tiles_triton(ids, num_experts, block_m)
+    offsets, order, places = loop_route(ids, num_experts)
+    assert routing.row_to_slot[: len(order)].tolist() == order
+    assert routing.slot_to_row.tolist() == places
+    want = module("schedule").make_schedule(torch.tensor(offsets), num_experts, ids.numel(), block_m)
+    used = 2 * (num_experts + 1) + int(want.map[2 * num_experts + 1])
+    assert routing.schedule[1:] == want[1:]
+    assert used <= len(want.map) <= len(routing.schedule.map)
+    assert_bitwise("map", routing.schedule.map[:used], want.map[:used])
+
+
+@pytest.mark.parametrize("tokens, top_k, experts", SIZES)
+def test_schedule_of_route(module, launches, tokens, top_k, experts):
+    ids = make_ids(Case("route", T=tokens, top_k=top_k, E=experts))
+    block_m = module("tuning").choose_block_m(ids.numel(), experts, torch.bfloat16)
+    assert_tiled(module, ids, experts, block_m)
+
+
+@pytest.mark.parametrize("block_m", [16, 128])
+def test_schedule_of_route_of_one_kind(module, launches, block_m):
+    """Sentinels only, all slots on one expert, and tiles that end with their expert's rows or one row later."""
+    assert_tiled(module, torch.full((400, 1), -1), 3, block_m)
+    for experts in (1, 9):
+        assert_tiled(module, torch.full((600, 1), experts - 1), experts, block_m)
+    assert_tiled(module, torch.arange(3).repeat_interleave(block_m)[:, None], 3, block_m)
+    assert_tiled(module, torch.tensor([0] * (block_m + 1) + [4, 2] * block_m)[:, None], 4, block_m)
 
 
 @pytest.mark.parametrize("block_m", [16, 64, 128])

@@ -21,6 +21,8 @@ def check_tensor(name: str, value: object) -> None:
 
 def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[Optional[int]], legend: str) -> None:
     """Raises ValueError unless tensor has this shape, None standing for any extent; legend spells it for the reader."""
+    if tensor.shape == shape:
+        return
     if tensor.dim() == len(shape):
         for have, want in zip(tensor.shape, shape):
             if want is not None and have != want:

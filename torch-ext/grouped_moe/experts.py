@@ -6,25 +6,26 @@ import torch
 from torch import Tensor
 
 from . import _checks as checks
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import ops
 from ._torch import experts as _torch_experts
 from .activation import Activation, as_activation
 from .block import Block, Grads, Needs, empty_grads, make_block, pack_kind
+from .decode import decode_triton, is_decode
+from .define import below_autograd, define_op, is_plain, needs_autograd, once_differentiable, register_autograd
 from .fused import launch_down_dgrad, launch_up_proj
 from .gemm import launch_bias_grads, launch_gemm, launch_sum_partials, launch_wgrad, nk_strides, unit_rows
 from .permute import launch_combine
-from .routing import route_indices
-from .schedule import schedule_for
-from .tuning import on_device_of
-
-Indices = Tuple[Tensor, Tensor, Tensor]  # expert_offsets, row_to_slot, slot_to_row
+from .routing import TiledRouting, route_indices, route_tiles_triton
+from .schedule import map_size, schedule_of_map
+from .tuning import choose_block_m, on_device_of
 
 
-def forward_triton(block: Block, x: Tensor, weights: Tensor, indices: Indices, save: bool) -> Tuple[Tensor, Tensor]:
+def forward_triton(
+    block: Block, x: Tensor, weights: Tensor, routing: TiledRouting, save: bool
+) -> Tuple[Tensor, Tensor]:
     """(out (T, H), preact (S, P) or empty) by the Triton kernels."""
-    offsets, row_to_slot, slot_to_row = indices
-    num_slots, top_k = row_to_slot.shape[0], weights.shape[1]
-    schedule = schedule_for(offsets, block.num_experts, num_slots, x.dtype)
+    schedule, row_to_slot, slot_to_row = routing
+    top_k = weights.shape[1]
     preact, a = launch_up_proj(block, x, top_k, row_to_slot, schedule, save, activate=True)
     down_strides = nk_strides(block.down, block.transposed)
     y = launch_gemm(a, block.down, down_strides, x.shape[1], block.down_bias, schedule)
@@ -37,7 +38,7 @@ def backward_triton(
     x: Optional[Tensor],
     weights: Tensor,
     preact: Tensor,
-    indices: Indices,
+    routing: TiledRouting,
     needs: Needs,
     grads: Grads,
 ) -> None:
@@ -45,10 +46,8 @@ def backward_triton(
 
     x is for the gradient of the up-projection and for recomputing alone.
     """
-    offsets, row_to_slot, slot_to_row = indices
-    num_slots, top_k = row_to_slot.shape[0], weights.shape[1]
-    dout = unit_rows(dout)
-    schedule = schedule_for(offsets, block.num_experts, num_slots, dout.dtype)
+    schedule, row_to_slot, slot_to_row = routing
+    top_k, dout = weights.shape[1], unit_rows(dout)
     if block.recompute:
         preact, _ = launch_up_proj(block, x, top_k, row_to_slot, schedule, save=True, activate=False)
     has_bias = block.down_bias is not None
@@ -65,11 +64,11 @@ def backward_triton(
         launch_sum_partials(partials, slot_to_row, schedule, grads.weights)
     if needs.down:
         dw = grads.down.transpose(1, 2) if block.transposed else grads.down
-        launch_wgrad(dout, top_k, scaled_act, 0, row_to_slot, offsets, dw)
+        launch_wgrad(dout, top_k, scaled_act, 0, row_to_slot, schedule.map, dw)
     del scaled_act, partials, bias_dots
     if needs.up:
         dw = grads.up.transpose(1, 2) if block.transposed else grads.up
-        launch_wgrad(dpreact, 0, x, top_k, row_to_slot, offsets, dw)
+        launch_wgrad(dpreact, 0, x, top_k, row_to_slot, schedule.map, dw)
     if needs.up_bias:
         launch_bias_grads(dpreact, 0, None, None, schedule, grads.up_bias)
     if needs.x:
@@ -78,7 +77,23 @@ def backward_triton(
         launch_combine(dx_rows, None, slot_to_row, top_k, out=grads.x)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("experts"), mutates_args=())
+def _route_tiles(block: Block, x: Tensor, top_k_index: Tensor) -> TiledRouting:
+    block_m = choose_block_m(top_k_index.numel(), block.num_experts, x.dtype)
+    return route_tiles_triton(top_k_index, block.num_experts, block_m)
+
+
+def _infer(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
+    """out (T, H), with nothing kept for a backward."""
+    if x.device.type == "cpu":
+        indices = route_indices(top_k_index, block.num_experts)
+        return _torch_experts.forward(block, x, weights, indices, save=False)[0]
+    with on_device_of(x):
+        num_tokens, top_k = top_k_index.shape
+        if num_tokens and is_decode(block, num_tokens, top_k):
+            return decode_triton(block, x, top_k_index, weights)
+        return forward_triton(block, x, weights, _route_tiles(block, x, top_k_index), save=False)[0]
+
+
 def _experts(
     x: Tensor,
     top_k_index: Tensor,
@@ -90,31 +105,37 @@ def _experts(
     activation: str,
     parameters: Sequence[float],
     flags: Sequence[bool],
-    save: bool,
+    record: bool,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out, preact, tile_map, row_to_slot, slot_to_row); all but out are empty unless a backward may follow."""
     block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
+    if not record:
+        out = _infer(block, x, top_k_index, top_k_weights)
+        return out, x.new_empty(0), *(top_k_index.new_empty(0, dtype=torch.int32) for _ in range(3))
+    save = not block.recompute
     if x.device.type == "cpu":
-        indices = route_indices(top_k_index, block.num_experts)
-        return (*_torch_experts.forward(block, x, top_k_weights, indices, save), *indices)
+        offsets, *indices = route_indices(top_k_index, block.num_experts)
+        tile_map = offsets.new_zeros(map_size(top_k_index.numel(), block.num_experts))
+        tile_map[: offsets.shape[0]] = offsets
+        return (*_torch_experts.forward(block, x, top_k_weights, (offsets, *indices), save), tile_map, *indices)
     with on_device_of(x):
-        indices = route_indices(top_k_index, block.num_experts)
-        return (*forward_triton(block, x, top_k_weights, indices, save), *indices)
+        routing = _route_tiles(block, x, top_k_index)
+        out, preact = forward_triton(block, x, top_k_weights, routing, save)
+        return out, preact, routing.schedule.map, routing.row_to_slot, routing.slot_to_row
 
 
-@torch.library.register_fake(add_op_namespace_prefix("experts"))
-def _experts_fake(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, activation, parameters, flags, save):
-    num_slots = top_k_index.shape[0] * top_k_index.shape[1]
+def _experts_fake(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, activation, parameters, flags, record):
     block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
+    num_slots = top_k_index.shape[0] * top_k_index.shape[1] if record else 0
     return (
         x.new_empty((x.shape[0], x.shape[1])),
-        x.new_empty((num_slots, block.preact_width) if save else (0,)),
-        x.new_empty(up.shape[0] + 1, dtype=torch.int32),
+        x.new_empty((num_slots, block.preact_width) if record and not block.recompute else (0,)),
+        x.new_empty(map_size(num_slots, up.shape[0]) if record else 0, dtype=torch.int32),
         x.new_empty(num_slots, dtype=torch.int32),
         x.new_empty(num_slots, dtype=torch.int32),
     )
 
 
-@torch.library.custom_op(add_op_namespace_prefix("experts_backward"), mutates_args=())
 def _experts_backward(
     dout: Tensor,
     x: Optional[Tensor],
@@ -124,7 +145,7 @@ def _experts_backward(
     up_bias: Optional[Tensor],
     down_bias: Optional[Tensor],
     preact: Tensor,
-    expert_offsets: Tensor,
+    tile_map: Tensor,
     row_to_slot: Tensor,
     slot_to_row: Tensor,
     activation: str,
@@ -135,44 +156,77 @@ def _experts_backward(
     block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
     wanted = Needs(*needs)
     grads = empty_grads(wanted, block, dout, top_k_weights)
-    indices = (expert_offsets, row_to_slot, slot_to_row)
+    num_slots, num_experts = row_to_slot.shape[0], block.num_experts
     if dout.device.type == "cpu":
+        indices = (tile_map[: num_experts + 1], row_to_slot, slot_to_row)
         _torch_experts.backward(block, dout, x, top_k_weights, preact, indices, wanted, grads)
-    else:
-        with on_device_of(dout):
-            backward_triton(block, dout, x, top_k_weights, preact, indices, wanted, grads)
+        return tuple(grads)
+    with on_device_of(dout):
+        schedule = schedule_of_map(
+            tile_map, num_experts, num_slots, choose_block_m(num_slots, num_experts, dout.dtype)
+        )  # fmt: skip
+        routing = TiledRouting(schedule, row_to_slot, slot_to_row)
+        backward_triton(block, dout, x, top_k_weights, preact, routing, wanted, grads)
     return tuple(grads)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("experts_backward"))
 def _experts_backward_fake(
-    dout, x, top_k_weights, up, down, up_bias, down_bias, preact, expert_offsets, row_to_slot, slot_to_row,
+    dout, x, top_k_weights, up, down, up_bias, down_bias, preact, tile_map, row_to_slot, slot_to_row,
     activation, parameters, flags, needs,
 ):  # fmt: skip
     block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
     return tuple(empty_grads(Needs(*needs), block, dout, top_k_weights))
 
 
-def _setup_context(ctx, inputs, output):
-    x, _, top_k_weights, up, down, up_bias, down_bias, activation, parameters, flags, _ = inputs
-    _, preact, *indices = output
-    ctx.kind = activation, parameters, flags
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(preact)
-    reads_x = ctx.needs_input_grad[3] or flags[-1]  # recompute
-    ctx.save_for_backward(x if reads_x else None, top_k_weights, up, down, up_bias, down_bias, preact, *indices)
+define_op(
+    "experts",
+    "(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias,"
+    " str activation, float[] parameters, bool[] flags, bool record) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _experts,
+    _experts_fake,
+)
+define_op(
+    "experts_backward",
+    "(Tensor dout, Tensor? x, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias,"
+    " Tensor preact, Tensor tile_map, Tensor row_to_slot, Tensor slot_to_row, str activation, float[] parameters,"
+    " bool[] flags, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _experts_backward,
+    _experts_backward_fake,
+)
 
 
-def _backward(ctx, dout, *_):
-    wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 6)]
-    if dout is None:
-        return (None,) * len(ctx.needs_input_grad)
-    grads = ops.experts_backward(dout, *ctx.saved_tensors, *ctx.kind, wanted)
-    dx, dweights, dup, ddown, dup_bias, ddown_bias = (g if want else None for g, want in zip(grads, wanted))
-    return (dx, None, dweights, dup, ddown, dup_bias, ddown_bias) + (None,) * 4
+class _Experts(torch.autograd.Function):
+    """The autograd of the op, whose inputs and outputs these are."""
+
+    @staticmethod
+    def forward(ctx, x, top_k_index, top_k_weights, up, down, up_bias, down_bias, *kind):
+        *ctx.kind, _ = kind
+        ctx.set_materialize_grads(False)
+        tensors = x, top_k_index, top_k_weights, up, down, up_bias, down_bias
+        if is_plain(*tensors):
+            out, *others = _experts(*tensors, *kind)
+        else:
+            with below_autograd():
+                out, *others = ops.experts.default(*tensors, *kind)
+        ctx.mark_non_differentiable(*others)
+        reads_x = ctx.needs_input_grad[3] or ctx.kind[2][-1]  # recompute
+        ctx.save_for_backward(x if reads_x else None, top_k_weights, up, down, up_bias, down_bias, *others)
+        return (out, *others)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, *_):
+        if dout is None:
+            return (None,) * len(ctx.needs_input_grad)
+        wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 6)]
+        saved = ctx.saved_tensors
+        backward = _experts_backward if is_plain(dout, *saved) else ops.experts_backward.default
+        grads = backward(dout, *saved, *ctx.kind, wanted)
+        dx, dweights, dup, ddown, dup_bias, ddown_bias = (g if want else None for g, want in zip(grads, wanted))
+        return (dx, None, dweights, dup, ddown, dup_bias, ddown_bias) + (None,) * 4
 
 
-torch.library.register_autograd(add_op_namespace_prefix("experts"), _backward, setup_context=_setup_context)
+register_autograd("experts", _Experts)
 
 
 def grouped_mm_experts(
@@ -220,10 +274,11 @@ def grouped_mm_experts(
         for tensor in (hidden_states, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
     )
     checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed)
-    tensors = (x, top_k_weights, up, down, up_bias, down_bias)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    out, *_ = ops.experts(
-        x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias,
-        *pack_kind(kind, gated, interleaved, transposed, recompute), needs_grad and not recompute,
-    )  # fmt: skip
-    return out
+    tensors = x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias
+    kind = pack_kind(kind, gated, interleaved, transposed, recompute)
+    record = needs_autograd(*tensors)
+    if not is_plain(*tensors):
+        return ops.experts.default(*tensors, *kind, record)[0]
+    if record:
+        return _Experts.apply(*tensors, *kind, record)[0]
+    return _infer(make_block(*tensors[3:], *kind), x, top_k_index, tensors[2])

@@ -1,5 +1,6 @@
 """From token order to expert order and back: `gather_rows` and `combine_rows`."""
 
+from functools import lru_cache
 from typing import Optional, Tuple
 
 import torch
@@ -9,31 +10,36 @@ from . import _checks as checks
 from ._ops import add_op_namespace_prefix, ops
 from ._torch import permute as _torch_permute
 from .gemm import unit_rows, zero_ungrouped
-from .launch import launch
+from .launch import Kernel, launch
 from .routing import Routing
 from .tuning import on_device_of
 
 _MAX_BLOCK_H = 2048
+_COMBINE_BYTES = 1024  # of a row that one warp sums up: few enough for the loads of all top_k rows to be under way
 
 
 def _block_h(h: int) -> int:
     return min(_MAX_BLOCK_H, 1 << max(0, h - 1).bit_length())
 
 
+@lru_cache(maxsize=None)
+def _combine_kernel(h: int, top_k: int, itemsize: int) -> Tuple[Kernel, int]:
+    """The kernel with its constants, and how many tiles of columns there are."""
+    from ._triton.rows import combine_kernel
+
+    block_h = min(_block_h(h), _COMBINE_BYTES // itemsize)
+    return Kernel(combine_kernel, H=h, TOP_K=top_k, BLOCK_H=block_h, num_warps=1), -(-h // block_h)
+
+
 def launch_combine(
     y: Tensor, weights: Optional[Tensor], slot_to_row: Tensor, top_k: int, out: Optional[Tensor] = None
 ) -> Tensor:
     """out (T, H): the sum over a token's routed slots of weights[slot] y[row]; weights None counts as ones."""
-    from ._triton.rows import combine_kernel
-
     num_tokens, h = slot_to_row.shape[0] // top_k, y.shape[1]
     out = y.new_empty((num_tokens, h)) if out is None else out
     if num_tokens:
-        block_h = _block_h(h)
-        launch(
-            combine_kernel, (num_tokens, -(-h // block_h)), y, weights, slot_to_row, out,
-            H=h, TOP_K=top_k, BLOCK_H=block_h, num_warps=4 if block_h <= 1024 else 8,
-        )  # fmt: skip
+        kernel, tiles = _combine_kernel(h, top_k, y.dtype.itemsize)
+        kernel((num_tokens, tiles, 1), y, weights, slot_to_row, out)
     return out
 
 

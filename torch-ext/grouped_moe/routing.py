@@ -13,7 +13,8 @@ Rows are sorted by expert and, within an expert, by slot (a stable counting sort
 """
 
 from dataclasses import dataclass
-from typing import Tuple
+from functools import lru_cache
+from typing import NamedTuple, Tuple
 
 import torch
 from torch import Tensor
@@ -21,14 +22,16 @@ from torch import Tensor
 from ._checks import check_routing
 from ._ops import add_op_namespace_prefix, ops
 from ._torch.routing import route as _route_torch
-from .launch import launch
+from .launch import Kernel
+from .schedule import Schedule, map_size, schedule_of_map
 from .tuning import on_device_of
 
-_SMALL_SLOTS = 4096  # up to here one launch compares all slots with all
-_SMALL_BLOCK = 128  # slots per program of that launch
-_BLOCK = 512  # slots per program of the sort in three launches
-_STEP = 16  # slots compared with a whole block at a time
-_SCAN_ELEMENTS = 16384  # counts that scan_counts_kernel holds at a time
+_SMALL_SLOTS = 2048  # up to here one launch does it all, in which every program counts all slots
+_CHUNK = 128  # slots per program: each is compared with the others of its chunk
+_STEP = 512  # slots that a program of that launch counts at a time
+# Chunks that scan_counts_kernel adds up at a time, experts of a program, warps: up to so many chunks, and above.
+_SCAN_FEW = (256, 8, 4)
+_SCAN_MANY = (1024, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -52,41 +55,74 @@ class Routing:
         return self.expert_offsets.shape[0] - 1
 
 
-def _power_of_two_above(n: int) -> int:
-    return 1 << n.bit_length()
+class TiledRouting(NamedTuple):
+    """What the experts block needs of its routing: the schedule, whose map begins with expert_offsets, and the maps."""
+
+    schedule: Schedule
+    row_to_slot: Tensor
+    slot_to_row: Tensor
+
+
+def _sizes(num_experts: int) -> dict:
+    return {"NUM_EXPERTS": num_experts, "EXPERTS_POW2": max(32, 1 << (num_experts - 1).bit_length())}
+
+
+@lru_cache(maxsize=None)
+def _count_kernel(num_experts: int) -> Kernel:
+    from ._triton.routing import count_slots_kernel
+
+    return Kernel(count_slots_kernel, **_sizes(num_experts), CHUNK=_CHUNK)
+
+
+@lru_cache(maxsize=None)
+def _scan_kernel(num_experts: int, few: bool) -> Tuple[Kernel, int]:
+    """The scan, and how many blocks of experts there are."""
+    from ._triton.routing import scan_counts_kernel
+
+    block, width, warps = _SCAN_FEW if few else _SCAN_MANY
+    kernel = Kernel(scan_counts_kernel, NUM_EXPERTS=num_experts, BLOCK=block, WIDTH=width, num_warps=warps)
+    return kernel, -(-num_experts // width)
+
+
+@lru_cache(maxsize=None)
+def _place_kernel(num_experts: int, block_m: int, one_chunk: bool) -> Kernel:
+    from ._triton.routing import place_slots_kernel
+
+    step = _CHUNK if one_chunk else _STEP
+    return Kernel(place_slots_kernel, **_sizes(num_experts), BLOCK_M=block_m, CHUNK=_CHUNK, STEP=step)
+
+
+def _launch(top_k_index: Tensor, offsets: Tensor, num_experts: int, block_m: int) -> Tuple[Tensor, Tensor]:
+    """(row_to_slot, slot_to_row); writes offsets or, with the rows of a tile given, a schedule's map."""
+    ids = top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
+    num_slots = ids.numel()
+    row_to_slot = offsets.new_empty(num_slots)
+    slot_to_row = offsets.new_empty(num_slots)
+    num_chunks = max(1, -(-num_slots // _CHUNK))
+    grid = (num_chunks, 1, 1)
+    counts = totals = None
+    if num_slots > _SMALL_SLOTS:
+        counts, totals = offsets.new_empty((num_chunks, num_experts)), offsets.new_empty(num_experts)
+        _count_kernel(num_experts)(grid, ids, counts, num_slots)
+        scan, blocks = _scan_kernel(num_experts, num_chunks <= _SCAN_FEW[0])
+        scan((blocks, 1, 1), counts, totals, num_chunks)
+    place = _place_kernel(num_experts, block_m, num_chunks == 1)
+    place(grid, ids, counts, totals, offsets, row_to_slot, slot_to_row, num_slots)
+    return row_to_slot, slot_to_row
 
 
 def route_triton(top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor]:
     """(expert_offsets, row_to_slot, slot_to_row) by the Triton kernels: one launch for few slots, else three."""
-    from ._triton import routing as kernels
+    expert_offsets = top_k_index.new_empty(num_experts + 1, dtype=torch.int32)
+    return (expert_offsets, *_launch(top_k_index, expert_offsets, num_experts, 0))
 
-    ids = top_k_index.contiguous().view(-1)
-    num_slots = ids.shape[0]
-    expert_offsets = ids.new_empty(num_experts + 1, dtype=torch.int32)
-    row_to_slot = ids.new_empty(num_slots, dtype=torch.int32)
-    slot_to_row = ids.new_empty(num_slots, dtype=torch.int32)
-    experts_pow2 = _power_of_two_above(num_experts)
-    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS_POW2": experts_pow2}
-    if num_slots <= _SMALL_SLOTS:
-        grid = (max(1, -(-num_slots // _SMALL_BLOCK)),)
-        launch(
-            kernels.route_kernel, grid, ids, expert_offsets, row_to_slot, slot_to_row, num_slots,
-            **sizes, BLOCK=_SMALL_BLOCK, STEP=_STEP,
-        )  # fmt: skip
-        return expert_offsets, row_to_slot, slot_to_row
-    num_blocks = -(-num_slots // _BLOCK)
-    counts = ids.new_empty((num_blocks, num_experts), dtype=torch.int32)
-    launch(kernels.count_slots_kernel, (num_blocks,), ids, counts, num_slots, **sizes, BLOCK=_BLOCK)
-    launch(
-        kernels.scan_counts_kernel, (1,), counts, expert_offsets, num_blocks,
-        **sizes, BLOCK=_SCAN_ELEMENTS // experts_pow2, num_warps=8,
-    )  # fmt: skip
-    launch(
-        kernels.place_slots_kernel, (num_blocks,),
-        ids, counts, expert_offsets, row_to_slot, slot_to_row, num_slots,
-        NUM_EXPERTS=num_experts, BLOCK=_BLOCK, STEP=_STEP, num_warps=8,
-    )  # fmt: skip
-    return expert_offsets, row_to_slot, slot_to_row
+
+def route_tiles_triton(top_k_index: Tensor, num_experts: int, block_m: int) -> TiledRouting:
+    """The routing and its schedule by the same launches. The map is of the size that `map_size` tells."""
+    num_slots = top_k_index.numel()
+    tile_map = top_k_index.new_empty(map_size(num_slots, num_experts), dtype=torch.int32)
+    indices = _launch(top_k_index, tile_map, num_experts, block_m)
+    return TiledRouting(schedule_of_map(tile_map, num_experts, num_slots, block_m), *indices)
 
 
 def route_indices(top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor]:

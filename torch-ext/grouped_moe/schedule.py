@@ -11,6 +11,7 @@ from .launch import Kernel
 from .tuning import choose_block_m
 
 _BLOCK = 128  # tiles that schedule_kernel writes together
+_MIN_BLOCK_M = 16  # the fewest rows of a tile
 
 
 class GroupSizes(NamedTuple):
@@ -32,17 +33,29 @@ class Schedule(NamedTuple):
     """How the rows of a grouped GEMM are cut into tiles of block_m rows.
 
     map: int32 on the device, in one piece: group offsets (G + 1,), clamped to the rows there are; tile offsets
-    (G + 1,), the m tiles before each group; tile to group (max_tiles,), of which the first tile offsets[G] are written.
+    (G + 1,), the m tiles before each group; tile to group, of which the first tile offsets[G] entries are written.
+    max_tiles: an upper bound of that number that holds for any splits.
     """
 
     map: Tensor
     num_groups: int
     block_m: int
+    max_tiles: int
 
-    @property
-    def max_tiles(self) -> int:
-        """An upper bound of the number of m tiles that holds for any splits."""
-        return self.map.shape[0] - 2 * (self.num_groups + 1)
+
+def max_tiles(rows: int, num_groups: int, block_m: int) -> int:
+    """An upper bound of the number of m tiles that holds for any splits."""
+    return -(-rows // block_m) + max(0, min(num_groups, rows) - 1)
+
+
+def map_size(rows: int, num_groups: int) -> int:
+    """Entries of a map that has room for tiles of any block_m: an expression in rows without a branch."""
+    return 2 * (num_groups + 1) + -(-rows // _MIN_BLOCK_M) + num_groups
+
+
+def schedule_of_map(tile_map: Tensor, num_groups: int, rows: int, block_m: int) -> Schedule:
+    """The schedule that a map of at least its size holds."""
+    return Schedule(tile_map, num_groups, block_m, max_tiles(rows, num_groups, block_m))
 
 
 def as_splits(splits: Splits, num_groups: int, device: torch.device) -> Tensor:
@@ -81,11 +94,11 @@ def _from_list(sizes: Sequence[int], num_groups: int, device: torch.device) -> T
 
 def make_schedule(splits: Tensor, num_groups: int, rows: int, block_m: int) -> Schedule:
     """The tiles of a grouped GEMM over at most `rows` rows. splits: (G,) sizes or (G + 1,) offsets of any values."""
-    max_tiles = -(-rows // block_m) + max(0, min(num_groups, rows) - 1)
-    schedule = splits.new_empty(2 * (num_groups + 1) + max_tiles, dtype=torch.int32)
+    tiles = max_tiles(rows, num_groups, block_m)
+    tile_map = splits.new_empty(2 * (num_groups + 1) + tiles, dtype=torch.int32)
     kernel = _schedule_kernel(splits.shape[0] == num_groups, num_groups, block_m)
-    kernel((num_groups, 1, 1), splits if splits.is_contiguous() else splits.contiguous(), schedule, rows)
-    return Schedule(schedule, num_groups, block_m)
+    kernel((num_groups, 1, 1), splits if splits.is_contiguous() else splits.contiguous(), tile_map, rows)
+    return Schedule(tile_map, num_groups, block_m, tiles)
 
 
 def schedule_for(splits: Tensor, num_groups: int, rows: int, dtype: torch.dtype) -> Schedule:
@@ -95,7 +108,7 @@ def schedule_for(splits: Tensor, num_groups: int, rows: int, dtype: torch.dtype)
     """
     block_m = choose_block_m(rows, num_groups, dtype)
     if splits.shape[0] > num_groups + 1:
-        return Schedule(splits, num_groups, block_m)
+        return schedule_of_map(splits, num_groups, rows, block_m)
     return make_schedule(splits, num_groups, rows, block_m)
 
 

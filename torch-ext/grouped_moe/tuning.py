@@ -96,11 +96,11 @@ def rows_per_expert(num_slots: int, num_experts: int) -> int:
 # (block_m, two_weights) -> (block_n, block_k, num_warps, num_stages, programs_per_sm), for two-byte types.
 # Tall tiles reuse a gathered row tile over many columns; thin ones stream weights, so they are many and deep.
 _GEMM_TILES = {
-    (16, False): (64, 128, 4, 4, 2),
+    (16, False): (64, 128, 4, 3, 3),
     (32, False): (128, 64, 4, 4, 2),
     (64, False): (128, 64, 4, 4, 2),
     (128, False): (256, 64, 8, 3, 1),
-    (16, True): (32, 128, 4, 4, 2),
+    (16, True): (64, 128, 4, 3, 2),
     (32, True): (64, 64, 4, 4, 2),
     (64, True): (64, 64, 4, 4, 2),
     (128, True): (128, 64, 8, 3, 1),

@@ -1,4 +1,4 @@
-"""Stable counting sort of slots by expert.
+"""Stable counting sort of slots by expert, and the tile schedule of the sorted rows.
 
 Worked example, E = 2, top_k = 2, expert ids of 3 tokens [[1, 0], [2, 1], [0, -1]] (2 and -1 are sentinels):
 slots by expert: expert 0: slots 1, 4; expert 1: slots 0, 3. Hence expert_offsets = [0, 2, 4], row_to_slot =
@@ -10,125 +10,131 @@ import triton.language as tl
 
 
 @triton.jit
-def load_experts(ids_ptr, slots, num_slots, NUM_EXPERTS: tl.constexpr):
-    """Expert of each slot; NUM_EXPERTS stands for every sentinel and for slots past the end."""
-    ids = tl.load(ids_ptr + slots, mask=slots < num_slots, other=-1)
-    return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, NUM_EXPERTS).to(tl.int32)
+def load_experts(ids_ptr, slots, end, NUM_EXPERTS: tl.constexpr):
+    """Expert of each slot; -1 for a sentinel and for slots from `end` on."""
+    ids = tl.load(ids_ptr + slots, mask=slots < end, other=-1)
+    return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1).to(tl.int32)
 
 
 @triton.jit
-def count_before(experts, slots, ids_ptr, begin, end, num_slots, NUM_EXPERTS: tl.constexpr, STEP: tl.constexpr):
-    """For each slot, among slots [begin, end): (those of the same expert before it, those of lower experts)."""
-    equal = tl.zeros_like(experts)
-    lower = tl.zeros_like(experts)
+def count_experts(
+    ids_ptr, begin, end, NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    """counts[e] = slots of expert e among slots [begin, end)."""
+    counts = tl.zeros((EXPERTS_POW2,), tl.int32)
     for start in range(begin, end, STEP):
-        other_slots = start + tl.arange(0, STEP)
-        others = load_experts(ids_ptr, other_slots, num_slots, NUM_EXPERTS)
-        same_before = (experts[:, None] == others[None, :]) & (other_slots[None, :] < slots[:, None])
-        equal += tl.sum(same_before.to(tl.int32), 1)
-        lower += tl.sum((others[None, :] < experts[:, None]).to(tl.int32), 1)
-    return equal, lower
+        experts = load_experts(ids_ptr, start + tl.arange(0, STEP), end, NUM_EXPERTS)
+        counts += tl.histogram(tl.maximum(experts, 0), EXPERTS_POW2, mask=experts >= 0)
+    return counts
 
 
 @triton.jit
-def store_places(slots, experts, rows, row_to_slot_ptr, slot_to_row_ptr, num_slots, NUM_EXPERTS: tl.constexpr):
-    """slot_to_row[slot] = row or -1; row_to_slot[row] = slot."""
-    routed = experts < NUM_EXPERTS
-    tl.store(row_to_slot_ptr + rows, slots, mask=routed)
-    tl.store(slot_to_row_ptr + slots, tl.where(routed, rows, -1), mask=slots < num_slots)
+def rank_in_chunk(experts, CHUNK: tl.constexpr):
+    """For each of CHUNK slots, those of the same expert before it; of a sentinel, anything."""
+    index = tl.arange(0, CHUNK)
+    keys = experts * CHUNK + index
+    # Theirs are the `index` keys below the slot's own: one unsigned comparison. The other slots lie along the axis that
+    # a thread holds whole, so no sum crosses threads.
+    distance = (keys[None, :] - 1 - keys[:, None]).to(tl.uint32, bitcast=True)
+    return tl.sum((distance < index[None, :].to(tl.uint32, bitcast=True)).to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
-def route_kernel(
-    ids_ptr,  # (S,) int32 or int64, expert id per slot
-    expert_offsets_ptr,  # (E + 1,) int32, out
-    row_to_slot_ptr,  # (S,) int32, out: the first R are written
-    slot_to_row_ptr,  # (S,) int32, out
-    num_slots,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,  # power of two above NUM_EXPERTS
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """The whole routing in one launch, by comparing every slot with every other: for few slots.
-
-    Grid: (slot blocks,). row = slots of lower experts + slots of the same expert before this one.
-    """
-    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    experts = load_experts(ids_ptr, slots, num_slots, NUM_EXPERTS)
-    equal, lower = count_before(experts, slots, ids_ptr, 0, num_slots, num_slots, NUM_EXPERTS, STEP)
-    store_places(slots, experts, equal + lower, row_to_slot_ptr, slot_to_row_ptr, num_slots, NUM_EXPERTS)
-    if tl.program_id(0) == 0:
-        # Sentinels sit in bin NUM_EXPERTS, whose exclusive prefix is the number of routed rows.
-        counts = tl.zeros((EXPERTS_POW2,), tl.int32)
-        for start in range(0, num_slots, BLOCK):
-            block_experts = load_experts(ids_ptr, start + tl.arange(0, BLOCK), num_slots, NUM_EXPERTS)
-            counts += tl.histogram(block_experts, EXPERTS_POW2)
-        bins = tl.arange(0, EXPERTS_POW2)
-        tl.store(expert_offsets_ptr + bins, tl.cumsum(counts, 0) - counts, mask=bins <= NUM_EXPERTS)
+@triton.jit
+def store_offsets(ptr, ends, NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr):
+    """Stores 0 and the ends of all experts, (E + 1,) offsets."""
+    experts = tl.arange(0, EXPERTS_POW2)
+    tl.store(ptr, 0)
+    tl.store(ptr + 1 + experts, ends, mask=experts < NUM_EXPERTS)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
 def count_slots_kernel(
     ids_ptr,  # (S,) int32 or int64
-    counts_ptr,  # (num_blocks, E) int32, out: slots of each expert in each block
+    counts_ptr,  # (chunks, E) int32, out
     num_slots,
     NUM_EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
-    BLOCK: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr,  # power of two, NUM_EXPERTS or more
+    CHUNK: tl.constexpr,
 ):
-    """counts[b, e] = slots of expert e in block b. Grid: (num_blocks,)."""
-    block = tl.program_id(0)
-    experts = load_experts(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), num_slots, NUM_EXPERTS)
-    bins = tl.arange(0, EXPERTS_POW2)
-    counts = tl.histogram(experts, EXPERTS_POW2)
-    tl.store(counts_ptr + block.to(tl.int64) * NUM_EXPERTS + bins, counts, mask=bins < NUM_EXPERTS)
+    """counts[c, e] = slots of expert e in chunk c. Grid: (chunks,)."""
+    begin = tl.program_id(0) * CHUNK
+    counts = count_experts(
+        ids_ptr, begin, tl.minimum(num_slots, begin + CHUNK), NUM_EXPERTS, EXPERTS_POW2, CHUNK
+    )  # fmt: skip
+    experts = tl.arange(0, EXPERTS_POW2)
+    row_ptr = counts_ptr + tl.program_id(0).to(tl.int64) * NUM_EXPERTS
+    tl.store(row_ptr + experts, counts, mask=experts < NUM_EXPERTS)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_chunks"])
 def scan_counts_kernel(
-    counts_ptr,  # (num_blocks, E) int32, in; out: slots of the expert in earlier blocks
-    expert_offsets_ptr,  # (E + 1,) int32, out
-    num_blocks,
+    counts_ptr,  # (chunks, E) int32, in; out: slots of the expert in earlier chunks
+    totals_ptr,  # (E,) int32, out: slots of the expert
+    num_chunks,
     NUM_EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # chunks added up at a time
+    WIDTH: tl.constexpr,  # experts of one program
 ):
-    """counts[b, e] <- sum of counts[:b, e]; expert_offsets = exclusive prefix sum over the totals. Grid: (1,)."""
-    bins = tl.arange(0, EXPERTS_POW2)
-    total = tl.zeros((EXPERTS_POW2,), tl.int32)
-    for start in range(0, num_blocks, BLOCK):
-        blocks = start + tl.arange(0, BLOCK)
-        ptrs = counts_ptr + blocks.to(tl.int64)[:, None] * NUM_EXPERTS + bins[None, :]
-        mask = (blocks < num_blocks)[:, None] & (bins < NUM_EXPERTS)[None, :]
+    """counts[c, e] <- sum of counts[:c, e]; totals[e] = sum of counts[:, e]. Grid: (expert blocks,)."""
+    experts = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    totals = tl.zeros((WIDTH,), tl.int32)
+    for start in range(0, num_chunks, BLOCK):
+        chunks = start + tl.arange(0, BLOCK)
+        ptrs = counts_ptr + chunks.to(tl.int64)[:, None] * NUM_EXPERTS + experts[None, :]
+        mask = (chunks < num_chunks)[:, None] & (experts < NUM_EXPERTS)[None, :]
         counts = tl.load(ptrs, mask=mask, other=0)
-        tl.store(ptrs, tl.cumsum(counts, 0) - counts + total[None, :], mask=mask)
-        total += tl.sum(counts, 0)
-    tl.store(expert_offsets_ptr + bins, tl.cumsum(total, 0) - total, mask=bins <= NUM_EXPERTS)
+        tl.store(ptrs, totals[None, :] + tl.cumsum(counts, 0) - counts, mask=mask)
+        totals += tl.sum(counts, 0)
+    tl.store(totals_ptr + experts, totals, mask=experts < NUM_EXPERTS)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
 def place_slots_kernel(
     ids_ptr,  # (S,) int32 or int64
-    counts_ptr,  # (num_blocks, E) int32, slots of the expert in earlier blocks
-    expert_offsets_ptr,  # (E + 1,) int32
+    counts_ptr,  # (chunks, E) int32, slots of the expert in earlier chunks, or None
+    totals_ptr,  # (E,) int32, slots of the expert, or None
+    offsets_ptr,  # (E + 1,) int32, out; with BLOCK_M a schedule's map, which begins with them
     row_to_slot_ptr,  # (S,) int32, out: the first R are written
     slot_to_row_ptr,  # (S,) int32, out
     num_slots,
     NUM_EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr,  # power of two, NUM_EXPERTS or more
+    BLOCK_M: tl.constexpr,  # rows of a tile, 0 for no schedule
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,  # slots counted at a time
 ):
-    """row = expert_offsets[e] + slots of e in earlier blocks + slots of e before this one in its block.
+    """row = offsets[e] + slots of e in earlier chunks + slots of e before this one in its chunk.
 
-    Grid: (num_blocks,).
+    Grid: (chunks,), one without slots. Every program sums up the experts' totals anew; without counts it counts all
+    slots itself, which makes this the only launch. A tile's entry in the schedule comes from the tile's first row.
     """
-    block = tl.program_id(0)
-    slots = block * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(0) * CHUNK
+    if counts_ptr is None:
+        earlier = count_experts(ids_ptr, 0, tl.minimum(begin, num_slots), NUM_EXPERTS, EXPERTS_POW2, STEP)
+        totals = earlier + count_experts(ids_ptr, begin, num_slots, NUM_EXPERTS, EXPERTS_POW2, STEP)
+    else:
+        bins = tl.arange(0, EXPERTS_POW2)
+        totals = tl.load(totals_ptr + bins, mask=bins < NUM_EXPERTS, other=0)
+    slots = begin + tl.arange(0, CHUNK)
     experts = load_experts(ids_ptr, slots, num_slots, NUM_EXPERTS)
-    begin = block * BLOCK
-    equal, _ = count_before(experts, slots, ids_ptr, begin, begin + BLOCK, num_slots, NUM_EXPERTS, STEP)
-    routed = experts < NUM_EXPERTS
-    earlier = tl.load(counts_ptr + block.to(tl.int64) * NUM_EXPERTS + experts, mask=routed, other=0)
-    rows = tl.load(expert_offsets_ptr + experts, mask=routed, other=0) + earlier + equal
-    store_places(slots, experts, rows, row_to_slot_ptr, slot_to_row_ptr, num_slots, NUM_EXPERTS)
+    rank = rank_in_chunk(experts, CHUNK)
+    routed = experts >= 0
+    experts = tl.maximum(experts, 0)
+    if counts_ptr is None:
+        rank += tl.gather(earlier, experts, 0)
+    else:
+        row_ptr = counts_ptr + tl.program_id(0).to(tl.int64) * NUM_EXPERTS
+        rank += tl.load(row_ptr + experts, mask=routed, other=0)
+    ends = tl.cumsum(totals, 0)
+    rows = tl.gather(ends - totals, experts, 0) + rank
+    tl.store(row_to_slot_ptr + rows, slots, mask=routed)
+    tl.store(slot_to_row_ptr + slots, tl.where(routed, rows, -1), mask=slots < num_slots)
+    if tl.program_id(0) == 0:
+        store_offsets(offsets_ptr, ends, NUM_EXPERTS, EXPERTS_POW2)
+    if BLOCK_M != 0:
+        tiles = (totals + (BLOCK_M - 1)) // BLOCK_M
+        tile_ends = tl.cumsum(tiles, 0)
+        tile = tl.gather(tile_ends - tiles, experts, 0) + rank // BLOCK_M
+        tl.store(offsets_ptr + (2 * NUM_EXPERTS + 2) + tile, experts, mask=routed & (rank % BLOCK_M == 0))
+        if tl.program_id(0) == 0:
+            store_offsets(offsets_ptr + (NUM_EXPERTS + 1), tile_ends, NUM_EXPERTS, EXPERTS_POW2)

@@ -1,0 +1,75 @@
+"""The kernels for a few tokens: output against the reference, under poison, bounds checked."""
+
+import pytest
+import torch
+from block import run_reference
+from cases import BY_ID, CASES, make_inputs
+from compare import assert_close
+from poison import poison_sentinels
+
+from interpreter.guard import GuardedAllocations
+from interpreter.test_experts_kernels import guarded_inputs
+
+FEW = [case._replace(T=min(case.T, 3), E=min(case.E, 12)) for case in CASES if case.T and not case.transposed]
+
+
+def block_of(module, grouped_moe, case, inputs):
+    weights = inputs.gate_up_proj, inputs.down_proj, inputs.gate_up_proj_bias, inputs.down_proj_bias
+    kind = grouped_moe.Activation(*case.activation), case.gated, case.interleaved, case.transposed, case.recompute
+    return module("block").Block(*weights, *kind)
+
+
+def check(module, grouped_moe, case, dtype):
+    inputs = make_inputs(case, dtype, "cpu")
+    poisoned = guarded_inputs(poison_sentinels(inputs, case.E))
+    x, ids, weights = poisoned[:3]
+    with GuardedAllocations(*poisoned):
+        out = module("decode").decode_triton(block_of(module, grouped_moe, case, poisoned), x, ids, weights)
+    with torch.enable_grad():
+        want = run_reference(grouped_moe, case, inputs)
+    assert out.dtype == dtype
+    assert_close("out", out, want.out, dtype)
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
+def test_fp32_matches_reference(module, grouped_moe, case):
+    check(module, grouped_moe, case, torch.float32)
+
+
+@pytest.mark.parametrize("case_id", ["silu-interleaved", "gpt-oss", "relu2-not-gated", "odd-extents"])
+def test_fp16_matches_reference(module, grouped_moe, case_id):
+    check(module, grouped_moe, BY_ID[case_id]._replace(T=3, transposed=False), torch.float16)
+
+
+def test_several_tiles(module, grouped_moe, monkeypatch):
+    """Columns and K of more than one tile, none of them a multiple; a number of choices that is no power of two."""
+    monkeypatch.setattr(module("decode"), "_UP_TILE", (4, 16, 4))
+    monkeypatch.setattr(module("decode"), "_DOWN_TILE", (8, 16, 4))
+    for case_id in ("silu-bias", "silu-interleaved", "relu2-not-gated"):
+        module("decode")._decode_kernels.cache_clear()
+        case = BY_ID[case_id]._replace(T=2, top_k=3, E=5, H=70, I=45, transposed=False)
+        check(module, grouped_moe, case, torch.float32)
+    module("decode")._decode_kernels.cache_clear()
+
+
+def test_transposed_views(module, grouped_moe):
+    """Weights that are contiguous along K may be views of another layout, of any other strides."""
+    case = BY_ID["silu-bias"]._replace(T=2, transposed=True)
+    inputs = make_inputs(case, torch.float32, "cpu")
+    k_contiguous = {name: getattr(inputs, name).mT.contiguous().mT for name in ("gate_up_proj", "down_proj")}
+    inputs = inputs._replace(**k_contiguous)
+    block = block_of(module, grouped_moe, case, inputs)
+    assert module("decode").is_decode(block, 1, case.top_k)
+    out = module("decode").decode_triton(block, *inputs[:3])
+    with torch.enable_grad():
+        assert_close("out", out, run_reference(grouped_moe, case, inputs).out, torch.float32)
+
+
+def test_which_calls_are_taken(module, grouped_moe):
+    """One token always, more while slots are few next to experts; never weights that are strided along K."""
+    case = BY_ID["silu-bias"]._replace(E=32, bias=None)
+    block = block_of(module, grouped_moe, case, make_inputs(case, torch.float32, "cpu"))
+    is_decode = module("decode").is_decode
+    assert is_decode(block, 1, 32) and is_decode(block, 4, 2)
+    assert not is_decode(block, 5, 2)
+    assert not is_decode(block._replace(down=block.down.mT.contiguous().mT), 1, 2)

@@ -1,0 +1,40 @@
+"""The experts block passes the dispatcher by in plain eager calls; who watches ops still sees them."""
+
+import pytest
+import torch
+from block import assert_same, call, run
+from cases import BY_ID, make_inputs
+from test_dispatch import Log
+
+
+@pytest.mark.parametrize("case_id", ["silu-bias", "silu-recompute"])
+def test_a_mode_sees_the_ops(grouped_moe, device, case_id):
+    case = BY_ID[case_id]
+    inputs = make_inputs(case, torch.float32, device)
+    plain = run(grouped_moe, case, inputs)
+    with Log() as log:
+        watched = run(grouped_moe, case, inputs)
+    assert {"experts", "experts_backward"} <= set(log.names)
+    assert_same(watched, plain)
+
+
+def test_without_gradients(grouped_moe, device):
+    """A plain call and a watched one give the same; neither saves a pre-activation."""
+    case = BY_ID["silu-bias"]
+    inputs = make_inputs(case, torch.float32, device)
+    with torch.no_grad():
+        plain = call(grouped_moe, case, inputs)
+        with Log() as log:
+            watched = call(grouped_moe, case, inputs)
+    assert torch.equal(plain, watched) and not plain.requires_grad
+    assert "experts" in log.names and "experts_backward" not in log.names
+
+
+def test_differentiable_once(grouped_moe, device):
+    case = BY_ID["silu-bias"]
+    inputs = make_inputs(case, torch.float32, device)
+    x = inputs.hidden_states.requires_grad_()
+    out = call(grouped_moe, case, inputs)
+    (dx,) = torch.autograd.grad(out, x, inputs.dout.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()

@@ -1,7 +1,7 @@
 """Launchers of the grouped GEMM, its weight gradient and the reductions, which every op of the package shares."""
 
 from functools import lru_cache
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from .tuning import (
     DeviceSpec,
     GemmConfig,
     gemm_config,
+    hopper_gemm_config,
     persistent_grid,
     rows_per_expert,
     spec_of,
@@ -75,12 +76,15 @@ def _descriptor(tensor: Tensor, *block: int):
     """What the tensor memory accelerator reads or writes the tensor by, in such blocks; `_tma_fits` must hold."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    # A dimension of one step may have any stride, of which the hardware would want 16 bytes.
+    return TensorDescriptor(tensor, list(tensor.shape), _descriptor_strides(tensor), list(block))
+
+
+def _descriptor_strides(tensor: Tensor) -> List[int]:
+    """Strides for a descriptor: a dimension of one step may have any, of which the hardware would want 16 bytes."""
     strides = [
         stride if size > 1 else -(-tensor.shape[-1] // 8) * 8 for size, stride in zip(tensor.shape, tensor.stride())
     ]
-    strides[-1] = 1
-    return TensorDescriptor(tensor, list(tensor.shape), strides, list(block))
+    return [*strides[:-1], 1]
 
 
 def launch_gemm(
@@ -106,6 +110,11 @@ def launch_gemm(
     # Descriptors cost the host some time, which row tiles that stream weights do not earn back.
     if schedule.block_m >= 64 and _rows_tma(x, spec):
         w_kn = _weight_tma(weight, strides)
+    # Results are written by descriptor, too, one that counts rows up to 2^30.
+    if w_kn is not None and spec.hopper and n % 8 == 0 and rows <= 1 << 30:
+        tile = hopper_gemm_config(schedule.block_m, rows, schedule.num_groups, n, spec, zero_rest)
+        if tile is not None:
+            return _launch_hopper_gemm(tile, x, weight, w_kn, bias, schedule, scales, y, zero_rest, spec)
     precision = dot_precision(x.dtype, spec)
     kernel, config = _gemm_kernel(
         schedule.block_m, schedule.num_groups, n, k, x.dtype, spec, zero_rest, w_kn, precision
@@ -142,6 +151,46 @@ def _gemm_kernel(
         PRECISION=precision, **config.launch_options(),
     )  # fmt: skip
     return kernel, config
+
+
+def _launch_hopper_gemm(
+    tile: Tuple[GemmConfig, int],
+    x: Tensor,
+    weight: Tensor,
+    w_kn: bool,
+    bias: Optional[Tensor],
+    schedule: Schedule,
+    scales: Optional[Tensor],
+    y: Tensor,
+    zero_rest: bool,
+    spec: DeviceSpec,
+) -> Tensor:
+    """`launch_gemm` where descriptors read both operands and write y."""
+    from ._triton.hopper import make_descriptor, ragged_descriptor
+
+    config, box = tile
+    rows, n = y.shape
+    kernel = _hopper_gemm_kernel(config, schedule.num_groups, n, x.shape[1], zero_rest, w_kn)
+    block = (config.block_k, config.block_n) if w_kn else (config.block_n, config.block_k)
+    x_desc = make_descriptor(x, x.shape, _descriptor_strides(x), (config.block_m, config.block_k))
+    w_desc = make_descriptor(weight, weight.shape, _descriptor_strides(weight), (1, *block))
+    y_desc = ragged_descriptor(y, config.block_m, box)
+    grid = persistent_grid(config, schedule.max_tiles, n, spec)
+    kernel(grid, x_desc, w_desc, bias, *bias_strides(bias), scales, y_desc, schedule.map, rows)
+    return y
+
+
+@lru_cache(maxsize=None)
+def _hopper_gemm_kernel(config: GemmConfig, num_groups: int, n: int, k: int, zero_rest: bool, w_kn: bool) -> Kernel:
+    """The Gluon kernel with its constants."""
+    from ._triton.hopper_gemm import hopper_gemm_kernel
+
+    return Kernel(
+        hopper_gemm_kernel,
+        NUM_EXPERTS=num_groups, N=n, K=k, ZERO_UNGROUPED=zero_rest, W_KN=w_kn, STAGES=config.num_stages,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
+        num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 def launch_wgrad(

@@ -112,7 +112,7 @@ def launch_gemm(
         w_kn = _weight_tma(weight, strides)
     # Results are written by descriptor, too, one that counts rows up to 2^30.
     if w_kn is not None and spec.hopper and n % 8 == 0 and rows <= 1 << 30:
-        tile = hopper_gemm_config(schedule.block_m, rows, schedule.num_groups, n, spec, zero_rest)
+        tile = hopper_gemm_config(schedule.block_m, rows, schedule.num_groups, n, k, spec, zero_rest)
         if tile is not None:
             return _launch_hopper_gemm(tile, x, weight, w_kn, bias, schedule, scales, y, zero_rest, spec)
     precision = dot_precision(x.dtype, spec)

@@ -146,17 +146,17 @@ def gemm_config(
 
 @lru_cache(maxsize=None)
 def hopper_gemm_config(
-    block_m: int, rows: int, num_groups: int, n: int, spec: DeviceSpec, zero_rest: bool
+    block_m: int, rows: int, num_groups: int, n: int, k: int, spec: DeviceSpec, zero_rest: bool
 ) -> Optional[Tuple[GemmConfig, int]]:
     """Config of a grouped GEMM by the Gluon kernel for Hopper and the columns it stores at once; None: not by that one.
 
     num_warps: of each of its two consumers. The ring takes the shared memory that boxes of results, and one of zeros,
-    leave. Groups that are streams of weights, of 128 rows or less, want wide tiles, which read x less often, unless
-    the last tiles would then leave more processors idle.
+    leave. What streams weights, groups of 128 rows or less with a long K, wants the wide tiles of the Triton kernel,
+    which read x less often, unless they would leave more of the processors idle.
     """
     if block_m != 128 or n <= 64:
         return None
-    if rows <= 128 * num_groups:
+    if rows <= 128 * num_groups and k >= 4096:
         narrow, wide = (-(-num_groups * -(-n // block_n) // spec.num_sms) for block_n in (128, 256))
         if wide * (128 + 256) < narrow * (128 + 128):
             return None

@@ -1,4 +1,8 @@
-"""Grouped GEMM for Hopper in Gluon: loads, products and stores overlap, each by warps of their own."""
+"""Grouped GEMM for Hopper in Gluon: loads, products and stores overlap.
+
+One warp fills a ring of operands. Two warp groups take its tiles in turn, so that one stores while one multiplies.
+A tile's last rows may be the next group's: they are multiplied, too, and cut off by a ragged store.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -74,7 +78,7 @@ def produce(
         boxes = row_boxes * ((N + COLUMNS - 1) // COLUMNS)
         tiles_here = gl.maximum((num_tiles - pid + step - 1) // step, 1)
         boxes_per_tile = ((boxes + step - 1) // step + tiles_here - 1) // tiles_here * step
-        box = pid + 0
+        box = pid + 0  # Triton 3.6 does not carry a variable that begins as another one
     slot = 0
     phase = 1
     # What a tile needs to be found is loaded one and two tiles ahead.

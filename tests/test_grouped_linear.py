@@ -40,6 +40,8 @@ LINEARS = [
     Linear("odd-extents", N=21, K=35, bias=True),
     Linear("extents-of-one", N=1, K=1, bias=True),
     Linear("aligned-extents", sizes=(64, 16, 128), tail=32, N=128, K=64),
+    Linear("many-tiles", sizes=(300, 0, 129, 64, 191, 128), head=37, tail=150, N=264, K=200, bias=True),
+    Linear("many-tiles-transposed", sizes=(65, 1, 640, 0, 127), tail=300, N=520, K=72, transposed=True),
     Linear("1024-groups", sizes=(0, 1, 2, 0) * 256, tail=3, N=8, K=8, bias=True),
 ]
 by_linear = pytest.mark.parametrize("linear", LINEARS, ids=lambda linear: linear.id)

@@ -1,11 +1,13 @@
 """Launchers of the grouped GEMM, its weight gradient and the reductions, which every op of the package shares."""
 
 from functools import lru_cache
-from typing import List, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
+from .descriptors import Strides, descriptor, rows_tma, tma_fits, weight_tma
+from .hopper import launch_hopper_gemm, launch_hopper_wgrad
 from .launch import Kernel, launch
 from .schedule import Schedule
 from .tuning import (
@@ -17,8 +19,6 @@ from .tuning import (
     spec_of,
     wgrad_config,
 )
-
-Strides = Tuple[int, int, int]
 
 _ZERO_PROGRAMS_PER_SM = 4
 _ZERO_CHUNK = 4096  # elements
@@ -51,53 +51,6 @@ def bias_strides(bias: Optional[Tensor]) -> Tuple[int, int]:
     return (0, 0) if bias is None else bias.stride()
 
 
-@lru_cache(maxsize=None)
-def _tma_strides(shape: Tuple[int, ...], strides: Tuple[int, ...]) -> Optional[List[int]]:
-    """Strides by which the tensor memory accelerator takes a two-byte tensor, or None: all are steps of 16 bytes.
-
-    A dimension of one step may have any stride, but is given one that the hardware wants.
-    """
-    taken = [stride if size > 1 else -(-shape[-1] // 8) * 8 for size, stride in zip(shape[:-1], strides)]
-    return None if any(stride <= 0 or stride % 8 for stride in taken) else [*taken, 1]
-
-
-def _tma_fits(tensor: Tensor) -> bool:
-    """Whether the tensor memory accelerator takes a two-byte tensor with contiguous columns."""
-    return tensor.data_ptr() % 16 == 0 and _tma_strides(tensor.shape, tensor.stride()) is not None
-
-
-def _rows_tma(x: Tensor, spec: DeviceSpec) -> bool:
-    """Whether rows x (rows, K) can be read by descriptor."""
-    return spec.wide_tiles and x.dtype.itemsize == 2 and x.stride(1) == 1 and _tma_fits(x)
-
-
-def _weight_tma(weight: Tensor, strides: Strides) -> Optional[bool]:
-    """None if a weight cannot be read by descriptor; else whether it lies (E, K, N) in memory, not (E, N, K)."""
-    first, second = strides[1:]
-    if weight.stride(2) != 1 or not _tma_fits(weight):
-        return None
-    return first == 1 if first != second else None
-
-
-@lru_cache(maxsize=None)
-def _descriptor_type():
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor
-
-
-def _descriptor(tensor: Tensor, *block: int):
-    """What the tensor memory accelerator reads or writes the tensor by, in such blocks; `_tma_fits` must hold.
-
-    Made without the constructor's checks, which cost more than the rest of a launch and repeat those of `_tma_fits`.
-    """
-    kind = _descriptor_type()
-    descriptor = kind.__new__(kind)
-    descriptor.base, descriptor.shape = tensor, tensor.shape
-    descriptor.strides, descriptor.block_shape = _tma_strides(tensor.shape, tensor.stride()), list(block)
-    return descriptor
-
-
 def launch_gemm(
     x: Tensor,
     weight: Tensor,
@@ -119,8 +72,12 @@ def launch_gemm(
     spec = spec_of(x)
     w_kn = None
     # Descriptors cost the host some time, which row tiles that stream weights do not earn back.
-    if schedule.block_m >= 64 and _rows_tma(x, spec):
-        w_kn = _weight_tma(weight, strides)
+    if schedule.block_m >= 64 and rows_tma(x, spec):
+        w_kn = weight_tma(weight, strides)
+    if w_kn is not None and spec.hopper:
+        bias_operand = (bias, *bias_strides(bias))
+        if launch_hopper_gemm(x, weight, w_kn, bias_operand, schedule, scales, y, zero_rest, spec):
+            return y
     precision = dot_precision(x.dtype, spec)
     kernel, config = _gemm_kernel(
         schedule.block_m, schedule.num_groups, n, k, x.dtype, spec, zero_rest, w_kn, precision
@@ -129,7 +86,7 @@ def launch_gemm(
         operands = (x, *x.stride(), weight, *strides)
     else:
         block = (config.block_k, config.block_n) if w_kn else (config.block_n, config.block_k)
-        operands = (_descriptor(x, config.block_m, config.block_k), 0, 0, _descriptor(weight, 1, *block), 0, 0, 0)
+        operands = (descriptor(x, config.block_m, config.block_k), 0, 0, descriptor(weight, 1, *block), 0, 0, 0)
     grid = persistent_grid(config, schedule.max_tiles, n, spec)
     kernel(grid, *operands, bias, *bias_strides(bias), scales, y, schedule.map, rows)
     return y
@@ -181,18 +138,22 @@ def launch_wgrad(
     gathered = row_to_slot is not None
     num_rows = row_to_slot.shape[0] if gathered else p.shape[0]
     spec = spec_of(p)
-    tma = not gathered and num_rows > 0 and _rows_tma(p, spec) and _rows_tma(q, spec)
+    aligned = num_rows > 0 and rows_tma(p, spec) and rows_tma(q, spec)
+    if spec.hopper and aligned and dw.stride(2) == 1 and dw.dtype.itemsize <= 4 and tma_fits(dw):
+        if launch_hopper_wgrad(p, p_top_k, q, q_top_k, row_to_slot, offsets, dw, accumulate, spec):
+            return dw
+    tma = aligned and not gathered
     kernel, config, grid = _wgrad_kernel(
         num_experts, m, n, rows_per_expert(num_rows, num_experts), p.dtype, spec, p_top_k, q_top_k, accumulate, tma,
         dot_precision(p.dtype, spec),
     )  # fmt: skip
     descriptors = (None, None)
     if tma:
-        descriptors = (_descriptor(p, config.block_k, config.block_m), _descriptor(q, config.block_k, config.block_n))
+        descriptors = (descriptor(p, config.block_k, config.block_m), descriptor(q, config.block_k, config.block_n))
     dw_descriptor = None
     # A whole tile passes through shared memory, which small tiles, two programs to a processor, have not left.
-    if tma and config.block_n == 256 and not accumulate and dw.dtype == p.dtype and dw.stride(2) == 1 and _tma_fits(dw):
-        dw_descriptor = _descriptor(dw, 1, config.block_m, config.block_n)
+    if tma and config.block_n == 256 and not accumulate and dw.dtype == p.dtype and dw.stride(2) == 1 and tma_fits(dw):
+        dw_descriptor = descriptor(dw, 1, config.block_m, config.block_n)
     kernel(grid, p, p.stride(0), q, q.stride(0), *descriptors, dw, *dw.stride(), dw_descriptor, row_to_slot, offsets)
     return dw
 

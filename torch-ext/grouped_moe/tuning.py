@@ -7,7 +7,7 @@ the chosen tile, so a new number of tokens compiles at most once per row-tile si
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 
@@ -17,7 +17,7 @@ class DeviceSpec(NamedTuple):
 
     shared_memory: bytes one program may use. wide_tiles: whether its matrix instructions read both operands from
     shared memory (NVIDIA's Hopper and data center Blackwell), which leaves the registers to the accumulator. tf32:
-    whether it has that mode.
+    whether it has that mode. hopper: whether Gluon kernels for Hopper run on it.
     """
 
     num_sms: int
@@ -25,6 +25,7 @@ class DeviceSpec(NamedTuple):
     warp_size: int = 32
     wide_tiles: bool = True
     tf32: bool = True
+    hopper: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class GemmConfig:
 @lru_cache(maxsize=None)
 def device_spec(device_type: str, index: int) -> DeviceSpec:
     """Properties of a device as Triton's driver reports them."""
+    import triton
     from triton.runtime import driver
 
     properties = driver.active.utils.get_device_properties(index)
@@ -64,7 +66,13 @@ def device_spec(device_type: str, index: int) -> DeviceSpec:
         warp_size=target.warp_size,
         wide_tiles=target.backend == "cuda" and target.arch in (90, 100, 103),
         tf32=target.backend != "hip" or target.arch.startswith("gfx94"),
+        hopper=target.backend == "cuda" and target.arch == 90 and _triton_version(triton) >= (3, 6),
     )
+
+
+def _triton_version(triton) -> Tuple[int, ...]:
+    """(major, minor)"""
+    return tuple(map(int, triton.__version__.split(".")[:2]))
 
 
 def on_device_of(tensor: torch.Tensor):
@@ -134,6 +142,25 @@ def gemm_config(
         block_n //= 2
     config = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, programs_per_sm=programs)
     return _fit(config, n, weight_tiles, dtype.itemsize, spec)
+
+
+@lru_cache(maxsize=None)
+def hopper_gemm_config(
+    block_m: int, rows: int, num_groups: int, n: int, k: int, spec: DeviceSpec, zero_rest: bool
+) -> Optional[Tuple[GemmConfig, int]]:
+    """Config of a grouped GEMM by the Gluon kernel for Hopper and the columns it stores at once; None: not by that one.
+
+    num_warps: of each of its two consumers. The ring takes the shared memory that boxes of results, and one of zeros,
+    leave. What streams weights, groups of 128 rows or less with a long K, wants the wide tiles of the Triton kernel,
+    which read x less often, unless they would leave more of the processors idle.
+    """
+    if block_m != 128 or n <= 64:
+        return None
+    if rows <= 128 * num_groups and k >= 4096:
+        narrow, wide = (-(-num_groups * -(-n // block_n) // spec.num_sms) for block_n in (128, 256))
+        if wide * (128 + 256) < narrow * (128 + 128):
+            return None
+    return GemmConfig(128, 128, 64, 4, 6), 32 if zero_rest else 64
 
 
 @lru_cache(maxsize=None)

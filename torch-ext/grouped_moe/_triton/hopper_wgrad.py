@@ -1,0 +1,218 @@
+"""The weight gradient on Hopper: warps that load, multiply and store at once, by the tensor memory accelerator.
+
+Two consumer warp groups multiply. Either both share each tile, half of its rows each, and a ring that one warp fills:
+wide tiles for many rows. Or each takes tiles of its own from a ring of its own, so that one stores what it has while
+the other multiplies: for few rows. Results leave through staging buffers while the next tile's products are made.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper import allocate_barriers, next_slot, previous_slot, ragged_coordinates, tma_load, tma_store
+
+
+@gluon.jit
+def order_experts(offsets_ptr, NUM_EXPERTS: gl.constexpr, SIZE: gl.constexpr):
+    """Numbers of the experts in shared memory, most rows first. SIZE: power of two, 32 or more."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    i = gl.arange(0, SIZE, gl.SliceLayout(1, LAYOUT))
+    j = gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))
+    # Whatever lies past the last expert ranks last.
+    starts = gl.load(offsets_ptr + gl.minimum(i, NUM_EXPERTS))
+    size_i = gl.load(offsets_ptr + gl.minimum(i + 1, NUM_EXPERTS)) - starts
+    starts = gl.load(offsets_ptr + gl.minimum(j, NUM_EXPERTS))
+    size_j = gl.load(offsets_ptr + gl.minimum(j + 1, NUM_EXPERTS)) - starts
+    before = (size_j[None, :] > size_i[:, None]) | ((size_j[None, :] == size_i[:, None]) & (j[None, :] < i[:, None]))
+    rank = gl.sum(before.to(gl.int32), axis=1)
+    order = gl.sum(gl.where(rank[:, None] == j[None, :], i[:, None], 0), axis=0)
+    return gl.allocate_shared_memory(gl.int32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]), order)
+
+
+@gluon.jit
+def ordered_expert(position, order):
+    """The expert at a place of the order."""
+    SIZE: gl.constexpr = order.shape[0]
+    # All of it in each warp, so that no warp waits for another.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([SIZE // 32], [32], [gl.num_warps()], [0])
+    here = gl.arange(0, SIZE, LAYOUT) == position
+    return gl.sum(gl.where(here, order.load(LAYOUT), 0), axis=0)
+
+
+@gluon.jit
+def num_tiles(worker, workers, NUM_TILES: gl.constexpr):
+    """How many tiles a worker gets. They are dealt back and forth, so that long ones spread over all."""
+    rounds = NUM_TILES // workers
+    place = gl.where(rounds % 2 == 0, worker, workers - 1 - worker)
+    return rounds + gl.where(place < NUM_TILES - rounds * workers, 1, 0)
+
+
+@gluon.jit
+def find_tile(index, worker, workers, offsets_ptr, order, TILING: gl.constexpr):
+    """A worker's index-th tile: expert, m tile, n tile, first row of the expert, its end; past the last, any tile.
+
+    Within an expert GROUP_M m tiles go through the n tiles together.
+    """
+    M_TILES: gl.constexpr = TILING[1]
+    N_TILES: gl.constexpr = TILING[2]
+    GROUP_M: gl.constexpr = TILING[3]
+    tile = index * workers + gl.where(index % 2 == 0, worker, workers - 1 - worker)
+    tile = gl.minimum(tile, TILING[0] - 1)
+    expert = tile // (M_TILES * N_TILES)
+    within = tile - expert * (M_TILES * N_TILES)
+    group = within // (GROUP_M * N_TILES)
+    group_size = gl.minimum(M_TILES - group * GROUP_M, GROUP_M)
+    within -= group * (GROUP_M * N_TILES)
+    if TILING[4]:
+        expert = ordered_expert(expert, order)
+    start = gl.load(offsets_ptr + expert)
+    end = gl.load(offsets_ptr + expert + 1)
+    return expert, group * GROUP_M + within % group_size, within // group_size, start, end
+
+
+@gluon.jit
+def fill_ring(worker, workers, p_desc, q_desc, ring, offsets_ptr, order, TILING: gl.constexpr):
+    """Loads p and q of all steps of a worker's tiles. Rows past the expert's last one come as 0, by the hardware."""
+    p_ring, q_ring, full, empty = ring
+    STAGES: gl.constexpr = p_ring.shape[0]
+    BLOCK_K: gl.constexpr = p_ring.shape[3]
+    BLOCK_M: gl.constexpr = p_ring.shape[4]
+    BLOCK_N: gl.constexpr = q_ring.shape[4]
+    BYTES: gl.constexpr = BLOCK_K * (BLOCK_M + BLOCK_N) * 2
+    slot = 0
+    phase = 1
+    for index in range(num_tiles(worker, workers, TILING[0])):
+        expert, m_tile, n_tile, start, end = find_tile(index, worker, workers, offsets_ptr, order, TILING)
+        for row in range(start, end, BLOCK_K):
+            mbarrier.wait(empty.index(slot), phase)
+            landed = full.index(slot)
+            mbarrier.expect(landed, BYTES)
+            tma_load(p_desc, ragged_coordinates(row, end, m_tile * BLOCK_M), landed, p_ring.index(slot))
+            tma_load(q_desc, ragged_coordinates(row, end, n_tile * BLOCK_N), landed, q_ring.index(slot))
+            slot, phase = next_slot(slot, phase, STAGES)
+
+
+@gluon.jit
+def multiply(
+    worker, workers, ring, out, offsets_ptr, order,
+    ROW: gl.constexpr,  # first row of the tile that is this warp group's
+    TILING: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+):  # fmt: skip
+    """Multiplies what `fill_ring` loads and stores the results, of this warp group's rows of each tile."""
+    p_ring, q_ring, full, empty = ring
+    staging, loaded, dw_desc = out
+    STAGES: gl.constexpr = p_ring.shape[0]
+    BLOCK_K: gl.constexpr = p_ring.shape[3]
+    BLOCK_M: gl.constexpr = p_ring.shape[4]
+    ROWS: gl.constexpr = staging.shape[1]
+    BLOCK_N: gl.constexpr = staging.shape[2]
+    BYTES: gl.constexpr = ROWS * BLOCK_N * dw_desc.dtype.primitive_bitwidth // 8
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    slot = 0
+    phase = 0
+    loaded_phase = 0
+    expert, m_tile, n_tile, start, end = find_tile(0, worker, workers, offsets_ptr, order, TILING)
+    for index in range(num_tiles(worker, workers, TILING[0])):
+        steps = (end - start + BLOCK_K - 1) // BLOCK_K
+        place = [expert, m_tile * BLOCK_M + ROW, n_tile * BLOCK_N]
+        # Where the next tile is has been read by the time this one is done.
+        expert, m_tile, n_tile, start, end = find_tile(index + 1, worker, workers, offsets_ptr, order, TILING)
+        if ACCUMULATE:
+            tma.store_wait(0)
+            mbarrier.expect(loaded, BYTES, pred=steps > 0)
+            tma_load(dw_desc, place, loaded, staging, pred=steps > 0)
+        acc = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
+        for k in range(steps):
+            mbarrier.wait(full.index(slot), phase)
+            p = p_ring.index(slot).reshape([BLOCK_K, BLOCK_M]).slice(ROW, ROWS, dim=1).permute((1, 0))
+            q = q_ring.index(slot).reshape([BLOCK_K, BLOCK_N])
+            acc = warpgroup_mma(p, q, acc, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=k > 0)
+            slot, phase = next_slot(slot, phase, STAGES)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=steps > 0)
+        if ACCUMULATE:
+            if steps > 0:
+                mbarrier.wait(loaded, loaded_phase)
+                loaded_phase ^= 1
+                acc += staging.reshape([ROWS, BLOCK_N]).load(LAYOUT).to(gl.float32)
+                store_tile(dw_desc, place, staging, acc)
+        else:
+            tma.store_wait(0)  # of the previous tile
+            store_tile(dw_desc, place, staging, acc)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def store_tile(dw_desc, place, staging, acc):
+    """Starts to store a tile, by way of a staging buffer that nothing else uses until the store is waited for."""
+    staging.reshape(acc.shape).store(acc.to(dw_desc.dtype))
+    fence_async_shared()
+    tma_store(dw_desc, place, staging)
+
+
+@gluon.jit
+def allocate_ring(p_desc, q_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """Buffers for a block of p and one of q in each slot, and the slots' barriers."""
+    p_ring = gl.allocate_shared_memory(p_desc.dtype, [STAGES] + p_desc.block_shape, p_desc.layout)
+    q_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
+    return p_ring, q_ring, allocate_barriers(STAGES, 1), allocate_barriers(STAGES, READERS)
+
+
+@gluon.jit
+def hopper_wgrad_kernel(
+    p_desc, q_desc,  # ragged, (rows, M) and (rows, N)
+    dw_desc,  # (E, M, N), out, in blocks of a warp group's rows
+    offsets_ptr,  # (E + 1,) int32
+    NUM_EXPERTS: gl.constexpr,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    SHARED: gl.constexpr,  # whether the two warp groups share each tile
+    SORTED: gl.constexpr,  # whether experts come by falling number of rows
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """dw[e] = sum over the rows r of expert e of p[r] q[r]^T, or is added to dw[e].
+
+    Grid: (programs,), persistent. An expert without rows gets 0, or keeps what it has.
+    """
+    M_TILES: gl.constexpr = (M + p_desc.block_shape[3] - 1) // p_desc.block_shape[3]
+    N_TILES: gl.constexpr = (N + q_desc.block_shape[3] - 1) // q_desc.block_shape[3]
+    TILING: gl.constexpr = (NUM_EXPERTS * M_TILES * N_TILES, M_TILES, N_TILES, GROUP_M, SORTED)
+    ROWS: gl.constexpr = dw_desc.block_shape[1]
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    if SORTED:
+        order = order_experts(offsets_ptr, NUM_EXPERTS, SORTED)
+    else:
+        order = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    staging = gl.allocate_shared_memory(dw_desc.dtype, [2] + dw_desc.block_shape, dw_desc.layout)
+    loaded = allocate_barriers(2, 1)
+    out0 = (staging.index(0), loaded.index(0), dw_desc)
+    out1 = (staging.index(1), loaded.index(1), dw_desc)
+    if SHARED:
+        ring = allocate_ring(p_desc, q_desc, STAGES, 2)
+        gl.warp_specialize([
+            (multiply, (program, programs, ring, out0, offsets_ptr, order, 0, TILING, ACCUMULATE)),
+            (multiply, (program, programs, ring, out1, offsets_ptr, order, ROWS, TILING, ACCUMULATE)),
+            (fill_ring, (program, programs, p_desc, q_desc, ring, offsets_ptr, order, TILING)),
+        ], [4, 1], [232, 40])  # fmt: skip
+    else:
+        other = 2 * programs - 1 - program
+        ring0 = allocate_ring(p_desc, q_desc, STAGES, 1)
+        ring1 = allocate_ring(p_desc, q_desc, STAGES, 1)
+        gl.warp_specialize([
+            (multiply, (program, 2 * programs, ring0, out0, offsets_ptr, order, 0, TILING, ACCUMULATE)),
+            (multiply, (other, 2 * programs, ring1, out1, offsets_ptr, order, 0, TILING, ACCUMULATE)),
+            (fill_ring, (program, 2 * programs, p_desc, q_desc, ring0, offsets_ptr, order, TILING)),
+            (fill_ring, (other, 2 * programs, p_desc, q_desc, ring1, offsets_ptr, order, TILING)),
+        ], [4, 1, 1], [232, 40, 40])  # fmt: skip

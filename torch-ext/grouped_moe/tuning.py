@@ -17,7 +17,7 @@ class DeviceSpec(NamedTuple):
 
     shared_memory: bytes one program may use. wide_tiles: whether its matrix instructions read both operands from
     shared memory (NVIDIA's Hopper and data center Blackwell), which leaves the registers to the accumulator. tf32:
-    whether it has that mode.
+    whether it has that mode. hopper: whether Gluon kernels for Hopper run on it.
     """
 
     num_sms: int
@@ -25,6 +25,7 @@ class DeviceSpec(NamedTuple):
     warp_size: int = 32
     wide_tiles: bool = True
     tf32: bool = True
+    hopper: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class GemmConfig:
 @lru_cache(maxsize=None)
 def device_spec(device_type: str, index: int) -> DeviceSpec:
     """Properties of a device as Triton's driver reports them."""
+    import triton
     from triton.runtime import driver
 
     properties = driver.active.utils.get_device_properties(index)
@@ -64,7 +66,13 @@ def device_spec(device_type: str, index: int) -> DeviceSpec:
         warp_size=target.warp_size,
         wide_tiles=target.backend == "cuda" and target.arch in (90, 100, 103),
         tf32=target.backend != "hip" or target.arch.startswith("gfx94"),
+        hopper=target.backend == "cuda" and target.arch == 90 and _triton_version(triton) >= (3, 6),
     )
+
+
+def _triton_version(triton) -> Tuple[int, ...]:
+    """(major, minor)"""
+    return tuple(map(int, triton.__version__.split(".")[:2]))
 
 
 def on_device_of(tensor: torch.Tensor):
@@ -171,6 +179,18 @@ def wgrad_config(
     config = _fit(config, n, 1, dtype.itemsize, spec)
     # On NVIDIA a load that waits for its row indices starts two iterations late: so many stages buffer nothing.
     return replace(config, num_stages=config.num_stages + 2) if gathered and spec.warp_size == 32 else config
+
+
+@lru_cache(maxsize=None)
+def hopper_wgrad_config(rows: int, out_itemsize: int) -> GemmConfig:
+    """Config of the same by the Gluon kernel for Hopper. rows: `rows_per_expert`. out_itemsize: bytes of a result.
+
+    Many rows: wide tiles, which both consumers share. Few: tiles of 128 x 128, one for each consumer, whose stores hide
+    behind the other's products. Staging buffers hold a program's results; the operands' ring gets what they leave.
+    """
+    if rows >= 1024:
+        return GemmConfig(128, 256, 32, 4, 6 if out_itemsize == 2 else 4)
+    return GemmConfig(128, 128, 32, 4, 5 if out_itemsize == 2 else 3)
 
 
 def _block_for(extent: int) -> int:

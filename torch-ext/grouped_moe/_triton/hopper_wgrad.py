@@ -167,7 +167,8 @@ def allocate_ring(p_desc, q_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
     return p_ring, q_ring, allocate_barriers(STAGES, 1), allocate_barriers(STAGES, READERS)
 
 
-@gluon.jit
+# A group alone is launched at its place among the offsets, whatever its alignment.
+@gluon.jit(do_not_specialize_on_alignment=["offsets_ptr"])
 def hopper_wgrad_kernel(
     p_desc, q_desc,  # ragged, (rows, M) and (rows, N)
     dw_desc,  # (E, M, N), out, in blocks of a warp group's rows
@@ -177,7 +178,7 @@ def hopper_wgrad_kernel(
     N: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     SHARED: gl.constexpr,  # whether the two warp groups share each tile
-    SORTED: gl.constexpr,  # whether experts come by falling number of rows
+    ORDER_SIZE: gl.constexpr,  # experts come by falling number of rows: power of two, NUM_EXPERTS and 32 or more; or 0
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):  # fmt: skip
@@ -187,12 +188,12 @@ def hopper_wgrad_kernel(
     """
     M_TILES: gl.constexpr = (M + p_desc.block_shape[3] - 1) // p_desc.block_shape[3]
     N_TILES: gl.constexpr = (N + q_desc.block_shape[3] - 1) // q_desc.block_shape[3]
-    TILING: gl.constexpr = (NUM_EXPERTS * M_TILES * N_TILES, M_TILES, N_TILES, GROUP_M, SORTED)
+    TILING: gl.constexpr = (NUM_EXPERTS * M_TILES * N_TILES, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
     ROWS: gl.constexpr = dw_desc.block_shape[1]
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    if SORTED:
-        order = order_experts(offsets_ptr, NUM_EXPERTS, SORTED)
+    if ORDER_SIZE:
+        order = order_experts(offsets_ptr, NUM_EXPERTS, ORDER_SIZE)
     else:
         order = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     staging = gl.allocate_shared_memory(dw_desc.dtype, [2] + dw_desc.block_shape, dw_desc.layout)

@@ -8,6 +8,7 @@ the other multiplies: for few rows. Results leave through staging buffers while 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -15,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper import allocate_barriers, next_slot, previous_slot, ragged_coordinates, tma_load, tma_store
+from .hopper import allocate_barriers, cp_async, next_slot, previous_slot, ragged_coordinates, tma_load, tma_store
 
 
 @gluon.jit
@@ -81,9 +82,9 @@ def fill_ring(worker, workers, p_desc, q_desc, ring, offsets_ptr, order, TILING:
     """Loads p and q of all steps of a worker's tiles. Rows past the expert's last one come as 0, by the hardware."""
     p_ring, q_ring, full, empty = ring
     STAGES: gl.constexpr = p_ring.shape[0]
-    BLOCK_K: gl.constexpr = p_ring.shape[3]
-    BLOCK_M: gl.constexpr = p_ring.shape[4]
-    BLOCK_N: gl.constexpr = q_ring.shape[4]
+    BLOCK_K: gl.constexpr = p_ring.shape[-2]
+    BLOCK_M: gl.constexpr = p_ring.shape[-1]
+    BLOCK_N: gl.constexpr = q_ring.shape[-1]
     BYTES: gl.constexpr = BLOCK_K * (BLOCK_M + BLOCK_N) * 2
     slot = 0
     phase = 1
@@ -99,6 +100,66 @@ def fill_ring(worker, workers, p_desc, q_desc, ring, offsets_ptr, order, TILING:
 
 
 @gluon.jit
+def gather_ring(
+    worker, workers,
+    gathered,  # the first arguments of `hopper_gathered_wgrad_kernel`
+    ring, offsets_ptr, order,
+    TOP_K: gl.constexpr,
+    COLUMNS: gl.constexpr,  # of tokens
+    P_GATHERED: gl.constexpr,  # whether tokens is p, else q
+    TILING: gl.constexpr,
+):  # fmt: skip
+    """`fill_ring` with one operand gathered, by threads; they, too, write 0 for rows past the expert's last one."""
+    tokens_ptr, stride8, row_to_slot_ptr, rows_desc = gathered
+    p_ring, q_ring, full, empty = ring
+    STAGES: gl.constexpr = p_ring.shape[0]
+    BLOCK_K: gl.constexpr = p_ring.shape[-2]
+    BLOCK_M: gl.constexpr = p_ring.shape[-1]
+    BLOCK_N: gl.constexpr = q_ring.shape[-1]
+    BLOCK: gl.constexpr = BLOCK_M if P_GATHERED else BLOCK_N
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    LAG: gl.constexpr = STAGES // 2
+    columns = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    steps = gl.arange(0, BLOCK_K, gl.SliceLayout(1, LAYOUT))
+    slot = 0
+    phase = 1
+    filled = 0
+    for index in range(num_tiles(worker, workers, TILING[0])):
+        expert, m_tile, n_tile, start, end = find_tile(index, worker, workers, offsets_ptr, order, TILING)
+        column = (m_tile * BLOCK_M if P_GATHERED else n_tile * BLOCK_N) + columns
+        token = gl.load(row_to_slot_ptr + start + steps, mask=start + steps < end, other=0) // TOP_K
+        for row in range(start, end, BLOCK_K):
+            rows = row + BLOCK_K + steps
+            next_token = gl.load(row_to_slot_ptr + rows, mask=rows < end, other=0) // TOP_K
+            mbarrier.wait(empty.index(slot), phase)
+            landed = full.index(slot)
+            mbarrier.expect(landed, rows_desc.block_shape[2] * rows_desc.block_shape[3] * 2)
+            source = tokens_ptr + (token.to(gl.int64) * 8 * stride8)[:, None] + column[None, :]
+            mask = (row + steps < end)[:, None]
+            if COLUMNS % BLOCK != 0:
+                mask = mask & (column < COLUMNS)[None, :]
+            if P_GATHERED:
+                tma_load(rows_desc, ragged_coordinates(row, end, n_tile * BLOCK_N), landed, q_ring.index(slot))
+                cp_async(p_ring.index(slot), source, mask=mask)
+            else:
+                tma_load(rows_desc, ragged_coordinates(row, end, m_tile * BLOCK_M), landed, p_ring.index(slot))
+                cp_async(q_ring.index(slot), source, mask=mask)
+            async_copy.commit_group()
+            # What threads copied becomes visible to wgmma, which reads by another proxy, by a fence of theirs after the
+            # copies are complete. So that none waits for its latest copies, slots are handed over LAG steps late.
+            async_copy.wait_group(LAG)
+            fence_async_shared()
+            mbarrier.arrive(full.index(gl.where(slot < LAG, slot + STAGES - LAG, slot - LAG)), pred=filled >= LAG)
+            token = next_token
+            filled += 1
+            slot, phase = next_slot(slot, phase, STAGES)
+    async_copy.wait_group(0)
+    fence_async_shared()
+    for back in gl.static_range(1, LAG + 1):
+        mbarrier.arrive(full.index(gl.where(slot < back, slot + STAGES - back, slot - back)), pred=filled >= back)
+
+
+@gluon.jit
 def multiply(
     worker, workers, ring, out, offsets_ptr, order,
     ROW: gl.constexpr,  # first row of the tile that is this warp group's
@@ -109,8 +170,8 @@ def multiply(
     p_ring, q_ring, full, empty = ring
     staging, loaded, dw_desc = out
     STAGES: gl.constexpr = p_ring.shape[0]
-    BLOCK_K: gl.constexpr = p_ring.shape[3]
-    BLOCK_M: gl.constexpr = p_ring.shape[4]
+    BLOCK_K: gl.constexpr = p_ring.shape[-2]
+    BLOCK_M: gl.constexpr = p_ring.shape[-1]
     ROWS: gl.constexpr = staging.shape[1]
     BLOCK_N: gl.constexpr = staging.shape[2]
     BYTES: gl.constexpr = ROWS * BLOCK_N * dw_desc.dtype.primitive_bitwidth // 8
@@ -217,3 +278,54 @@ def hopper_wgrad_kernel(
             (fill_ring, (program, 2 * programs, p_desc, q_desc, ring0, offsets_ptr, order, TILING)),
             (fill_ring, (other, 2 * programs, p_desc, q_desc, ring1, offsets_ptr, order, TILING)),
         ], [4, 1, 1], [232, 40, 40])  # fmt: skip
+
+
+@gluon.jit(do_not_specialize_on_alignment=["offsets_ptr"])
+def hopper_gathered_wgrad_kernel(
+    tokens_ptr, stride8,  # (T, M) if P_GATHERED, else (T, N), read at row_to_slot[row] // TOP_K; steps of 8 elements
+    row_to_slot_ptr,  # (rows,) int32
+    rows_desc,  # the other operand, ragged, (rows, N) or (rows, M)
+    dw_desc,  # (E, M, N), out, in blocks of a warp group's rows
+    offsets_ptr,  # (E + 1,) int32
+    NUM_EXPERTS: gl.constexpr,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    TOP_K: gl.constexpr,
+    P_GATHERED: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    ORDER_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """`hopper_wgrad_kernel` with one operand gathered, by four warps; its warp groups share each tile. Grid: the same."""
+    ROWS: gl.constexpr = dw_desc.block_shape[1]
+    BLOCK_K: gl.constexpr = rows_desc.block_shape[2]
+    BLOCK_M: gl.constexpr = 2 * ROWS
+    BLOCK_N: gl.constexpr = dw_desc.block_shape[2]
+    M_TILES: gl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILING: gl.constexpr = (NUM_EXPERTS * M_TILES * N_TILES, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    if ORDER_SIZE:
+        order = order_experts(offsets_ptr, NUM_EXPERTS, ORDER_SIZE)
+    else:
+        order = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    staging = gl.allocate_shared_memory(dw_desc.dtype, [2] + dw_desc.block_shape, dw_desc.layout)
+    loaded = allocate_barriers(2, 1)
+    out0 = (staging.index(0), loaded.index(0), dw_desc)
+    out1 = (staging.index(1), loaded.index(1), dw_desc)
+    if P_GATHERED:
+        p_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_K, BLOCK_M], LAYOUT)
+        q_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES] + rows_desc.block_shape, rows_desc.layout)
+    else:
+        p_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES] + rows_desc.block_shape, rows_desc.layout)
+        q_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], LAYOUT)
+    ring = (p_ring, q_ring, allocate_barriers(STAGES, 2), allocate_barriers(STAGES, 2))
+    gathered = (tokens_ptr, stride8, row_to_slot_ptr, rows_desc)
+    gl.warp_specialize([
+        (multiply, (program, programs, ring, out0, offsets_ptr, order, 0, TILING, ACCUMULATE)),
+        (multiply, (program, programs, ring, out1, offsets_ptr, order, ROWS, TILING, ACCUMULATE)),
+        (gather_ring, (program, programs, gathered, ring, offsets_ptr, order, TOP_K, M if P_GATHERED else N, P_GATHERED, TILING)),
+    ], [4, 4], [208, 88])  # fmt: skip

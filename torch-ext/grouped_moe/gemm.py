@@ -1,18 +1,18 @@
 """Launchers of the grouped GEMM, its weight gradient and the reductions, which every op of the package shares."""
 
 from functools import lru_cache
-from typing import List, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from .launch import Kernel, launch
+from .hopper import launch_hopper_wgrad
+from .launch import Kernel, descriptor_strides, launch
 from .schedule import Schedule
 from .tuning import (
     DeviceSpec,
     GemmConfig,
     gemm_config,
-    hopper_wgrad_config,
     persistent_grid,
     rows_per_expert,
     spec_of,
@@ -78,15 +78,7 @@ def _descriptor(tensor: Tensor, *block: int):
     """What the tensor memory accelerator reads or writes the tensor by, in such blocks; `_tma_fits` must hold."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(tensor, list(tensor.shape), _descriptor_strides(tensor), list(block))
-
-
-def _descriptor_strides(tensor: Tensor) -> List[int]:
-    """Strides for a descriptor: a dimension of one step may have any, of which the hardware would want 16 bytes."""
-    strides = [
-        stride if size > 1 else -(-tensor.shape[-1] // 8) * 8 for size, stride in zip(tensor.shape, tensor.stride())
-    ]
-    return [*strides[:-1], 1]
+    return TensorDescriptor(tensor, list(tensor.shape), descriptor_strides(tensor), list(block))
 
 
 def launch_gemm(
@@ -172,10 +164,11 @@ def launch_wgrad(
     gathered = row_to_slot is not None
     num_rows = row_to_slot.shape[0] if gathered else p.shape[0]
     spec = spec_of(p)
-    tma = not gathered and num_rows > 0 and _rows_tma(p, spec) and _rows_tma(q, spec)
-    # Ragged descriptors count rows up to 2^30.
-    if tma and spec.hopper and num_rows <= 1 << 30 and dw.stride(2) == 1 and dw.dtype.itemsize <= 4 and _tma_fits(dw):
-        return _launch_hopper_wgrad(p, q, offsets, dw, accumulate, spec)
+    aligned = num_rows > 0 and _rows_tma(p, spec) and _rows_tma(q, spec)
+    if spec.hopper and aligned and dw.stride(2) == 1 and dw.dtype.itemsize <= 4 and _tma_fits(dw):
+        if launch_hopper_wgrad(p, p_top_k, q, q_top_k, row_to_slot, offsets, dw, accumulate, spec):
+            return dw
+    tma = aligned and not gathered
     kernel, config, grid = _wgrad_kernel(
         num_experts, m, n, rows_per_expert(num_rows, num_experts), p.dtype, spec, p_top_k, q_top_k, accumulate, tma,
         dot_precision(p.dtype, spec),
@@ -217,46 +210,6 @@ def _wgrad_kernel(
     tiles = num_experts * -(-m // config.block_m) * -(-n // config.block_n)
     programs = min(tiles, spec.num_sms * config.programs_per_sm) if config.programs_per_sm else tiles
     return kernel, config, (programs, 1, 1)
-
-
-def _launch_hopper_wgrad(
-    p: Tensor, q: Tensor, offsets: Tensor, dw: Tensor, accumulate: bool, spec: DeviceSpec
-) -> Tensor:
-    """`launch_wgrad` where descriptors read both operands and write dw."""
-    from ._triton.hopper import make_descriptor, ragged_descriptor
-
-    num_experts, m, n = dw.shape
-    rows = rows_per_expert(p.shape[0], num_experts)
-    kernel, config, block_rows, grid = _hopper_wgrad_kernel(
-        num_experts, m, n, rows, dw.dtype.itemsize, spec, accumulate
-    )
-    p_desc = ragged_descriptor(p, config.block_k, config.block_m)
-    q_desc = ragged_descriptor(q, config.block_k, config.block_n)
-    dw_desc = make_descriptor(dw, dw.shape, _descriptor_strides(dw), (1, block_rows, config.block_n))
-    kernel(grid, p_desc, q_desc, dw_desc, offsets)
-    return dw
-
-
-@lru_cache(maxsize=None)
-def _hopper_wgrad_kernel(
-    num_experts: int, m: int, n: int, rows: int, out_itemsize: int, spec: DeviceSpec, accumulate: bool
-) -> Tuple[Kernel, GemmConfig, int, Tuple[int, int, int]]:
-    """The kernel with its constants, its tile, the rows of a tile that each of its two consumers stores, its grid."""
-    from ._triton.hopper_wgrad import hopper_wgrad_kernel
-
-    config = hopper_wgrad_config(rows, out_itemsize)
-    shared = config.block_n == 256
-    # To rank many experts would take longer than their few rows are worth.
-    order_size = max(32, 1 << (num_experts - 1).bit_length()) if num_experts <= 128 else 0
-    kernel = Kernel(
-        hopper_wgrad_kernel,
-        NUM_EXPERTS=num_experts, M=m, N=n, ACCUMULATE=accumulate, SHARED=shared,
-        ORDER_SIZE=order_size, STAGES=config.num_stages, GROUP_M=config.group_m, num_warps=config.num_warps,
-    )  # fmt: skip
-    tiles = num_experts * -(-m // config.block_m) * -(-n // config.block_n)
-    consumers = 1 if shared else 2
-    grid = (min(-(-tiles // consumers), spec.num_sms), 1, 1)
-    return kernel, config, config.block_m // 2 if shared else config.block_m, grid
 
 
 def launch_bias_grads(

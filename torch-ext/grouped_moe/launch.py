@@ -1,7 +1,7 @@
 """Kernel launches at a fraction of the host time: what Triton works out per call is looked up by a smaller key."""
 
 from functools import lru_cache
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, List, Tuple
 
 import torch
 from torch import Tensor
@@ -57,3 +57,11 @@ def _bind(kernel, names: Tuple[str, ...], values: Tuple[Any, ...]) -> Kernel:
 def launch(kernel, grid: Tuple[int, ...], *args, **constants) -> None:
     """kernel[grid](*args, **constants), through a `Kernel` that is kept."""
     _bind(kernel, tuple(constants), tuple(constants.values()))((*grid, 1, 1)[:3], *args)
+
+
+def descriptor_strides(tensor: Tensor) -> List[int]:
+    """Strides for a descriptor: a dimension of one step may have any, of which the hardware would want 16 bytes."""
+    strides = [
+        stride if size > 1 else -(-tensor.shape[-1] // 8) * 8 for size, stride in zip(tensor.shape, tensor.stride())
+    ]
+    return [*strides[:-1], 1]

@@ -7,7 +7,7 @@ the chosen tile, so a new number of tokens compiles at most once per row-tile si
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 
@@ -182,13 +182,15 @@ def wgrad_config(
 
 
 @lru_cache(maxsize=None)
-def hopper_wgrad_config(rows: int, out_itemsize: int) -> GemmConfig:
-    """Config of the same by the Gluon kernel for Hopper. rows: `rows_per_expert`. out_itemsize: bytes of a result.
+def hopper_wgrad_config(m: int, n: int, rows: int, out_itemsize: int, gathered: bool) -> Optional[GemmConfig]:
+    """Config of the same by the Gluon kernels for Hopper; None where they are slower. out_itemsize: of a result.
 
-    Many rows: wide tiles, which both consumers share. Few: tiles of 128 x 128, one for each consumer, whose stores hide
-    behind the other's products. Staging buffers hold a program's results; the operands' ring gets what they leave.
+    Many rows: tiles of 256 columns, which both consumers share. Few: tiles of 128 x 128, one for each consumer, whose
+    stores hide behind the other's products. Staging buffers hold a program's results, the ring gets what they leave.
     """
-    if rows >= 1024:
+    if gathered and (rows < 128 or m % 8 or n % 8):
+        return None  # threads copy 8 elements at a time
+    if gathered or rows >= 1024:
         return GemmConfig(128, 256, 32, 4, 6 if out_itemsize == 2 else 4)
     return GemmConfig(128, 128, 32, 4, 5 if out_itemsize == 2 else 3)
 

@@ -280,7 +280,7 @@ def hopper_wgrad_kernel(
         ], [4, 1, 1], [232, 40, 40])  # fmt: skip
 
 
-@gluon.jit(do_not_specialize_on_alignment=["offsets_ptr"])
+@gluon.jit
 def hopper_gathered_wgrad_kernel(
     tokens_ptr, stride8,  # (T, M) if P_GATHERED, else (T, N), read at row_to_slot[row] // TOP_K; steps of 8 elements
     row_to_slot_ptr,  # (rows,) int32
@@ -297,7 +297,7 @@ def hopper_gathered_wgrad_kernel(
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """`hopper_wgrad_kernel` with one operand gathered, by four warps; its warp groups share each tile. Grid: the same."""
+    """`hopper_wgrad_kernel` with one operand gathered, by four warps; its consumers share each tile. Grid: same."""
     ROWS: gl.constexpr = dw_desc.block_shape[1]
     BLOCK_K: gl.constexpr = rows_desc.block_shape[2]
     BLOCK_M: gl.constexpr = 2 * ROWS
@@ -324,8 +324,9 @@ def hopper_gathered_wgrad_kernel(
         q_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], LAYOUT)
     ring = (p_ring, q_ring, allocate_barriers(STAGES, 2), allocate_barriers(STAGES, 2))
     gathered = (tokens_ptr, stride8, row_to_slot_ptr, rows_desc)
+    COLUMNS: gl.constexpr = M if P_GATHERED else N
     gl.warp_specialize([
         (multiply, (program, programs, ring, out0, offsets_ptr, order, 0, TILING, ACCUMULATE)),
         (multiply, (program, programs, ring, out1, offsets_ptr, order, ROWS, TILING, ACCUMULATE)),
-        (gather_ring, (program, programs, gathered, ring, offsets_ptr, order, TOP_K, M if P_GATHERED else N, P_GATHERED, TILING)),
+        (gather_ring, (program, programs, gathered, ring, offsets_ptr, order, TOP_K, COLUMNS, P_GATHERED, TILING)),
     ], [4, 4], [208, 88])  # fmt: skip

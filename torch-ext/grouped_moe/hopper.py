@@ -1,0 +1,91 @@
+"""Launchers of the Gluon kernels for Hopper, where `tuning.DeviceSpec.hopper` says that they run."""
+
+from functools import lru_cache
+from typing import Optional, Tuple
+
+from torch import Tensor
+
+from .launch import Kernel, descriptor_strides
+from .tuning import DeviceSpec, GemmConfig, hopper_wgrad_config, rows_per_expert
+
+_MAX_RAGGED_ROWS = 1 << 30  # what ragged descriptors count up to
+_MAX_ORDERED = 128  # to rank more experts would take longer than their few rows are worth
+_CONSUMERS = 2
+
+
+def launch_hopper_wgrad(
+    p: Tensor,
+    p_top_k: int,
+    q: Tensor,
+    q_top_k: int,
+    row_to_slot: Optional[Tensor],
+    offsets: Tensor,
+    dw: Tensor,
+    accumulate: bool,
+    spec: DeviceSpec,
+) -> bool:
+    """`launch_wgrad`, if there is a kernel for it. Descriptors must take p, q and dw; p and q are of two-byte types."""
+    from ._triton.hopper import make_descriptor, ragged_descriptor
+
+    num_experts, m, n = dw.shape
+    num_rows = p.shape[0] if row_to_slot is None else row_to_slot.shape[0]
+    if num_rows > _MAX_RAGGED_ROWS or (p_top_k and q_top_k):
+        return False
+    rows = rows_per_expert(num_rows, num_experts)
+    found = _wgrad_kernel(num_experts, m, n, rows, p_top_k, q_top_k, dw.dtype.itemsize, accumulate, spec)
+    if found is None:
+        return False
+    kernel, config, block_rows, grid = found
+    dw_desc = make_descriptor(dw, dw.shape, descriptor_strides(dw), (1, block_rows, config.block_n))
+    if row_to_slot is None:
+        p_desc = ragged_descriptor(p, config.block_k, config.block_m)
+        q_desc = ragged_descriptor(q, config.block_k, config.block_n)
+        kernel(grid, p_desc, q_desc, dw_desc, offsets)
+    else:
+        tokens, in_rows, block = (p, q, config.block_n) if p_top_k else (q, p, config.block_m)
+        rows_desc = ragged_descriptor(in_rows, config.block_k, block)
+        kernel(grid, tokens, tokens.stride(0) // 8, row_to_slot, rows_desc, dw_desc, offsets)
+    return True
+
+
+@lru_cache(maxsize=None)
+def _wgrad_kernel(
+    num_experts: int,
+    m: int,
+    n: int,
+    rows: int,
+    p_top_k: int,
+    q_top_k: int,
+    out_itemsize: int,
+    accumulate: bool,
+    spec: DeviceSpec,
+) -> Optional[Tuple[Kernel, GemmConfig, int, Tuple[int, int, int]]]:
+    """The kernel with its constants, its tile, how many of a tile's rows a consumer stores, its grid; None without."""
+    from ._triton.hopper_wgrad import hopper_gathered_wgrad_kernel, hopper_wgrad_kernel
+
+    gathered = p_top_k + q_top_k > 0
+    config = hopper_wgrad_config(m, n, rows, out_itemsize, gathered)
+    if config is None:
+        return None
+    constants = {
+        "ORDER_SIZE": max(32, 1 << (num_experts - 1).bit_length()) if num_experts <= _MAX_ORDERED else 0,
+        "STAGES": config.num_stages,
+        "GROUP_M": config.group_m,
+        "num_warps": config.num_warps,
+    }
+    shared = config.block_n == 256
+    if gathered:
+        kernel = Kernel(
+            hopper_gathered_wgrad_kernel,
+            NUM_EXPERTS=num_experts, M=m, N=n, TOP_K=p_top_k + q_top_k, P_GATHERED=p_top_k > 0, ACCUMULATE=accumulate,
+            **constants,
+        )  # fmt: skip
+    else:
+        kernel = Kernel(
+            hopper_wgrad_kernel,
+            NUM_EXPERTS=num_experts, M=m, N=n, ACCUMULATE=accumulate, SHARED=shared, **constants,
+        )  # fmt: skip
+    tiles = num_experts * -(-m // config.block_m) * -(-n // config.block_n)
+    workers = 1 if shared else _CONSUMERS
+    grid = (min(-(-tiles // workers), spec.num_sms), 1, 1)
+    return kernel, config, config.block_m // _CONSUMERS if shared else config.block_m, grid

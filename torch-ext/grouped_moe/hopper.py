@@ -67,13 +67,14 @@ def _wgrad_kernel(
     config = hopper_wgrad_config(m, n, rows, out_itemsize, gathered)
     if config is None:
         return None
+    shared = config.block_n == 256
     constants = {
         "ORDER_SIZE": max(32, 1 << (num_experts - 1).bit_length()) if num_experts <= _MAX_ORDERED else 0,
         "STAGES": config.num_stages,
+        "BUFFERS": 1 if shared or out_itemsize > 2 else 2,
         "GROUP_M": config.group_m,
         "num_warps": config.num_warps,
     }
-    shared = config.block_n == 256
     if gathered:
         kernel = Kernel(
             hopper_gathered_wgrad_kernel,

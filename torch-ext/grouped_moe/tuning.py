@@ -190,9 +190,11 @@ def hopper_wgrad_config(m: int, n: int, rows: int, out_itemsize: int, gathered: 
     """
     if gathered and (rows < 128 or m % 8 or n % 8):
         return None  # threads copy 8 elements at a time
-    if gathered or rows >= 1024:
+    if gathered:
+        return GemmConfig(128, 256, 64, 4, 3) if out_itemsize == 2 else GemmConfig(128, 256, 32, 4, 4)
+    if rows >= 256:
         return GemmConfig(128, 256, 32, 4, 6 if out_itemsize == 2 else 4)
-    return GemmConfig(128, 128, 32, 4, 5 if out_itemsize == 2 else 3)
+    return GemmConfig(128, 128, 32, 4, 3)
 
 
 def _block_for(extent: int) -> int:

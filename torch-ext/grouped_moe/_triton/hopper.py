@@ -5,6 +5,8 @@ readers are done with it. Both sides walk the slots in turn with (slot, phase); 
 side that fills begins with phase 1: an `empty` barrier that was never completed passes a wait for it.
 """
 
+from functools import lru_cache
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -43,16 +45,17 @@ def allocate_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
+@lru_cache(maxsize=None)
 def shared_layout(block, dtype):
     """The layout in which the tensor memory accelerator writes a block of a torch dtype, as wgmma reads it."""
-    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))
+    return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(dtype).removeprefix("torch.")))
 
 
 def make_descriptor(tensor, shape, strides, block):
     """What the tensor memory accelerator reads or writes a tensor by, in such blocks."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(tensor, list(shape), list(strides), list(block), shared_layout(block, tensor.dtype))
+    return TensorDescriptor(tensor, list(shape), list(strides), list(block), shared_layout(tuple(block), tensor.dtype))
 
 
 def ragged_descriptor(rows, block_rows: int, block_columns: int):

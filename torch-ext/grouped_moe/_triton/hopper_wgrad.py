@@ -88,14 +88,18 @@ def fill_ring(worker, workers, p_desc, q_desc, ring, offsets_ptr, order, TILING:
     BYTES: gl.constexpr = BLOCK_K * (BLOCK_M + BLOCK_N) * 2
     slot = 0
     phase = 1
+    expert, m_tile, n_tile, start, end = find_tile(0, worker, workers, offsets_ptr, order, TILING)
     for index in range(num_tiles(worker, workers, TILING[0])):
-        expert, m_tile, n_tile, start, end = find_tile(index, worker, workers, offsets_ptr, order, TILING)
-        for row in range(start, end, BLOCK_K):
+        first_row, end_row = start, end
+        m, n = m_tile * BLOCK_M, n_tile * BLOCK_N
+        # Where the next tile is has been read by the time this one is loaded.
+        expert, m_tile, n_tile, start, end = find_tile(index + 1, worker, workers, offsets_ptr, order, TILING)
+        for row in range(first_row, end_row, BLOCK_K):
             mbarrier.wait(empty.index(slot), phase)
             landed = full.index(slot)
             mbarrier.expect(landed, BYTES)
-            tma_load(p_desc, ragged_coordinates(row, end, m_tile * BLOCK_M), landed, p_ring.index(slot))
-            tma_load(q_desc, ragged_coordinates(row, end, n_tile * BLOCK_N), landed, q_ring.index(slot))
+            tma_load(p_desc, ragged_coordinates(row, end_row, m), landed, p_ring.index(slot))
+            tma_load(q_desc, ragged_coordinates(row, end_row, n), landed, q_ring.index(slot))
             slot, phase = next_slot(slot, phase, STAGES)
 
 
@@ -124,25 +128,29 @@ def gather_ring(
     slot = 0
     phase = 1
     filled = 0
+    expert, m_tile, n_tile, start, end = find_tile(0, worker, workers, offsets_ptr, order, TILING)
     for index in range(num_tiles(worker, workers, TILING[0])):
-        expert, m_tile, n_tile, start, end = find_tile(index, worker, workers, offsets_ptr, order, TILING)
-        column = (m_tile * BLOCK_M if P_GATHERED else n_tile * BLOCK_N) + columns
-        token = gl.load(row_to_slot_ptr + start + steps, mask=start + steps < end, other=0) // TOP_K
-        for row in range(start, end, BLOCK_K):
+        first_row, end_row = start, end
+        m, n = m_tile * BLOCK_M, n_tile * BLOCK_N
+        expert, m_tile, n_tile, start, end = find_tile(index + 1, worker, workers, offsets_ptr, order, TILING)
+        column = (m if P_GATHERED else n) + columns
+        rows = first_row + steps
+        token = gl.load(row_to_slot_ptr + rows, mask=rows < end_row, other=0) // TOP_K
+        for row in range(first_row, end_row, BLOCK_K):
             rows = row + BLOCK_K + steps
-            next_token = gl.load(row_to_slot_ptr + rows, mask=rows < end, other=0) // TOP_K
+            next_token = gl.load(row_to_slot_ptr + rows, mask=rows < end_row, other=0) // TOP_K
             mbarrier.wait(empty.index(slot), phase)
             landed = full.index(slot)
             mbarrier.expect(landed, rows_desc.block_shape[2] * rows_desc.block_shape[3] * 2)
             source = tokens_ptr + (token.to(gl.int64) * 8 * stride8)[:, None] + column[None, :]
-            mask = (row + steps < end)[:, None]
+            mask = (row + steps < end_row)[:, None]
             if COLUMNS % BLOCK != 0:
                 mask = mask & (column < COLUMNS)[None, :]
             if P_GATHERED:
-                tma_load(rows_desc, ragged_coordinates(row, end, n_tile * BLOCK_N), landed, q_ring.index(slot))
+                tma_load(rows_desc, ragged_coordinates(row, end_row, n), landed, q_ring.index(slot))
                 cp_async(p_ring.index(slot), source, mask=mask)
             else:
-                tma_load(rows_desc, ragged_coordinates(row, end, m_tile * BLOCK_M), landed, p_ring.index(slot))
+                tma_load(rows_desc, ragged_coordinates(row, end_row, m), landed, p_ring.index(slot))
                 cp_async(q_ring.index(slot), source, mask=mask)
             async_copy.commit_group()
             # What threads copied becomes visible to wgmma, which reads by another proxy, by a fence of theirs after the
@@ -172,12 +180,14 @@ def multiply(
     STAGES: gl.constexpr = p_ring.shape[0]
     BLOCK_K: gl.constexpr = p_ring.shape[-2]
     BLOCK_M: gl.constexpr = p_ring.shape[-1]
-    ROWS: gl.constexpr = staging.shape[1]
-    BLOCK_N: gl.constexpr = staging.shape[2]
+    BUFFERS: gl.constexpr = staging.shape[0]
+    ROWS: gl.constexpr = staging.shape[2]
+    BLOCK_N: gl.constexpr = staging.shape[3]
     BYTES: gl.constexpr = ROWS * BLOCK_N * dw_desc.dtype.primitive_bitwidth // 8
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     slot = 0
     phase = 0
+    buffer = 0
     loaded_phase = 0
     expert, m_tile, n_tile, start, end = find_tile(0, worker, workers, offsets_ptr, order, TILING)
     for index in range(num_tiles(worker, workers, TILING[0])):
@@ -186,9 +196,9 @@ def multiply(
         # Where the next tile is has been read by the time this one is done.
         expert, m_tile, n_tile, start, end = find_tile(index + 1, worker, workers, offsets_ptr, order, TILING)
         if ACCUMULATE:
-            tma.store_wait(0)
+            tma.store_wait(BUFFERS - 1)
             mbarrier.expect(loaded, BYTES, pred=steps > 0)
-            tma_load(dw_desc, place, loaded, staging, pred=steps > 0)
+            tma_load(dw_desc, place, loaded, staging.index(buffer), pred=steps > 0)
         acc = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
         for k in range(steps):
             mbarrier.wait(full.index(slot), phase)
@@ -204,11 +214,13 @@ def multiply(
             if steps > 0:
                 mbarrier.wait(loaded, loaded_phase)
                 loaded_phase ^= 1
-                acc += staging.reshape([ROWS, BLOCK_N]).load(LAYOUT).to(gl.float32)
-                store_tile(dw_desc, place, staging, acc)
+                acc += staging.index(buffer).reshape([ROWS, BLOCK_N]).load(LAYOUT).to(gl.float32)
+                store_tile(dw_desc, place, staging.index(buffer), acc)
+                buffer = gl.where(buffer == BUFFERS - 1, 0, buffer + 1)
         else:
-            tma.store_wait(0)  # of the previous tile
-            store_tile(dw_desc, place, staging, acc)
+            tma.store_wait(BUFFERS - 1)
+            store_tile(dw_desc, place, staging.index(buffer), acc)
+            buffer = gl.where(buffer == BUFFERS - 1, 0, buffer + 1)
     tma.store_wait(0)
 
 
@@ -218,6 +230,12 @@ def store_tile(dw_desc, place, staging, acc):
     staging.reshape(acc.shape).store(acc.to(dw_desc.dtype))
     fence_async_shared()
     tma_store(dw_desc, place, staging)
+
+
+@gluon.jit
+def allocate_staging(dw_desc, BUFFERS: gl.constexpr):
+    """Buffers by way of which a warp group's results leave."""
+    return gl.allocate_shared_memory(dw_desc.dtype, [BUFFERS] + dw_desc.block_shape, dw_desc.layout)
 
 
 @gluon.jit
@@ -241,6 +259,7 @@ def hopper_wgrad_kernel(
     SHARED: gl.constexpr,  # whether the two warp groups share each tile
     ORDER_SIZE: gl.constexpr,  # experts come by falling number of rows: power of two, NUM_EXPERTS and 32 or more; or 0
     STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """dw[e] = sum over the rows r of expert e of p[r] q[r]^T, or is added to dw[e].
@@ -257,10 +276,9 @@ def hopper_wgrad_kernel(
         order = order_experts(offsets_ptr, NUM_EXPERTS, ORDER_SIZE)
     else:
         order = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    staging = gl.allocate_shared_memory(dw_desc.dtype, [2] + dw_desc.block_shape, dw_desc.layout)
     loaded = allocate_barriers(2, 1)
-    out0 = (staging.index(0), loaded.index(0), dw_desc)
-    out1 = (staging.index(1), loaded.index(1), dw_desc)
+    out0 = (allocate_staging(dw_desc, BUFFERS), loaded.index(0), dw_desc)
+    out1 = (allocate_staging(dw_desc, BUFFERS), loaded.index(1), dw_desc)
     if SHARED:
         ring = allocate_ring(p_desc, q_desc, STAGES, 2)
         gl.warp_specialize([
@@ -295,6 +313,7 @@ def hopper_gathered_wgrad_kernel(
     ACCUMULATE: gl.constexpr,
     ORDER_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """`hopper_wgrad_kernel` with one operand gathered, by four warps; its consumers share each tile. Grid: same."""
@@ -312,10 +331,9 @@ def hopper_gathered_wgrad_kernel(
         order = order_experts(offsets_ptr, NUM_EXPERTS, ORDER_SIZE)
     else:
         order = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    staging = gl.allocate_shared_memory(dw_desc.dtype, [2] + dw_desc.block_shape, dw_desc.layout)
     loaded = allocate_barriers(2, 1)
-    out0 = (staging.index(0), loaded.index(0), dw_desc)
-    out1 = (staging.index(1), loaded.index(1), dw_desc)
+    out0 = (allocate_staging(dw_desc, BUFFERS), loaded.index(0), dw_desc)
+    out1 = (allocate_staging(dw_desc, BUFFERS), loaded.index(1), dw_desc)
     if P_GATHERED:
         p_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_K, BLOCK_M], LAYOUT)
         q_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES] + rows_desc.block_shape, rows_desc.layout)

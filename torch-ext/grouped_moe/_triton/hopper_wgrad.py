@@ -21,19 +21,26 @@ from .hopper import allocate_barriers, cp_async, next_slot, previous_slot, ragge
 
 @gluon.jit
 def order_experts(offsets_ptr, NUM_EXPERTS: gl.constexpr, SIZE: gl.constexpr):
-    """Numbers of the experts in shared memory, most rows first. SIZE: power of two, 32 or more."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    i = gl.arange(0, SIZE, gl.SliceLayout(1, LAYOUT))
-    j = gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))
-    # Whatever lies past the last expert ranks last.
-    starts = gl.load(offsets_ptr + gl.minimum(i, NUM_EXPERTS))
-    size_i = gl.load(offsets_ptr + gl.minimum(i + 1, NUM_EXPERTS)) - starts
-    starts = gl.load(offsets_ptr + gl.minimum(j, NUM_EXPERTS))
-    size_j = gl.load(offsets_ptr + gl.minimum(j + 1, NUM_EXPERTS)) - starts
-    before = (size_j[None, :] > size_i[:, None]) | ((size_j[None, :] == size_i[:, None]) & (j[None, :] < i[:, None]))
-    rank = gl.sum(before.to(gl.int32), axis=1)
-    order = gl.sum(gl.where(rank[:, None] == j[None, :], i[:, None], 0), axis=0)
-    return gl.allocate_shared_memory(gl.int32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]), order)
+    """Numbers of the experts in shared memory, most rows first, for `ordered_expert`. SIZE 0: in vain.
+
+    SIZE: power of two, NUM_EXPERTS or more, 32 or more.
+    """
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if SIZE == 0:
+        return gl.allocate_shared_memory(gl.int32, [1], SHARED)
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+        i = gl.arange(0, SIZE, gl.SliceLayout(1, LAYOUT))
+        j = gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))
+        # Whatever lies past the last expert ranks last.
+        starts = gl.load(offsets_ptr + gl.minimum(i, NUM_EXPERTS))
+        size_i = (gl.load(offsets_ptr + gl.minimum(i + 1, NUM_EXPERTS)) - starts)[:, None]
+        starts = gl.load(offsets_ptr + gl.minimum(j, NUM_EXPERTS))
+        size_j = (gl.load(offsets_ptr + gl.minimum(j + 1, NUM_EXPERTS)) - starts)[None, :]
+        before = (size_j > size_i) | ((size_j == size_i) & (j[None, :] < i[:, None]))
+        rank = gl.sum(before.to(gl.int32), axis=1)
+        order = gl.sum(gl.where(rank[:, None] == j[None, :], i[:, None], 0), axis=0)
+        return gl.allocate_shared_memory(gl.int32, [SIZE], SHARED, order)
 
 
 @gluon.jit
@@ -272,10 +279,7 @@ def hopper_wgrad_kernel(
     ROWS: gl.constexpr = dw_desc.block_shape[1]
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    if ORDER_SIZE:
-        order = order_experts(offsets_ptr, NUM_EXPERTS, ORDER_SIZE)
-    else:
-        order = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    order = order_experts(offsets_ptr, NUM_EXPERTS, ORDER_SIZE)
     loaded = allocate_barriers(2, 1)
     out0 = (allocate_staging(dw_desc, BUFFERS), loaded.index(0), dw_desc)
     out1 = (allocate_staging(dw_desc, BUFFERS), loaded.index(1), dw_desc)
@@ -327,10 +331,7 @@ def hopper_gathered_wgrad_kernel(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    if ORDER_SIZE:
-        order = order_experts(offsets_ptr, NUM_EXPERTS, ORDER_SIZE)
-    else:
-        order = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    order = order_experts(offsets_ptr, NUM_EXPERTS, ORDER_SIZE)
     loaded = allocate_barriers(2, 1)
     out0 = (allocate_staging(dw_desc, BUFFERS), loaded.index(0), dw_desc)
     out1 = (allocate_staging(dw_desc, BUFFERS), loaded.index(1), dw_desc)

@@ -156,3 +156,17 @@ def test_gathered(gemm, p_gathered, sizes, m, n):
         alone_rows[start : start + size] = rows[start : start + size]
         launch(alone_x, alone_rows)
         assert_bitwise(f"dw[{group}]", dw[group], first[group])
+
+
+@pytest.mark.parametrize("scale", [1, 6], ids=["few", "many"])
+@pytest.mark.parametrize("gathered", [False, True], ids=["in-place", "gathered"])
+def test_many_tiles_per_program(gemm, scale, gathered):
+    """Persistent programs go from tile to tile and from group to group, whose sizes differ."""
+    sizes = [size * scale for size in (5, 300, 0, 64, 0, 33, 700, 1, 96, 0, 31, 128)]
+    m, n, used = 1032, 1544, sum(sizes)
+    rows, x = rows_of(used, used + 70, m, torch.bfloat16), rows_of(used, used + 70, n, torch.bfloat16)
+    sources = torch.randperm(used, device="cuda")
+    operands = (rows, 0, x, 1, sources.int()) if gathered else (rows, 0, x, 0, None)
+    dw = torch.full((len(sizes), m, n), NAN, dtype=torch.bfloat16, device="cuda")
+    gemm.launch_wgrad(*operands, offsets_of(sizes), dw)
+    assert_close("dw", dw, expected(rows[:used], x[sources] if gathered else x[:used], sizes), torch.bfloat16)

@@ -101,7 +101,9 @@ def fill_ring(worker, workers, p_desc, q_desc, ring, offsets_ptr, order, TILING:
         m, n = m_tile * BLOCK_M, n_tile * BLOCK_N
         # Where the next tile is has been read by the time this one is loaded.
         expert, m_tile, n_tile, start, end = find_tile(index + 1, worker, workers, offsets_ptr, order, TILING)
-        for row in range(first_row, end_row, BLOCK_K):
+        # Not `range(first_row, ...)`: Triton 3.6 drops what a loop carries for nothing but the bounds of another.
+        for k in range((end_row - first_row + BLOCK_K - 1) // BLOCK_K):
+            row = first_row + k * BLOCK_K
             mbarrier.wait(empty.index(slot), phase)
             landed = full.index(slot)
             mbarrier.expect(landed, BYTES)
@@ -143,7 +145,8 @@ def gather_ring(
         column = (m if P_GATHERED else n) + columns
         rows = first_row + steps
         token = gl.load(row_to_slot_ptr + rows, mask=rows < end_row, other=0) // TOP_K
-        for row in range(first_row, end_row, BLOCK_K):
+        for k in range((end_row - first_row + BLOCK_K - 1) // BLOCK_K):
+            row = first_row + k * BLOCK_K
             rows = row + BLOCK_K + steps
             next_token = gl.load(row_to_slot_ptr + rows, mask=rows < end_row, other=0) // TOP_K
             mbarrier.wait(empty.index(slot), phase)

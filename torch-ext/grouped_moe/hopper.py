@@ -35,8 +35,8 @@ def launch_hopper_wgrad(
     found = _wgrad_kernel(num_experts, m, n, rows, p_top_k, q_top_k, dw.dtype.itemsize, accumulate, spec)
     if found is None:
         return False
-    kernel, config, block_rows, grid = found
-    dw_desc = make_descriptor(dw, dw.shape, descriptor_strides(dw), (1, block_rows, config.block_n))
+    kernel, config, grid = found
+    dw_desc = make_descriptor(dw, dw.shape, descriptor_strides(dw), (1, config.block_m // _CONSUMERS, config.block_n))
     if row_to_slot is None:
         p_desc = ragged_descriptor(p, config.block_k, config.block_m)
         q_desc = ragged_descriptor(q, config.block_k, config.block_n)
@@ -59,19 +59,17 @@ def _wgrad_kernel(
     out_itemsize: int,
     accumulate: bool,
     spec: DeviceSpec,
-) -> Optional[Tuple[Kernel, GemmConfig, int, Tuple[int, int, int]]]:
-    """The kernel with its constants, its tile, how many of a tile's rows a consumer stores, its grid; None without."""
+) -> Optional[Tuple[Kernel, GemmConfig, Tuple[int, int, int]]]:
+    """The kernel with its constants, its tile and its grid; None if there is none."""
     from ._triton.hopper_wgrad import hopper_gathered_wgrad_kernel, hopper_wgrad_kernel
 
     gathered = p_top_k + q_top_k > 0
     config = hopper_wgrad_config(m, n, rows, out_itemsize, gathered)
     if config is None:
         return None
-    shared = config.block_n == 256
     constants = {
         "ORDER_SIZE": max(32, 1 << (num_experts - 1).bit_length()) if num_experts <= _MAX_ORDERED else 0,
         "STAGES": config.num_stages,
-        "BUFFERS": 1 if shared or out_itemsize > 2 else 2,
         "GROUP_M": config.group_m,
         "num_warps": config.num_warps,
     }
@@ -84,9 +82,7 @@ def _wgrad_kernel(
     else:
         kernel = Kernel(
             hopper_wgrad_kernel,
-            NUM_EXPERTS=num_experts, M=m, N=n, ACCUMULATE=accumulate, SHARED=shared, **constants,
+            NUM_EXPERTS=num_experts, M=m, N=n, ACCUMULATE=accumulate, **constants,
         )  # fmt: skip
     tiles = num_experts * -(-m // config.block_m) * -(-n // config.block_n)
-    workers = 1 if shared else _CONSUMERS
-    grid = (min(-(-tiles // workers), spec.num_sms), 1, 1)
-    return kernel, config, config.block_m // _CONSUMERS if shared else config.block_m, grid
+    return kernel, config, (min(tiles, spec.num_sms), 1, 1)

@@ -183,18 +183,17 @@ def wgrad_config(
 
 @lru_cache(maxsize=None)
 def hopper_wgrad_config(m: int, n: int, rows: int, out_itemsize: int, gathered: bool) -> Optional[GemmConfig]:
-    """Config of the same by the Gluon kernels for Hopper; None where they are slower. out_itemsize: of a result.
+    """Config of the same by the Gluon kernels for Hopper; None where there is none. out_itemsize: of a result.
 
-    Many rows: tiles of 256 columns, which both consumers share. Few: tiles of 128 x 128, one for each consumer, whose
-    stores hide behind the other's products. Staging buffers hold a program's results, the ring gets what they leave.
+    A staging buffer holds a whole tile of results, the ring gets what it leaves. Few rows: neighbours along N are
+    written at once. gathered: more rows per step, of which each has a cost of its own.
     """
     if gathered and (rows < 128 or m % 8 or n % 8):
         return None  # threads copy 8 elements at a time
-    if gathered:
-        return GemmConfig(128, 256, 64, 4, 3) if out_itemsize == 2 else GemmConfig(128, 256, 32, 4, 4)
-    if rows >= 256:
-        return GemmConfig(128, 256, 32, 4, 6 if out_itemsize == 2 else 4)
-    return GemmConfig(128, 128, 32, 4, 3)
+    group_m = 1 if rows <= 128 else 8
+    if out_itemsize > 2:
+        return GemmConfig(128, 256, 32, 4, 4, group_m)
+    return GemmConfig(128, 256, 64, 4, 3, group_m) if gathered else GemmConfig(128, 256, 32, 4, 6, group_m)
 
 
 def _block_for(extent: int) -> int:

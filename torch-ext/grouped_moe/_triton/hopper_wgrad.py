@@ -1,8 +1,7 @@
 """The weight gradient on Hopper: warps that load, multiply and store at once, by the tensor memory accelerator.
 
-Two consumer warp groups multiply. Either both share each tile, half of its rows each, and a ring that one warp fills:
-wide tiles for many rows. Or each takes tiles of its own from a ring of its own, so that one stores what it has while
-the other multiplies: for few rows. Results leave through staging buffers while the next tile's products are made.
+Two consumer warp groups multiply, each half of a tile's rows, out of a ring that other warps fill ahead of them, into
+the next tile. Results leave through staging buffers while the next tile's products are made.
 """
 
 from triton.experimental import gluon
@@ -190,14 +189,12 @@ def multiply(
     STAGES: gl.constexpr = p_ring.shape[0]
     BLOCK_K: gl.constexpr = p_ring.shape[-2]
     BLOCK_M: gl.constexpr = p_ring.shape[-1]
-    BUFFERS: gl.constexpr = staging.shape[0]
-    ROWS: gl.constexpr = staging.shape[2]
-    BLOCK_N: gl.constexpr = staging.shape[3]
+    ROWS: gl.constexpr = staging.shape[1]
+    BLOCK_N: gl.constexpr = staging.shape[2]
     BYTES: gl.constexpr = ROWS * BLOCK_N * dw_desc.dtype.primitive_bitwidth // 8
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     slot = 0
     phase = 0
-    buffer = 0
     loaded_phase = 0
     expert, m_tile, n_tile, start, end = find_tile(0, worker, workers, offsets_ptr, order, TILING)
     for index in range(num_tiles(worker, workers, TILING[0])):
@@ -206,9 +203,9 @@ def multiply(
         # Where the next tile is has been read by the time this one is done.
         expert, m_tile, n_tile, start, end = find_tile(index + 1, worker, workers, offsets_ptr, order, TILING)
         if ACCUMULATE:
-            tma.store_wait(BUFFERS - 1)
+            tma.store_wait(0)
             mbarrier.expect(loaded, BYTES, pred=steps > 0)
-            tma_load(dw_desc, place, loaded, staging.index(buffer), pred=steps > 0)
+            tma_load(dw_desc, place, loaded, staging, pred=steps > 0)
         acc = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
         for k in range(steps):
             mbarrier.wait(full.index(slot), phase)
@@ -224,13 +221,11 @@ def multiply(
             if steps > 0:
                 mbarrier.wait(loaded, loaded_phase)
                 loaded_phase ^= 1
-                acc += staging.index(buffer).reshape([ROWS, BLOCK_N]).load(LAYOUT).to(gl.float32)
-                store_tile(dw_desc, place, staging.index(buffer), acc)
-                buffer = gl.where(buffer == BUFFERS - 1, 0, buffer + 1)
+                acc += staging.reshape([ROWS, BLOCK_N]).load(LAYOUT).to(gl.float32)
+                store_tile(dw_desc, place, staging, acc)
         else:
-            tma.store_wait(BUFFERS - 1)
-            store_tile(dw_desc, place, staging.index(buffer), acc)
-            buffer = gl.where(buffer == BUFFERS - 1, 0, buffer + 1)
+            tma.store_wait(0)
+            store_tile(dw_desc, place, staging, acc)
     tma.store_wait(0)
 
 
@@ -243,17 +238,11 @@ def store_tile(dw_desc, place, staging, acc):
 
 
 @gluon.jit
-def allocate_staging(dw_desc, BUFFERS: gl.constexpr):
-    """Buffers by way of which a warp group's results leave."""
-    return gl.allocate_shared_memory(dw_desc.dtype, [BUFFERS] + dw_desc.block_shape, dw_desc.layout)
-
-
-@gluon.jit
-def allocate_ring(p_desc, q_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """Buffers for a block of p and one of q in each slot, and the slots' barriers."""
-    p_ring = gl.allocate_shared_memory(p_desc.dtype, [STAGES] + p_desc.block_shape, p_desc.layout)
-    q_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
-    return p_ring, q_ring, allocate_barriers(STAGES, 1), allocate_barriers(STAGES, READERS)
+def allocate_outputs(dw_desc):
+    """For each consumer: a staging buffer, a barrier for what is loaded into it, the descriptor of what it holds."""
+    staging = gl.allocate_shared_memory(dw_desc.dtype, [2] + dw_desc.block_shape, dw_desc.layout)
+    loaded = allocate_barriers(2, 1)
+    return (staging.index(0), loaded.index(0), dw_desc), (staging.index(1), loaded.index(1), dw_desc)
 
 
 # A group alone is launched at its place among the offsets, whatever its alignment.
@@ -266,10 +255,8 @@ def hopper_wgrad_kernel(
     M: gl.constexpr,
     N: gl.constexpr,
     ACCUMULATE: gl.constexpr,
-    SHARED: gl.constexpr,  # whether the two warp groups share each tile
     ORDER_SIZE: gl.constexpr,  # experts come by falling number of rows: power of two, NUM_EXPERTS and 32 or more; or 0
     STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """dw[e] = sum over the rows r of expert e of p[r] q[r]^T, or is added to dw[e].
@@ -283,26 +270,15 @@ def hopper_wgrad_kernel(
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     order = order_experts(offsets_ptr, NUM_EXPERTS, ORDER_SIZE)
-    loaded = allocate_barriers(2, 1)
-    out0 = (allocate_staging(dw_desc, BUFFERS), loaded.index(0), dw_desc)
-    out1 = (allocate_staging(dw_desc, BUFFERS), loaded.index(1), dw_desc)
-    if SHARED:
-        ring = allocate_ring(p_desc, q_desc, STAGES, 2)
-        gl.warp_specialize([
-            (multiply, (program, programs, ring, out0, offsets_ptr, order, 0, TILING, ACCUMULATE)),
-            (multiply, (program, programs, ring, out1, offsets_ptr, order, ROWS, TILING, ACCUMULATE)),
-            (fill_ring, (program, programs, p_desc, q_desc, ring, offsets_ptr, order, TILING)),
-        ], [4, 1], [232, 40])  # fmt: skip
-    else:
-        other = 2 * programs - 1 - program
-        ring0 = allocate_ring(p_desc, q_desc, STAGES, 1)
-        ring1 = allocate_ring(p_desc, q_desc, STAGES, 1)
-        gl.warp_specialize([
-            (multiply, (program, 2 * programs, ring0, out0, offsets_ptr, order, 0, TILING, ACCUMULATE)),
-            (multiply, (other, 2 * programs, ring1, out1, offsets_ptr, order, 0, TILING, ACCUMULATE)),
-            (fill_ring, (program, 2 * programs, p_desc, q_desc, ring0, offsets_ptr, order, TILING)),
-            (fill_ring, (other, 2 * programs, p_desc, q_desc, ring1, offsets_ptr, order, TILING)),
-        ], [4, 1, 1], [232, 40, 40])  # fmt: skip
+    out0, out1 = allocate_outputs(dw_desc)
+    p_ring = gl.allocate_shared_memory(p_desc.dtype, [STAGES] + p_desc.block_shape, p_desc.layout)
+    q_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
+    ring = (p_ring, q_ring, allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2))
+    gl.warp_specialize([
+        (multiply, (program, programs, ring, out0, offsets_ptr, order, 0, TILING, ACCUMULATE)),
+        (multiply, (program, programs, ring, out1, offsets_ptr, order, ROWS, TILING, ACCUMULATE)),
+        (fill_ring, (program, programs, p_desc, q_desc, ring, offsets_ptr, order, TILING)),
+    ], [4, 1], [232, 40])  # fmt: skip
 
 
 @gluon.jit
@@ -320,10 +296,9 @@ def hopper_gathered_wgrad_kernel(
     ACCUMULATE: gl.constexpr,
     ORDER_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """`hopper_wgrad_kernel` with one operand gathered, by four warps; its consumers share each tile. Grid: same."""
+    """`hopper_wgrad_kernel` with one operand gathered, by four warps. Grid: the same."""
     ROWS: gl.constexpr = dw_desc.block_shape[1]
     BLOCK_K: gl.constexpr = rows_desc.block_shape[2]
     BLOCK_M: gl.constexpr = 2 * ROWS
@@ -335,9 +310,7 @@ def hopper_gathered_wgrad_kernel(
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     order = order_experts(offsets_ptr, NUM_EXPERTS, ORDER_SIZE)
-    loaded = allocate_barriers(2, 1)
-    out0 = (allocate_staging(dw_desc, BUFFERS), loaded.index(0), dw_desc)
-    out1 = (allocate_staging(dw_desc, BUFFERS), loaded.index(1), dw_desc)
+    out0, out1 = allocate_outputs(dw_desc)
     if P_GATHERED:
         p_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_K, BLOCK_M], LAYOUT)
         q_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES] + rows_desc.block_shape, rows_desc.layout)

@@ -281,12 +281,12 @@ def write(path: Path, rows) -> None:
 
 def report(rows) -> None:
     """Prints the table, each distinct line once."""
-    head = f"{'target':7}{'layer':12}{'dtype':6}{'M':>4} {'kernel':24}{'warps':>6}{'stages':>7}{'regs':>6}{'shared':>8}"
+    head = f"{'target':7}{'layer':12}{'dtype':6}{'M':>4} {'kernel':30}{'warps':>6}{'stages':>7}{'regs':>6}{'shared':>8}"
     print(head + f"{'spilled':>9}")
     seen, errors = set(), 0
     for row in rows:
         line = (
-            f"{row.target:7}{row.layer:12}{row.dtype:6}{row.block_m:>4} {row.kernel:24}{row.num_warps:>6}"
+            f"{row.target:7}{row.layer:12}{row.dtype:6}{row.block_m:>4} {row.kernel:30}{row.num_warps:>6}"
             f"{row.num_stages:>7}{row.registers:>6}{row.shared:>8}{row.spilled:>9}  {row.error}"
         )
         if line not in seen:

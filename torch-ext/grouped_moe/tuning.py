@@ -200,6 +200,21 @@ def wgrad_config(
     return replace(config, num_stages=config.num_stages + 2) if gathered and spec.warp_size == 32 else config
 
 
+@lru_cache(maxsize=None)
+def hopper_wgrad_config(m: int, n: int, rows: int, out_itemsize: int, gathered: bool) -> Optional[GemmConfig]:
+    """Config of the same by the Gluon kernels for Hopper; None where there is none. out_itemsize: of a result.
+
+    A staging buffer holds a whole tile of results, the ring gets what it leaves. Few rows: neighbours along N are
+    written at once. gathered: more rows per step, of which each has a cost of its own.
+    """
+    if gathered and (rows < 128 or m % 8 or n % 8):
+        return None  # threads copy 8 elements at a time
+    group_m = 1 if rows <= 128 else 8
+    if out_itemsize > 2:
+        return GemmConfig(128, 256, 32, 4, 4, group_m)
+    return GemmConfig(128, 256, 64, 4, 3, group_m) if gathered else GemmConfig(128, 256, 32, 4, 6, group_m)
+
+
 def _block_for(extent: int) -> int:
     """Smallest power of two, 16 or more, that covers `extent`."""
     return max(16, 1 << max(0, extent - 1).bit_length())

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Triton 3.7 renamed these.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -48,14 +49,22 @@ def allocate_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
 @lru_cache(maxsize=None)
 def shared_layout(block, dtype):
     """The layout in which the tensor memory accelerator writes a block of a torch dtype, as wgmma reads it."""
-    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))
+    return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(dtype).removeprefix("torch.")))
+
+
+class Descriptor(TensorDescriptor):
+    """A descriptor without Triton's checks, which would take longer than all else of it."""
+
+    def __post_init__(self):
+        pass
 
 
 def make_descriptor(tensor, shape, strides, block):
-    """What the tensor memory accelerator reads or writes a tensor by, in such blocks."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    """What the tensor memory accelerator reads or writes a tensor by, in such blocks.
 
-    return TensorDescriptor(tensor, list(shape), list(strides), list(block), shared_layout(tuple(block), tensor.dtype))
+    The caller guarantees that the last stride is 1 and that the tensor and the other strides are steps of 16 bytes.
+    """
+    return Descriptor(tensor, list(shape), list(strides), list(block), shared_layout(tuple(block), tensor.dtype))
 
 
 def ragged_descriptor(rows, block_rows: int, block_columns: int):

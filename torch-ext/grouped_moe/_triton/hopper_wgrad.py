@@ -1,0 +1,327 @@
+"""The weight gradient on Hopper: warps that load, multiply and store at once, by the tensor memory accelerator.
+
+Two consumer warp groups multiply, each half of a tile's rows, out of a ring that other warps fill ahead of them, into
+the next tile. Results leave through staging buffers while the next tile's products are made.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper import allocate_barriers, cp_async, next_slot, previous_slot, ragged_coordinates, tma_load, tma_store
+
+
+@gluon.jit
+def order_experts(offsets_ptr, NUM_EXPERTS: gl.constexpr, SIZE: gl.constexpr):
+    """Numbers of the experts in shared memory, most rows first, for `ordered_expert`. SIZE 0: in vain.
+
+    SIZE: power of two, NUM_EXPERTS or more, 32 or more.
+    """
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if SIZE == 0:
+        return gl.allocate_shared_memory(gl.int32, [1], SHARED)
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+        i = gl.arange(0, SIZE, gl.SliceLayout(1, LAYOUT))
+        j = gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))
+        # Whatever lies past the last expert ranks last.
+        starts = gl.load(offsets_ptr + gl.minimum(i, NUM_EXPERTS))
+        size_i = (gl.load(offsets_ptr + gl.minimum(i + 1, NUM_EXPERTS)) - starts)[:, None]
+        starts = gl.load(offsets_ptr + gl.minimum(j, NUM_EXPERTS))
+        size_j = (gl.load(offsets_ptr + gl.minimum(j + 1, NUM_EXPERTS)) - starts)[None, :]
+        before = (size_j > size_i) | ((size_j == size_i) & (j[None, :] < i[:, None]))
+        rank = gl.sum(before.to(gl.int32), axis=1)
+        order = gl.sum(gl.where(rank[:, None] == j[None, :], i[:, None], 0), axis=0)
+        return gl.allocate_shared_memory(gl.int32, [SIZE], SHARED, order)
+
+
+@gluon.jit
+def ordered_expert(position, order):
+    """The expert at a place of the order."""
+    SIZE: gl.constexpr = order.shape[0]
+    # All of it in each warp, so that no warp waits for another.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([SIZE // 32], [32], [gl.num_warps()], [0])
+    here = gl.arange(0, SIZE, LAYOUT) == position
+    return gl.sum(gl.where(here, order.load(LAYOUT), 0), axis=0)
+
+
+@gluon.jit
+def num_tiles(worker, workers, NUM_TILES: gl.constexpr):
+    """How many tiles a worker gets. They are dealt back and forth, so that long ones spread over all."""
+    rounds = NUM_TILES // workers
+    place = gl.where(rounds % 2 == 0, worker, workers - 1 - worker)
+    return rounds + gl.where(place < NUM_TILES - rounds * workers, 1, 0)
+
+
+@gluon.jit
+def find_tile(index, worker, workers, offsets_ptr, order, TILING: gl.constexpr):
+    """A worker's index-th tile: expert, m tile, n tile, first row of the expert, its end; past the last, any tile.
+
+    Within an expert GROUP_M m tiles go through the n tiles together.
+    """
+    M_TILES: gl.constexpr = TILING[1]
+    N_TILES: gl.constexpr = TILING[2]
+    GROUP_M: gl.constexpr = TILING[3]
+    tile = index * workers + gl.where(index % 2 == 0, worker, workers - 1 - worker)
+    tile = gl.minimum(tile, TILING[0] - 1)
+    expert = tile // (M_TILES * N_TILES)
+    within = tile - expert * (M_TILES * N_TILES)
+    group = within // (GROUP_M * N_TILES)
+    group_size = gl.minimum(M_TILES - group * GROUP_M, GROUP_M)
+    within -= group * (GROUP_M * N_TILES)
+    if TILING[4]:
+        expert = ordered_expert(expert, order)
+    start = gl.load(offsets_ptr + expert)
+    end = gl.load(offsets_ptr + expert + 1)
+    return expert, group * GROUP_M + within % group_size, within // group_size, start, end
+
+
+@gluon.jit
+def fill_ring(worker, workers, p_desc, q_desc, ring, offsets_ptr, order, TILING: gl.constexpr):
+    """Loads p and q of all steps of a worker's tiles. Rows past the expert's last one come as 0, by the hardware."""
+    p_ring, q_ring, full, empty = ring
+    STAGES: gl.constexpr = p_ring.shape[0]
+    BLOCK_K: gl.constexpr = p_ring.shape[-2]
+    BLOCK_M: gl.constexpr = p_ring.shape[-1]
+    BLOCK_N: gl.constexpr = q_ring.shape[-1]
+    BYTES: gl.constexpr = BLOCK_K * (BLOCK_M + BLOCK_N) * 2
+    slot = 0
+    phase = 1
+    expert, m_tile, n_tile, start, end = find_tile(0, worker, workers, offsets_ptr, order, TILING)
+    for index in range(num_tiles(worker, workers, TILING[0])):
+        first_row, end_row = start, end
+        m, n = m_tile * BLOCK_M, n_tile * BLOCK_N
+        # Where the next tile is has been read by the time this one is loaded.
+        expert, m_tile, n_tile, start, end = find_tile(index + 1, worker, workers, offsets_ptr, order, TILING)
+        # Not `range(first_row, ...)`: Triton 3.6 drops what a loop carries for nothing but the bounds of another.
+        for k in range((end_row - first_row + BLOCK_K - 1) // BLOCK_K):
+            row = first_row + k * BLOCK_K
+            mbarrier.wait(empty.index(slot), phase)
+            landed = full.index(slot)
+            mbarrier.expect(landed, BYTES)
+            tma_load(p_desc, ragged_coordinates(row, end_row, m), landed, p_ring.index(slot))
+            tma_load(q_desc, ragged_coordinates(row, end_row, n), landed, q_ring.index(slot))
+            slot, phase = next_slot(slot, phase, STAGES)
+
+
+@gluon.jit
+def gather_ring(
+    worker, workers,
+    gathered,  # the first arguments of `hopper_gathered_wgrad_kernel`
+    ring, offsets_ptr, order,
+    TOP_K: gl.constexpr,
+    COLUMNS: gl.constexpr,  # of tokens
+    P_GATHERED: gl.constexpr,  # whether tokens is p, else q
+    TILING: gl.constexpr,
+):  # fmt: skip
+    """`fill_ring` with one operand gathered, by threads; they, too, write 0 for rows past the expert's last one."""
+    tokens_ptr, stride8, row_to_slot_ptr, rows_desc = gathered
+    p_ring, q_ring, full, empty = ring
+    STAGES: gl.constexpr = p_ring.shape[0]
+    BLOCK_K: gl.constexpr = p_ring.shape[-2]
+    BLOCK_M: gl.constexpr = p_ring.shape[-1]
+    BLOCK_N: gl.constexpr = q_ring.shape[-1]
+    BLOCK: gl.constexpr = BLOCK_M if P_GATHERED else BLOCK_N
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    LAG: gl.constexpr = STAGES // 2
+    columns = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    steps = gl.arange(0, BLOCK_K, gl.SliceLayout(1, LAYOUT))
+    slot = 0
+    phase = 1
+    filled = 0
+    expert, m_tile, n_tile, start, end = find_tile(0, worker, workers, offsets_ptr, order, TILING)
+    for index in range(num_tiles(worker, workers, TILING[0])):
+        first_row, end_row = start, end
+        m, n = m_tile * BLOCK_M, n_tile * BLOCK_N
+        expert, m_tile, n_tile, start, end = find_tile(index + 1, worker, workers, offsets_ptr, order, TILING)
+        column = (m if P_GATHERED else n) + columns
+        rows = first_row + steps
+        token = gl.load(row_to_slot_ptr + rows, mask=rows < end_row, other=0) // TOP_K
+        for k in range((end_row - first_row + BLOCK_K - 1) // BLOCK_K):
+            row = first_row + k * BLOCK_K
+            rows = row + BLOCK_K + steps
+            next_token = gl.load(row_to_slot_ptr + rows, mask=rows < end_row, other=0) // TOP_K
+            mbarrier.wait(empty.index(slot), phase)
+            landed = full.index(slot)
+            mbarrier.expect(landed, rows_desc.block_shape[2] * rows_desc.block_shape[3] * 2)
+            source = tokens_ptr + (token.to(gl.int64) * 8 * stride8)[:, None] + column[None, :]
+            mask = (row + steps < end_row)[:, None]
+            if COLUMNS % BLOCK != 0:
+                mask = mask & (column < COLUMNS)[None, :]
+            if P_GATHERED:
+                tma_load(rows_desc, ragged_coordinates(row, end_row, n), landed, q_ring.index(slot))
+                cp_async(p_ring.index(slot), source, mask=mask)
+            else:
+                tma_load(rows_desc, ragged_coordinates(row, end_row, m), landed, p_ring.index(slot))
+                cp_async(q_ring.index(slot), source, mask=mask)
+            async_copy.commit_group()
+            # What threads copied becomes visible to wgmma, which reads by another proxy, by a fence of theirs after the
+            # copies are complete. So that none waits for its latest copies, slots are handed over LAG steps late.
+            async_copy.wait_group(LAG)
+            fence_async_shared()
+            mbarrier.arrive(full.index(gl.where(slot < LAG, slot + STAGES - LAG, slot - LAG)), pred=filled >= LAG)
+            token = next_token
+            filled += 1
+            slot, phase = next_slot(slot, phase, STAGES)
+    async_copy.wait_group(0)
+    fence_async_shared()
+    for back in gl.static_range(1, LAG + 1):
+        mbarrier.arrive(full.index(gl.where(slot < back, slot + STAGES - back, slot - back)), pred=filled >= back)
+
+
+@gluon.jit
+def multiply(
+    worker, workers, ring, out, offsets_ptr, order,
+    ROW: gl.constexpr,  # first row of the tile that is this warp group's
+    TILING: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+):  # fmt: skip
+    """Multiplies what `fill_ring` loads and stores the results, of this warp group's rows of each tile."""
+    p_ring, q_ring, full, empty = ring
+    staging, loaded, dw_desc = out
+    STAGES: gl.constexpr = p_ring.shape[0]
+    BLOCK_K: gl.constexpr = p_ring.shape[-2]
+    BLOCK_M: gl.constexpr = p_ring.shape[-1]
+    ROWS: gl.constexpr = staging.shape[1]
+    BLOCK_N: gl.constexpr = staging.shape[2]
+    BYTES: gl.constexpr = ROWS * BLOCK_N * dw_desc.dtype.primitive_bitwidth // 8
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    slot = 0
+    phase = 0
+    loaded_phase = 0
+    expert, m_tile, n_tile, start, end = find_tile(0, worker, workers, offsets_ptr, order, TILING)
+    for index in range(num_tiles(worker, workers, TILING[0])):
+        steps = (end - start + BLOCK_K - 1) // BLOCK_K
+        place = [expert, m_tile * BLOCK_M + ROW, n_tile * BLOCK_N]
+        # Where the next tile is has been read by the time this one is done.
+        expert, m_tile, n_tile, start, end = find_tile(index + 1, worker, workers, offsets_ptr, order, TILING)
+        if ACCUMULATE:
+            tma.store_wait(0)
+            mbarrier.expect(loaded, BYTES, pred=steps > 0)
+            tma_load(dw_desc, place, loaded, staging, pred=steps > 0)
+        acc = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
+        for k in range(steps):
+            mbarrier.wait(full.index(slot), phase)
+            p = p_ring.index(slot).reshape([BLOCK_K, BLOCK_M]).slice(ROW, ROWS, dim=1).permute((1, 0))
+            q = q_ring.index(slot).reshape([BLOCK_K, BLOCK_N])
+            acc = warpgroup_mma(p, q, acc, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=k > 0)
+            slot, phase = next_slot(slot, phase, STAGES)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=steps > 0)
+        if ACCUMULATE:
+            if steps > 0:
+                mbarrier.wait(loaded, loaded_phase)
+                loaded_phase ^= 1
+                acc += staging.reshape([ROWS, BLOCK_N]).load(LAYOUT).to(gl.float32)
+                store_tile(dw_desc, place, staging, acc)
+        else:
+            tma.store_wait(0)
+            store_tile(dw_desc, place, staging, acc)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def store_tile(dw_desc, place, staging, acc):
+    """Starts to store a tile, by way of a staging buffer that nothing else uses until the store is waited for."""
+    staging.reshape(acc.shape).store(acc.to(dw_desc.dtype))
+    fence_async_shared()
+    tma_store(dw_desc, place, staging)
+
+
+@gluon.jit
+def allocate_outputs(dw_desc):
+    """For each consumer: a staging buffer, a barrier for what is loaded into it, the descriptor of what it holds."""
+    staging = gl.allocate_shared_memory(dw_desc.dtype, [2] + dw_desc.block_shape, dw_desc.layout)
+    loaded = allocate_barriers(2, 1)
+    return (staging.index(0), loaded.index(0), dw_desc), (staging.index(1), loaded.index(1), dw_desc)
+
+
+# A group alone is launched at its place among the offsets, whatever its alignment.
+@gluon.jit(do_not_specialize_on_alignment=["offsets_ptr"])
+def hopper_wgrad_kernel(
+    p_desc, q_desc,  # ragged, (rows, M) and (rows, N)
+    dw_desc,  # (E, M, N), out, in blocks of a warp group's rows
+    offsets_ptr,  # (E + 1,) int32
+    NUM_EXPERTS: gl.constexpr,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    ORDER_SIZE: gl.constexpr,  # experts come by falling number of rows: power of two, NUM_EXPERTS and 32 or more; or 0
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """dw[e] = sum over the rows r of expert e of p[r] q[r]^T, or is added to dw[e].
+
+    Grid: (programs,), persistent. An expert without rows gets 0, or keeps what it has.
+    """
+    M_TILES: gl.constexpr = (M + p_desc.block_shape[3] - 1) // p_desc.block_shape[3]
+    N_TILES: gl.constexpr = (N + q_desc.block_shape[3] - 1) // q_desc.block_shape[3]
+    TILING: gl.constexpr = (NUM_EXPERTS * M_TILES * N_TILES, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
+    ROWS: gl.constexpr = dw_desc.block_shape[1]
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    order = order_experts(offsets_ptr, NUM_EXPERTS, ORDER_SIZE)
+    out0, out1 = allocate_outputs(dw_desc)
+    p_ring = gl.allocate_shared_memory(p_desc.dtype, [STAGES] + p_desc.block_shape, p_desc.layout)
+    q_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
+    ring = (p_ring, q_ring, allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2))
+    gl.warp_specialize([
+        (multiply, (program, programs, ring, out0, offsets_ptr, order, 0, TILING, ACCUMULATE)),
+        (multiply, (program, programs, ring, out1, offsets_ptr, order, ROWS, TILING, ACCUMULATE)),
+        (fill_ring, (program, programs, p_desc, q_desc, ring, offsets_ptr, order, TILING)),
+    ], [4, 1], [232, 40])  # fmt: skip
+
+
+@gluon.jit
+def hopper_gathered_wgrad_kernel(
+    tokens_ptr, stride8,  # (T, M) if P_GATHERED, else (T, N), read at row_to_slot[row] // TOP_K; steps of 8 elements
+    row_to_slot_ptr,  # (rows,) int32
+    rows_desc,  # the other operand, ragged, (rows, N) or (rows, M)
+    dw_desc,  # (E, M, N), out, in blocks of a warp group's rows
+    offsets_ptr,  # (E + 1,) int32
+    NUM_EXPERTS: gl.constexpr,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    TOP_K: gl.constexpr,
+    P_GATHERED: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    ORDER_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """`hopper_wgrad_kernel` with one operand gathered, by four warps. Grid: the same."""
+    ROWS: gl.constexpr = dw_desc.block_shape[1]
+    BLOCK_K: gl.constexpr = rows_desc.block_shape[2]
+    BLOCK_M: gl.constexpr = 2 * ROWS
+    BLOCK_N: gl.constexpr = dw_desc.block_shape[2]
+    M_TILES: gl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILING: gl.constexpr = (NUM_EXPERTS * M_TILES * N_TILES, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    order = order_experts(offsets_ptr, NUM_EXPERTS, ORDER_SIZE)
+    out0, out1 = allocate_outputs(dw_desc)
+    if P_GATHERED:
+        p_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_K, BLOCK_M], LAYOUT)
+        q_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES] + rows_desc.block_shape, rows_desc.layout)
+    else:
+        p_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES] + rows_desc.block_shape, rows_desc.layout)
+        q_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], LAYOUT)
+    ring = (p_ring, q_ring, allocate_barriers(STAGES, 2), allocate_barriers(STAGES, 2))
+    gathered = (tokens_ptr, stride8, row_to_slot_ptr, rows_desc)
+    COLUMNS: gl.constexpr = M if P_GATHERED else N
+    gl.warp_specialize([
+        (multiply, (program, programs, ring, out0, offsets_ptr, order, 0, TILING, ACCUMULATE)),
+        (multiply, (program, programs, ring, out1, offsets_ptr, order, ROWS, TILING, ACCUMULATE)),
+        (gather_ring, (program, programs, gathered, ring, offsets_ptr, order, TOP_K, COLUMNS, P_GATHERED, TILING)),
+    ], [4, 4], [208, 88])  # fmt: skip

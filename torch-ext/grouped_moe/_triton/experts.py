@@ -38,6 +38,37 @@ def load_slots(row_to_slot_ptr, first_row, count, TOP_K: tl.constexpr, BLOCK_M: 
 
 
 @triton.jit
+def first_links(
+    tile, step, last, row_to_slot_ptr, schedule_ptr,
+    NUM_EXPERTS: tl.constexpr, NUM_N_TILES: tl.constexpr, TOP_K: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """The chain tile -> expert -> rows -> slots: all of it for `tile`, less of it for those one and two steps on."""
+    tile1, tile2 = tl.minimum(tile + step, last), tl.minimum(tile + 2 * step, last)
+    expert = find_row_tile(tile // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
+    expert1 = find_row_tile(tile1 // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
+    expert2 = find_row_tile(tile2 // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
+    n_tile, row, count = find_rows(expert, tile, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M, BLOCK_M)
+    n_tile1, row1, count1 = find_rows(expert1, tile1, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M, BLOCK_M)
+    slots = load_slots(row_to_slot_ptr, row, count, TOP_K, BLOCK_M)
+    return expert, n_tile, row, count, slots, expert1, n_tile1, row1, count1, expert2
+
+
+@triton.jit
+def next_links(
+    row1, count1, expert2, tile, step, last, row_to_slot_ptr, schedule_ptr,
+    NUM_EXPERTS: tl.constexpr, NUM_N_TILES: tl.constexpr, TOP_K: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One link each for the tiles one, two and three steps on: no load waits for another, nor the tile for a load."""
+    tile2, tile3 = tl.minimum(tile + 2 * step, last), tl.minimum(tile + 3 * step, last)
+    slots1 = load_slots(row_to_slot_ptr, row1, count1, TOP_K, BLOCK_M)
+    n_tile2, row2, count2 = find_rows(expert2, tile2, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M, BLOCK_M)
+    expert3 = find_row_tile(tile3 // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
+    return slots1, n_tile2, row2, count2, expert3
+
+
+@triton.jit
 def row_ptrs(ptr, slots, stride_r, stride_k, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Pointers to the first BLOCK_K columns at the slots' tokens."""
     rows = slots.to(tl.int64) if TOP_K == 0 else (slots // TOP_K).to(tl.int64)
@@ -159,19 +190,14 @@ def up_proj_kernel(
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
     tile, step, last = tl.program_id(0), tl.num_programs(0), num_tiles - 1
     if tile < num_tiles:
-        # Tile -> expert -> rows -> slots: every link is loaded one tile before the next one needs it.
-        expert = find_row_tile(tile // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
-        tile1, tile2 = tl.minimum(tile + step, last), tl.minimum(tile + 2 * step, last)
-        expert1 = find_row_tile(tile1 // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
-        expert2 = find_row_tile(tile2 // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
-        n_tile, row, count = find_rows(expert, tile, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M, BLOCK_M)
-        n_tile1, row1, count1 = find_rows(expert1, tile1, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M, BLOCK_M)
-        slots = load_slots(row_to_slot_ptr, row, count, TOP_K, BLOCK_M)
+        expert, n_tile, row, count, slots, expert1, n_tile1, row1, count1, expert2 = first_links(
+            tile, step, last, row_to_slot_ptr, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, TOP_K, GROUP_M, BLOCK_M
+        )
         for tile in tl.range(tl.program_id(0), num_tiles, step):
-            slots1 = load_slots(row_to_slot_ptr, row1, count1, TOP_K, BLOCK_M)
-            tile2, tile3 = tl.minimum(tile + 2 * step, last), tl.minimum(tile + 3 * step, last)
-            n_tile2, row2, count2 = find_rows(expert2, tile2, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M, BLOCK_M)
-            expert3 = find_row_tile(tile3 // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
+            slots1, n_tile2, row2, count2, expert3 = next_links(
+                row1, count1, expert2, tile, step, last, row_to_slot_ptr, schedule_ptr,
+                NUM_EXPERTS, NUM_N_TILES, TOP_K, GROUP_M, BLOCK_M,
+            )  # fmt: skip
             x_ptrs = row_ptrs(x_ptr, slots, stride_xt, stride_xk, TOP_K, BLOCK_K)
             row_mask = tl.arange(0, BLOCK_M) < count
             expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
@@ -248,19 +274,14 @@ def down_dgrad_kernel(
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
     tile, step, last = tl.program_id(0), tl.num_programs(0), num_tiles - 1
     if tile < num_tiles:
-        # Tile -> expert -> rows -> slots: every link is loaded one tile before the next one needs it.
-        expert = find_row_tile(tile // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
-        tile1, tile2 = tl.minimum(tile + step, last), tl.minimum(tile + 2 * step, last)
-        expert1 = find_row_tile(tile1 // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
-        expert2 = find_row_tile(tile2 // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
-        n_tile, row, count = find_rows(expert, tile, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M, BLOCK_M)
-        n_tile1, row1, count1 = find_rows(expert1, tile1, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M, BLOCK_M)
-        slots = load_slots(row_to_slot_ptr, row, count, TOP_K, BLOCK_M)
+        expert, n_tile, row, count, slots, expert1, n_tile1, row1, count1, expert2 = first_links(
+            tile, step, last, row_to_slot_ptr, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, TOP_K, GROUP_M, BLOCK_M
+        )
         for tile in tl.range(tl.program_id(0), num_tiles, step):
-            slots1 = load_slots(row_to_slot_ptr, row1, count1, TOP_K, BLOCK_M)
-            tile2, tile3 = tl.minimum(tile + 2 * step, last), tl.minimum(tile + 3 * step, last)
-            n_tile2, row2, count2 = find_rows(expert2, tile2, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M, BLOCK_M)
-            expert3 = find_row_tile(tile3 // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
+            slots1, n_tile2, row2, count2, expert3 = next_links(
+                row1, count1, expert2, tile, step, last, row_to_slot_ptr, schedule_ptr,
+                NUM_EXPERTS, NUM_N_TILES, TOP_K, GROUP_M, BLOCK_M,
+            )  # fmt: skip
             dout_ptrs = row_ptrs(dout_ptr, slots, stride_dt, stride_dk, TOP_K, BLOCK_K)
             row_mask = tl.arange(0, BLOCK_M) < count
             column = n_tile * BLOCK_N

@@ -63,5 +63,10 @@ def descriptor(tensor: Tensor, *block: int):
     """
     kind = _descriptor_type()
     made = kind.__new__(kind)
-    made.base, made.shape, made.strides, made.block_shape = tensor, tensor.shape, descriptor_strides(tensor), list(block)
+    made.base, made.shape, made.strides, made.block_shape = (
+        tensor,
+        tensor.shape,
+        descriptor_strides(tensor),
+        list(block),
+    )
     return made

@@ -1,15 +1,43 @@
 """Launchers of the two fused grouped GEMMs that the experts block and the grouped MLP share."""
 
-from typing import Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from .block import Block
+from .descriptors import Strides, descriptor, weight_tma
 from .gemm import bias_strides, nk_strides, num_dots
 from .launch import launch
 from .schedule import Schedule
-from .tuning import dgrad_config, gemm_config, persistent_grid, spec_of
+from .tuning import DeviceSpec, dgrad_config, persistent_grid, spec_of, up_config
+
+
+def _weight_by_tma(weight: Tensor, strides: Strides, block_m: int, spec: DeviceSpec) -> Optional[bool]:
+    """None if the weight comes by pointer; else whether it lies (E, K, N) in memory, not (E, N, K).
+
+    Descriptors cost the host some time, which row tiles that stream weights do not earn back.
+    """
+    if block_m < 128 or not spec.wide_tiles or weight.dtype.itemsize != 2:
+        return None
+    return weight_tma(weight, strides)
+
+
+def _weight_operand(weight: Tensor, strides: Strides, w_kn: Optional[bool], width: int, config) -> Tuple[Any, ...]:
+    """The kernels' arguments for a weight: itself and its strides, or its descriptor in tiles of so many columns."""
+    if w_kn is None:
+        return (weight, *strides)
+    block = (config.block_k, width) if w_kn else (width, config.block_k)
+    return descriptor(weight, 1, *block), 0, 0, 0
+
+
+def _up_operand(block: Block, strides: Strides, w_kn: Optional[bool], config) -> Tuple[Any, ...]:
+    """`_weight_operand` of the up-projection, whose tiles hold both gate and up."""
+    if block.gated and not block.interleaved and w_kn is False:
+        weight = block.up.unflatten(1, (2, block.intermediate))
+        return descriptor(weight, 1, 2, config.block_n, config.block_k), 0, 0, 0
+    width = 2 * config.block_n if block.gated and block.interleaved else config.block_n
+    return _weight_operand(block.up, strides, w_kn, width, config)
 
 
 def launch_up_proj(
@@ -32,13 +60,15 @@ def launch_up_proj(
     preact = x.new_empty((rows, block.preact_width)) if save else None
     a = x.new_empty((rows, n)) if activate else None
     spec = spec_of(x)
-    config = gemm_config(schedule.block_m, n, x.dtype, spec, weight_tiles=2 if block.gated else 1)
+    strides = nk_strides(block.up, block.transposed)
+    w_kn = _weight_by_tma(block.up, strides, schedule.block_m, spec)
+    config = up_config(schedule.block_m, n, x.dtype, spec, block.gated, w_kn is not None)
     if rows:
         launch(
             up_proj_kernel, persistent_grid(config, schedule.max_tiles, n, spec),
-            x, *x.stride(), block.up, *nk_strides(block.up, block.transposed),
+            x, *x.stride(), *_up_operand(block, strides, w_kn, config),
             block.up_bias, *bias_strides(block.up_bias), preact, a, scales, row_to_slot, schedule.map,
-            NUM_EXPERTS=block.num_experts, N=n, K=x.shape[1], TOP_K=top_k,
+            NUM_EXPERTS=block.num_experts, N=n, K=x.shape[1], TOP_K=top_k, TMA=w_kn is not None, W_KN=bool(w_kn),
             **block.kernel_options(), **config.launch_options(),
         )  # fmt: skip
     return preact, a
@@ -66,7 +96,9 @@ def launch_down_dgrad(
 
     rows, n = preact.shape[0], block.intermediate
     spec = spec_of(dout)
-    config = dgrad_config(schedule.block_m, n, dout.dtype, spec, block.interleaved)
+    strides = nk_strides(block.down, not block.transposed)
+    w_kn = _weight_by_tma(block.down, strides, schedule.block_m, spec)
+    config = dgrad_config(schedule.block_m, n, dout.dtype, spec, block.interleaved, w_kn is not None)
     n_tiles = -(-n // config.block_n)
     d_preact = (preact if block.recompute else torch.empty_like(preact)) if dpreact else None
     a = dout.new_empty((rows, n)) if scaled_act else None
@@ -78,9 +110,10 @@ def launch_down_dgrad(
     if rows:
         launch(
             down_dgrad_kernel, persistent_grid(config, schedule.max_tiles, n, spec),
-            dout, *dout.stride(), block.down, *nk_strides(block.down, not block.transposed), weights,
+            dout, *dout.stride(), *_weight_operand(block.down, strides, w_kn, config.block_n, config), weights,
             preact, d_preact, a, sums, rows, row_to_slot, schedule.map,
             NUM_EXPERTS=block.num_experts, N=n, K=dout.shape[1], TOP_K=0 if row_to_slot is None else weights.shape[1],
+            TMA=w_kn is not None, W_KN=bool(w_kn),
             **block.kernel_options(), **config.launch_options(),
         )  # fmt: skip
     return d_preact, a, sums, dots

@@ -164,12 +164,26 @@ def hopper_gemm_config(
 
 
 @lru_cache(maxsize=None)
-def dgrad_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, interleaved: bool) -> GemmConfig:
+def up_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, gated: bool, tma: bool) -> GemmConfig:
+    """Config of the up-projection with N columns of the activation. tma: the weight is read by descriptor."""
+    config = gemm_config(block_m, n, dtype, spec, weight_tiles=2 if gated else 1)
+    return (
+        _fit(replace(config, num_stages=4, group_m=16), n, 2 if gated else 1, dtype.itemsize, spec) if tma else config
+    )
+
+
+@lru_cache(maxsize=None)
+def dgrad_config(
+    block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, interleaved: bool, tma: bool
+) -> GemmConfig:
     """Config of the down-projection's dgrad, whose epilogue holds pre-activation, activation and their gradients.
 
-    interleaved: gate and up in turn pass through registers once more to be told apart.
+    interleaved: gate and up in turn pass through registers once more to be told apart. tma: the weight is read by
+    descriptor.
     """
     config = gemm_config(block_m, n, dtype, spec)
+    if tma:
+        return config
     if spec.warp_size == 64 and dtype.itemsize > 2:
         return replace(config, block_n=min(config.block_n, 32))
     return replace(config, block_n=min(config.block_n, 128 if spec.wide_tiles and not interleaved else 64))

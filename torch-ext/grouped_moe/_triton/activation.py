@@ -6,18 +6,26 @@ import triton.language as tl
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 _TANH_SCALE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi); 1 + tanh(x) = 2 sigmoid(2 x)
+_MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 _TANH_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), by two approximate instructions that need no scaling around them."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * _MINUS_LOG2_E))
+    return root * root
 
 
 @triton.jit
 def activate(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
     """act(x)."""
     if NAME == "silu":
-        return x * tl.sigmoid(x * ALPHA)
+        return x * sigmoid(x * ALPHA)
     elif NAME == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     elif NAME == "gelu_tanh":
-        return x * tl.sigmoid((x + x * x * x * _TANH_CUBIC) * _TANH_SCALE)
+        return x * sigmoid((x + x * x * x * _TANH_CUBIC) * _TANH_SCALE)
     elif NAME == "relu":
         return tl.where(x < 0, 0.0, x)
     else:
@@ -29,12 +37,12 @@ def activate(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
 def activate_grad(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
     """act'(x)."""
     if NAME == "silu":
-        s = tl.sigmoid(x * ALPHA)
+        s = sigmoid(x * ALPHA)
         return s * (1.0 + x * ALPHA * (1.0 - s))
     elif NAME == "gelu":
         return 0.5 * (1.0 + tl.erf(x * _SQRT_HALF)) + x * _INV_SQRT_2PI * tl.exp(-0.5 * x * x)
     elif NAME == "gelu_tanh":
-        s = tl.sigmoid((x + x * x * x * _TANH_CUBIC) * _TANH_SCALE)
+        s = sigmoid((x + x * x * x * _TANH_CUBIC) * _TANH_SCALE)
         return s * (1.0 + x * (1.0 - s) * _TANH_SCALE * (1.0 + x * x * 3.0 * _TANH_CUBIC))
     elif NAME == "relu":
         return tl.where(x > 0, 1.0, 0.0)

@@ -144,3 +144,20 @@ def peak_mib(call: Call, cuda: bool) -> Optional[float]:
     peak = torch.cuda.max_memory_allocated() - before
     del results
     return peak / 2**20
+
+
+def saved_mib(forward: Callable[[], Tensor], parameters: Sequence[Tensor]) -> float:
+    """MiB that a forward keeps for the backward: unique storages, parameters left out and inputs not."""
+    known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    kept: Dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward()
+    del out
+    return sum(kept.values()) / 2**20

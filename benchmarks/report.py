@@ -258,23 +258,16 @@ def combine_rows(results: dict) -> List[Dict[str, str]]:
 
 def growth_verdicts(results: dict) -> List[str]:
     """The points that are flagged."""
-    flagged = [
-        f"{r['grows']} {r['mode']} {r['at']}: {r['over the line']}"
-        for r in growth_rows(results)
-        if "FLAG" in r["over the line"]
-    ]
+    rows = [row for row in growth_rows(results) if "FLAG" in row["over the line"]]
+    flagged = [f"{row['grows']} {row['mode']} {row['at']}: {row['over the line'][:4]}" for row in rows]
     return [f"more than {OVER_LINE - 1:.0%} over the line: " + (", ".join(flagged) or "none"), *faults(results)]
 
 
 def progress(title: str, cell: dict) -> str:
     """One line about a cell that has just run, with the reasons of what did not."""
     parts = [cell, *(cell[part] for part in (GRAPH, CALLS, HOST) if part in cell)]
-    said = [
-        f"{n} {text(milliseconds(part, n))}"
-        for part in parts
-        for n in part.get("providers", {})
-        if milliseconds(part, n)
-    ]
+    timed = [(name, milliseconds(part, name)) for part in parts for name in part.get("providers", {})]
+    said = [f"{name} {text(ms)}" for name, ms in timed if ms]
     said += [f"{point['value']:g}: {text(point.get('median_ms'))}" for point in cell.get("points", ())]
     entries = {"all": cell, **cell.get("providers", {})}
     said += [f"{name} skipped: {entry['skipped'][:70]}" for name, entry in entries.items() if "skipped" in entry]

@@ -16,6 +16,7 @@ from typing import Callable, List, NamedTuple, Optional
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "triton", "transformers", "kernels", "nvidia-cutlass-dsl")
 
 
 def load_kernel() -> ModuleType:
@@ -63,7 +64,7 @@ def describe_machine(kernel: ModuleType, commit: Optional[str]) -> dict:
         "machine": f"{platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} CPU cores",
         "python": sys.version.split()[0],
         "cuda": torch.version.cuda or torch.version.hip,
-        **{name: package_version(name) for name in ("torch", "triton", "transformers", "kernels")},
+        **{name: package_version(name) for name in PACKAGES},
     }
 
 

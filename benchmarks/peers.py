@@ -142,6 +142,7 @@ class Providers:
     def __init__(self, kernel: ModuleType) -> None:
         self.kernel = kernel
         self.hub: Dict[str, object] = {}
+        self.builds: Dict[str, str] = {}  # of the Hub's kernels
         self.compiled: Callable = lambda *_: None
         self.compiled_for: object = None
 
@@ -152,6 +153,7 @@ class Providers:
         if name not in self.hub:
             try:
                 self.hub[name] = kernels.get_kernel(**where, trust_remote_code=True)
+                self.builds[name] = self.hub[name].__name__
             except Exception as error:  # of the network, the kernel or what it imports
                 self.hub[name] = error
         if isinstance(self.hub[name], Exception):

@@ -198,7 +198,7 @@ class Models:
 
 
 def main(argv: Optional[List[str]] = None) -> dict:
-    arguments = make_parser(__doc__, budget=150, cell_seconds=1.0).parse_args(argv)
+    arguments = make_parser(__doc__, budget=170, cell_seconds=1.0).parse_args(argv)
     kernel, device = load_kernel(), "cuda" if torch.cuda.is_available() else "cpu"
     layers, models = Layers(kernel, device, arguments), Models(kernel, device, arguments)
     results = {"benchmark": report.DECODE, **describe_machine(kernel, arguments.commit)}

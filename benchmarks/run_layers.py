@@ -221,7 +221,8 @@ def main(argv: Optional[List[str]] = None) -> dict:
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     kernel = load_kernel()
     bench = Bench(kernel, "cuda" if torch.cuda.is_available() else "cpu", arguments)
-    results = {"benchmark": report.LAYERS, **describe_machine(kernel, arguments.commit)}
+    machine = describe_machine(kernel, arguments.commit)
+    results = {"benchmark": report.LAYERS, **machine, "peers": bench.providers.builds}
     tasks = [Task("cells", cell.described(), str(cell), lambda c=cell: bench.run(c)) for cell in cells(arguments.smoke)]
     run_tasks(results, tasks, arguments, report.progress)
     print(report.summary(results))

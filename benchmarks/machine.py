@@ -1,6 +1,8 @@
 """What every script shares: the package, the machine, the JSON that is rewritten after every cell, the options."""
 
 import argparse
+import faulthandler
+import gc
 import json
 import os
 import platform
@@ -14,8 +16,10 @@ from types import ModuleType
 from typing import Callable, List, NamedTuple, Optional
 
 import torch
+from timing import time_box
 
 ROOT = Path(__file__).resolve().parent.parent
+GRACE_SECONDS, HANGING_SECONDS = 8.0, 30.0  # past the budget: a task is stopped, the process ends
 PACKAGES = ("torch", "triton", "transformers", "kernels", "nvidia-cutlass-dsl")
 
 
@@ -87,6 +91,7 @@ def make_parser(description: str, budget: float, cell_seconds: float) -> argpars
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--commit", help="commit of the package, where git can't tell")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, also without a GPU")
+    parser.add_argument("--prepare", action="store_true", help="compile into the caches on disk, measure nothing")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="WORD", help="cells with all these words in their name"
     )
@@ -100,32 +105,59 @@ def make_parser(description: str, budget: float, cell_seconds: float) -> argpars
 
 
 class Task(NamedTuple):
-    """A cell of results[key]: what identifies it, and what fills it in."""
+    """A cell of results[key]: what identifies it, what fills it in, and what only compiles for it."""
 
     key: str
     cell: dict
     title: str
     measure: Callable[[], dict]
+    prepare: Callable[[], None]
+
+
+def prepare_tasks(tasks: List[Task], arguments: argparse.Namespace) -> None:
+    """Compiles into the caches on disk what the tasks need, as far as the budget goes."""
+    begun = time.monotonic()
+    for task in tasks:
+        left = arguments.budget - (time.monotonic() - begun)
+        if left > 0 and all(word in task.title for word in arguments.only):
+            try:
+                with time_box(left):
+                    task.prepare()
+            except Exception as error:  # it will show again where it is measured
+                print(f"{task.title}: {first_line(error)}", flush=True)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # others prepare at the same time
 
 
 def run_tasks(results: dict, tasks: List[Task], arguments: argparse.Namespace, progress: Callable) -> dict:
-    """Runs tasks in order of importance until the budget is over; writes and prints after each."""
+    """Runs tasks in order of importance until the budget is over; writes and prints after each.
+
+    A task that is under way then is stopped a little later; a process that hangs ends, with what it has written.
+    """
+    if arguments.prepare:
+        prepare_tasks(tasks, arguments)
+        return results
     begun = time.monotonic()
+    faulthandler.dump_traceback_later(arguments.budget + HANGING_SECONDS, exit=True)
     for task in tasks:
         results.setdefault(task.key, [])
         if not all(word in task.title for word in arguments.only):
             continue
-        if time.monotonic() - begun > arguments.budget:
+        start = time.monotonic()
+        left = arguments.budget - (start - begun)
+        if left <= 0:
             results[task.key].append({**task.cell, "skipped": f"past the budget of {arguments.budget:.0f} s"})
             continue
-        start = time.monotonic()
         try:
-            found = {**task.cell, **task.measure()}
+            with time_box(left + GRACE_SECONDS):
+                found = {**task.cell, **task.measure()}
         except Exception as error:  # one cell's failure is a result, too
             found = {**task.cell, "skipped": first_line(error)}
         results[task.key].append({**found, "seconds": time.monotonic() - start})
         results["seconds"] = time.monotonic() - begun
         write(arguments.output, results)
         print(progress(task.title, results[task.key][-1]), flush=True)
+    faulthandler.cancel_dump_traceback_later()
     write(arguments.output, results)
     return results

@@ -46,7 +46,7 @@ test: build  ## everything a machine without a GPU can test
 test-gpu: build  ## the same tests on this machine's GPU, and those that need one
 	$(PYTEST) tests --ignore tests/interpreter
 
-bench: build  ## speed and memory on this machine, beside what transformers and torch have
+bench: build  ## speed, memory and how cost grows on this machine, beside every peer that can be had
 	$(PY) -m benchmarks
 
 compile-check: build  ## every kernel for every target, with registers, shared memory and spills

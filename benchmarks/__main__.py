@@ -1,6 +1,11 @@
-"""`python -m benchmarks [--commit C] [--smoke]`: both benchmarks, their tables, and the figures beside the JSON."""
+"""`python -m benchmarks [--commit C] [--smoke]`: every benchmark, their tables, and the figures beside the JSON.
+
+Each script runs in a process of its own; before them, processes side by side compile what they need.
+"""
 
 import argparse
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,16 +13,53 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import plot  # noqa: E402
-import run_experts  # noqa: E402
-import run_linear  # noqa: E402
+from workload import LAYERS  # noqa: E402
 
-if __name__ == "__main__":
+SCRIPTS = ("layers", "decode", "growth", "linear")
+PREPARE_SECONDS = 40
+# The words that choose the cells which one process prepares.
+SHARES = {
+    "layers": tuple(layer.name for layer in LAYERS),
+    "decode": ("T=", "generate"),
+    "growth": ("tokens", "local", "experts", "skew", "routing"),
+}
+
+
+def command(name: str, *options: str) -> list:
+    return [sys.executable, str(HERE / f"run_{name}.py"), *options]
+
+
+def prepare(names: list) -> None:
+    """Fills the caches on disk; what does not get there in time compiles later."""
+    options = ("--prepare", "--budget", str(PREPARE_SECONDS))
+    shares = [(name, word) for name in names for word in SHARES.get(name, ())]
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}  # of each of these processes
+    running = [subprocess.Popen(command(name, *options, "--only", word), env=environment) for name, word in shares]
+    for process in running:
+        try:
+            process.wait(2 * PREPARE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", default="", help="commit of the package, where git can't tell")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, a few seconds")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, minutes on a CPU")
+    parser.add_argument("--scripts", nargs="+", default=list(SCRIPTS), choices=SCRIPTS, help="these alone")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the JSON and the figures")
     arguments = parser.parse_args()
     options = [f"--commit={arguments.commit}"] * bool(arguments.commit) + ["--smoke"] * arguments.smoke
-    for name, benchmark in (("experts", run_experts), ("linear", run_linear)):
-        output = HERE / "results" / f"{name}.json"
-        benchmark.main(["--output", str(output), *options])
-        plot.draw(output, output.parent)
+    if not arguments.smoke:
+        prepare(arguments.scripts)
+    failed = 0
+    for name in arguments.scripts:
+        output = arguments.results / f"{name}.json"
+        failed += subprocess.run(command(name, "--output", str(output), *options)).returncode != 0
+        if output.exists():
+            plot.draw(output, output.parent)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

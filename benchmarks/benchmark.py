@@ -1,6 +1,6 @@
 """The experts block of one Qwen3-30B-A3B layer, for `kernels benchmark`: decode, a small batch, a long one, a step.
 
-Every workload is verified against the package's fp32 reference. Speed next to transformers: run_experts.py.
+Every workload is verified against the package's fp32 reference. Speed next to its peers: run_layers.py.
 """
 
 import torch

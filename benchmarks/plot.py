@@ -1,67 +1,224 @@
-"""Draws what run_experts.py measured: speed-up over grouped_mm by tokens and local share, and memory by tokens.
-And what run_linear.py measured: speed-up of a step over both peers.
+"""Draws what the scripts measured, into the folder of their JSON:
 
-    python benchmarks/plot.py benchmarks/results/experts.json [--output FOLDER]
+    python benchmarks/plot.py benchmarks/results/layers.json [--output FOLDER]
 
-Lines differ by dash and marker, bars by hatch: the figures read without colour.
+layers.json: speedup.png, sentinels.png, memory.png. decode.json: decode.png. growth.json: growth.png. linear.json:
+linear_speedup.png. Lines differ by dash and marker, bars by hatch: the figures read without colour.
 """
 
 import argparse
 import json
 import math
 from pathlib import Path
-from typing import List, Sequence
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from report import COMPILED, EAGER, LINEAR, LOOP, OURS, STEP, TORCH, mib, speedup  # noqa: E402
+from report import (  # noqa: E402
+    BATCHED,
+    CALLS,
+    COMPILED,
+    DECODE,
+    DENSE,
+    EAGER,
+    GRAPH,
+    GROWTH,
+    HOST,
+    LAYERS,
+    LINEAR,
+    LOOP,
+    OURS,
+    OVER_LINE,
+    RECOMPUTE,
+    SCATTERMOE,
+    SONICMOE,
+    STEP,
+    TORCH,
+    local,
+    measured,
+    mib,
+    milliseconds,
+    over_line,
+    speedup,
+)
 
-STYLES = {1.0: ("-", "o", "0.0"), 0.5: ("--", "s", "0.25"), 0.125: (":", "^", "0.45")}
 PATTERNS = {"balanced": "o", "zipf": "s", "half": "^"}
-BARS = {OURS: ("0.25", ""), EAGER: ("0.85", "//"), COMPILED: ("1.0", "..")}
+# Shade and hatch of a provider's bars; dash, marker and shade of its lines.
+BARS = {
+    OURS: ("0.15", ""), RECOMPUTE: ("0.4", ".."), EAGER: ("0.9", "//"), COMPILED: ("1.0", "xx"),
+    BATCHED: ("0.9", "||"), SCATTERMOE: ("0.75", "\\\\"), SONICMOE: ("0.6", "--"), DENSE: ("1.0", ""),
+}  # fmt: skip
+LINES = {
+    OURS: ("-", "o", "0.0"), EAGER: ("--", "s", "0.3"), COMPILED: ("-.", "D", "0.3"), BATCHED: (":", "v", "0.3"),
+    SONICMOE: ("--", "^", "0.5"), DENSE: (":", "x", "0.5"),
+}  # fmt: skip
 
 
 def origin(results: dict) -> str:
     """Where the numbers come from, in a line."""
-    what = results.get("benchmark")
-    if what is None:
-        layer = results["layer"]
-        sizes = f"E={layer['experts']}, top_k={layer['top_k']}, H={layer['hidden']}, I={layer['intermediate']}"
-        what = f"{layer['name']} ({sizes})"
     versions = ", ".join(f"{name} {results[name]}" for name in ("torch", "triton", "transformers"))
-    return f"{what}, bf16, {results['gpu'] or 'CPU'}, {versions}, {results['date_utc'][:10]}"
+    where = f"{results['gpu'] or 'CPU'}, {versions}, {results['date_utc'][:10]}"
+    return f"{results['benchmark']}, bf16, {where}"
 
 
-def tokens_axis(axes: plt.Axes, tokens: List[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, [str(t) for t in tokens])
-    axes.minorticks_off()
-    axes.set_xlabel("tokens per call, T")
-    axes.grid(True, color="0.9")
+def save(figure: plt.Figure, panels: Sequence[plt.Axes], results: dict, path: Path, columns: int = 4) -> None:
+    """What all figures share: one legend, the origin."""
+    labels: Dict[str, object] = {}
+    for axes in panels:
+        handles, names = axes.get_legend_handles_labels()
+        labels.update(zip(names, handles))
+    if labels:
+        figure.legend(labels.values(), labels, loc="outside lower center", ncols=columns, fontsize="x-small")
+    figure.suptitle(origin(results), fontsize="small")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def logarithmic(axes: plt.Axes, x: bool = False) -> None:
+    """Log scales of base 2 with plain numbers."""
+    for axis, scale in ((axes.yaxis, axes.set_yscale), (axes.xaxis, axes.set_xscale))[: 2 if x else 1]:
+        scale("log", base=2)
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.grid(True, axis="both" if x else "y", color="0.9")
+
+
+def draw_bars(
+    axes: plt.Axes, groups: List[Tuple[str, dict]], names: Sequence[str], value: Callable[[dict, str], Optional[float]]
+) -> None:
+    """A group of bars per cell, a bar per provider; where there is no value, no bar."""
+    width = 0.85 / len(names)
+    for k, name in enumerate(names):
+        shade, hatch = BARS[name]
+        bars = [(i + (k + 0.5) * width - 0.425, value(cell, name)) for i, (_, cell) in enumerate(groups)]
+        bars = [bar for bar in bars if bar[1]]
+        if bars:
+            axes.bar(*zip(*bars), width=width, color=shade, edgecolor="0.0", linewidth=0.5, hatch=hatch, label=name)
+    axes.set_xticks(range(len(groups)), [label for label, _ in groups], fontsize="x-small")
 
 
 def draw_speedup(results: dict, path: Path) -> None:
-    """A panel for the forward and one for both passes; a line per local share, grouped_mm eager being 1."""
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4.8), sharey=True, layout="constrained")
-    for axes, backward in zip(panels, (False, True)):
-        cells = [cell for cell in results["cells"] if cell["backward"] == backward]
-        for local, (dash, marker, shade) in STYLES.items():
-            for provider, filled in ((EAGER, True), (COMPILED, False)):
-                points = [(c["tokens"], speedup(c, provider)) for c in cells if c["local"] == local]
-                points = sorted(point for point in points if point[1] is not None)
-                if not points:
-                    continue
-                share = "all" if local == 1 else f"1/{round(1 / local)} of the"
-                axes.plot(
-                    *zip(*points), linestyle=dash, marker=marker, color=shade, linewidth=1.6 if filled else 0.8,
-                    markerfacecolor=shade if filled else "white",
-                    label=f"{share} slots local, over {provider}",
-                )  # fmt: skip
-        tokens_axis(axes, sorted({cell["tokens"] for cell in results["cells"]}))
-        axes.set_title("forward and backward" if backward else "forward")
-    finish_speedup(figure, panels, results, path)
+    """Speed of every provider relative to grouped_mm eager; a panel per mode, T and local share."""
+    keys = sorted({(c["backward"], c["tokens"], -c["local"]) for c in measured(results)})
+    figure, panels = plt.subplots(
+        -(-len(keys) // 3),
+        min(3, len(keys)),
+        figsize=(15, 3.3 * -(-len(keys) // 3)),
+        layout="constrained",
+        squeeze=False,
+    )
+    panels = [axes for row in panels for axes in row]
+    names = (OURS, COMPILED, SCATTERMOE, SONICMOE, DENSE)
+    for axes, key in zip(panels, keys):
+        cells = [c for c in measured(results) if (c["backward"], c["tokens"], -c["local"]) == key]
+        groups = [(cell["layer"].replace(" ", "\n").replace("-", "-\n", 1), cell) for cell in cells]
+        draw_bars(axes, groups, names, lambda cell, name: speedup(cell, EAGER, name))
+        axes.axhline(1, color="0.0", linewidth=0.8)
+        logarithmic(axes)
+        axes.set_ylabel("times grouped_mm's speed", fontsize="x-small")
+        mode = "forward and backward" if key[0] else "forward"
+        axes.set_title(f"{mode}, T={key[1]}, local {local({'local': -key[2]})}", fontsize="small")
+    for axes in panels[len(keys) :]:
+        axes.set_visible(False)
+    save(figure, panels[:1] + panels, results, path, 5)
+
+
+def draw_sentinels(results: dict, path: Path) -> None:
+    """Time over that with all slots local, by the local share; forward at the largest T, a panel per layer."""
+    cells = [cell for cell in measured(results) if not cell["backward"]]
+    most = max(cell["tokens"] for cell in cells)
+    layers = list(dict.fromkeys(cell["layer"] for cell in cells))
+    figure, panels = plt.subplots(
+        1, len(layers), figsize=(3 * len(layers), 3.8), sharey=True, layout="constrained", squeeze=False
+    )
+    for axes, layer in zip(panels[0], layers):
+        shares = {c["local"]: c for c in cells if c["layer"] == layer and c["tokens"] == most}
+        for name, (dash, marker, shade) in LINES.items():
+            whole = milliseconds(shares.get(1.0, {}), name)
+            points = [(s, milliseconds(c, name)) for s, c in sorted(shares.items())]
+            points = [(s, ms / whole) for s, ms in points if ms and whole]
+            if points:
+                axes.plot(*zip(*points), linestyle=dash, marker=marker, color=shade, label=name, markersize=4)
+        axes.plot((1 / 8, 1), (1 / 8, 1), color="0.8", linewidth=0.8)
+        logarithmic(axes, x=True)
+        axes.set_xticks(sorted(shares), [local({"local": share}) for share in sorted(shares)])
+        axes.minorticks_off()
+        axes.set_title(layer, fontsize="small")
+        axes.set_xlabel("share of slots that is local", fontsize="x-small")
+    panels[0][0].set_ylabel(f"time, relative to all local (T={most})", fontsize="x-small")
+    save(figure, panels[0], results, path, 6)
+
+
+def draw_memory(results: dict, path: Path) -> None:
+    """Saved for the backward, and the peak of a step, all slots local."""
+    cells = [cell for cell in measured(results) if cell["backward"] and cell["local"] == 1]
+    titles = {"saved_mib": "saved for backward", "peak_mib": "peak of forward and backward, gradients included"}
+    names = (OURS, RECOMPUTE, EAGER, COMPILED, SCATTERMOE, SONICMOE)
+    figure, panels = plt.subplots(2, 1, figsize=(10, 7), layout="constrained")
+    for axes, (what, title) in zip(panels, titles.items()):
+        groups = [(f"{cell['layer']}\nT={cell['tokens']}", cell) for cell in cells]
+        draw_bars(axes, groups, names, lambda cell, name, what=what: mib(cell, name, what))
+        axes.set_ylabel("MiB")
+        axes.set_title(title, fontsize="small")
+    save(figure, panels, results, path, 6)
+
+
+def draw_decode(results: dict, path: Path) -> None:
+    """Time per call by T: replays of a graph, eager calls, host; of the first layer. And tokens/s of generate()."""
+    cells = sorted(measured(results), key=lambda cell: cell["tokens"])
+    layer = measured(results)[0]["layer"] if cells else ""
+    cells = [cell for cell in cells if cell["layer"] == layer]
+    figure, panels = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
+    for axes, part in zip(panels, (GRAPH, CALLS, HOST)):
+        for name in (OURS, EAGER, BATCHED):
+            dash, marker, shade = LINES[name]
+            points = [(c["tokens"], milliseconds(c[part], name)) for c in cells]
+            points = [point for point in points if point[1]]
+            if points:
+                axes.plot(*zip(*points), linestyle=dash, marker=marker, color=shade, label=name, markersize=4)
+        if part == GRAPH and cells:
+            axes.plot(*zip(*((c["tokens"], c["floor_hot_ms"]) for c in cells)), color="0.7", label="floor")
+        logarithmic(axes, x=True)
+        axes.set_title(f"{layer}: {part}", fontsize="small")
+        axes.set_xlabel("tokens per call, T", fontsize="x-small")
+        axes.set_ylabel("ms", fontsize="x-small")
+    cases = measured(results, "generate")
+    groups = [(f"batch {c['batch']}\n{'static, compiled' if c['static'] else 'eager'}", c) for c in cases]
+    draw_bars(panels[3], groups, (OURS, EAGER), lambda c, name: c["providers"].get(name, {}).get("tokens_per_s"))
+    panels[3].set_title("generate(), tokens/s (grouped_mm: transformers' default)", fontsize="small")
+    save(figure, panels, results, path, 5)
+
+
+def draw_growth(results: dict, path: Path) -> None:
+    """A panel per series: time and floor; a ring around what is over the line between its neighbours."""
+    every = measured(results, "series")
+    kinds = list(dict.fromkeys(series["x"] for series in every))
+    figure, panels = plt.subplots(1, len(kinds), figsize=(4 * len(kinds), 4.2), layout="constrained", squeeze=False)
+    for axes, kind in zip(panels[0], kinds):
+        for series in (s for s in every if s["x"] == kind):
+            dash, shade = ("--", "0.3") if series["backward"] else ("-", "0.0")
+            label = "forward and backward" if series["backward"] else "forward"
+            points = [p for p in series["points"] if p.get("median_ms")]
+            x = [p["value"] for p in points]
+            axes.plot(x, [p["median_ms"] for p in points], dash, color=shade, marker="o", markersize=3, label=label)
+            axes.plot(x, [p["floor_hot_ms"] for p in points], ":", color="0.6", label="floor")
+            far = [p for p, over in zip(series["points"], over_line(series)) if over and over > OVER_LINE]
+            axes.plot(
+                [p["value"] for p in far], [p["median_ms"] for p in far], "o", markersize=10, color="0.0",
+                markerfacecolor="none", label=f"more than {OVER_LINE - 1:.0%} over the line",
+            )  # fmt: skip
+        if kind == "skew":
+            axes.set_xticks(x, [p["pattern"] for p in points], fontsize="small")
+            axes.set_ylim(bottom=0)
+        else:
+            logarithmic(axes, x=True)
+        if kind == "local":
+            axes.set_xticks(x, [local({"local": value}) for value in x])
+            axes.minorticks_off()
+        axes.set_title(f"time by {kind}", fontsize="small")
+        axes.set_ylabel("ms", fontsize="x-small")
+    save(figure, panels[0], results, path)
 
 
 def finish_speedup(figure: plt.Figure, panels: Sequence[plt.Axes], results: dict, path: Path) -> None:
@@ -106,42 +263,23 @@ def draw_linear(results: dict, path: Path) -> None:
     finish_speedup(figure, panels[0], {**results, "benchmark": results["benchmark"] + " step"}, path)
 
 
-def draw_memory(results: dict, path: Path) -> None:
-    """Peak of a training step and what the forward saves for the backward, all slots local."""
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
-    cells = sorted((c for c in results["cells"] if c["backward"] and c["local"] == 1), key=lambda c: c["tokens"])
-    titles = {"peak_mib": "peak of forward and backward, gradients included", "saved_mib": "saved for backward"}
-    for axes, (what, title) in zip(panels, titles.items()):
-        width = 0.8 / len(BARS)
-        for k, (provider, (shade, hatch)) in enumerate(BARS.items()):
-            bars = [(i + (k - 1) * width, mib(cell, provider, what)) for i, cell in enumerate(cells)]
-            bars = [bar for bar in bars if bar[1] is not None]
-            if bars:
-                axes.bar(*zip(*bars), width=width, color=shade, edgecolor="0.0", hatch=hatch, label=provider)
-                axes.legend(fontsize="small")
-        axes.set_xticks(range(len(cells)), [str(cell["tokens"]) for cell in cells])
-        axes.set_xlabel("tokens per call, T")
-        axes.set_ylabel("memory (MiB)")
-        axes.set_title(title)
-    figure.suptitle(origin(results), fontsize="small")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
 def draw(results_path: Path, folder: Path) -> None:
-    """Writes speedup.png and memory.png, or for run_linear.py's linear.json linear_speedup.png, into folder."""
+    """Writes the figures of a script's JSON into folder."""
     results = json.loads(results_path.read_text(encoding="utf-8"))
     folder.mkdir(parents=True, exist_ok=True)
-    if results.get("benchmark") == LINEAR:
-        draw_linear(results, folder / f"{results_path.stem}_speedup.png")
-        return
-    draw_speedup(results, folder / "speedup.png")
-    draw_memory(results, folder / "memory.png")
+    figures = {
+        LINEAR: {f"{results_path.stem}_speedup.png": draw_linear},
+        LAYERS: {"speedup.png": draw_speedup, "sentinels.png": draw_sentinels, "memory.png": draw_memory},
+        DECODE: {"decode.png": draw_decode},
+        GROWTH: {"growth.png": draw_growth},
+    }[results["benchmark"]]
+    for name, function in figures.items():
+        function(results, folder / name)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="JSON that run_experts.py or run_linear.py wrote")
+    parser.add_argument("results", type=Path, help="JSON that a script wrote")
     parser.add_argument("--output", type=Path, help="folder of the figures, by default that of the JSON")
     arguments = parser.parse_args()
     draw(arguments.results, arguments.output or arguments.results.parent)

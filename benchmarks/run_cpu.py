@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Callable, List, Optional
 
 import torch
+from machine import describe_machine, load_kernel
 from timing import Plan, time_in_turn
 from torch import Tensor
-from workload import describe_machine, load_kernel
 
 TOKENS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 512, 16, 8, 2048, 768
 MAX_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # in norm; both round, in another order

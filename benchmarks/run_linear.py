@@ -20,12 +20,12 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import report
 import torch
+from machine import describe_machine, first_line, load_kernel, write
 from report import DGRAD, ELAPSED, FORWARD, GRAPH, LOOP, OURS, PARTS, STEP, TORCH, TRACKED, WGRAD
-from run_experts import first_line, write
 from timing import Call, Plan, capture, issue, sample, time_in_turn
 from torch import Tensor
 from torch.nn import functional as F
-from workload import BYTES_PER_SECOND, FLOPS_HOT, ITEM, describe_machine, load_kernel
+from workload import BYTES_PER_SECOND, FLOPS_HOT, ITEM
 
 SHAPES = ((4096, 14336), (7168, 4096), (2048, 1536))  # K, N: Mixtral, DeepSeek-V3, Qwen3-30B-A3B
 GROUPS = (8, 32, 128)

@@ -47,18 +47,22 @@ def capture(call: Call, sets: int) -> Call:
 
 @contextlib.contextmanager
 def time_box(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after so many seconds."""
+    """Raises TimeoutError in the block after so many seconds, or after those of a box around this one."""
 
     def expire(*_) -> None:
         raise TimeoutError(f"not done after {seconds:.0f} s")
 
+    begun = time.monotonic()
+    left, _ = signal.getitimer(signal.ITIMER_REAL)
     previous = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    signal.setitimer(signal.ITIMER_REAL, max(min(seconds, left or seconds), 1e-3))
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begun), 1e-3))
 
 
 def issue(call: Call, calls: int, cuda: bool) -> float:
@@ -111,13 +115,15 @@ def time_in_turn(
             counts[name] = max(plan.least_calls, math.ceil(min(enough, plan.most_calls)))
     gc.collect()
     gc.disable()
-    for done in range(plan.rounds):
-        if done >= 3 and time.monotonic() > deadline:
-            break
-        turn = done % len(names)
-        for name in names[turn:] + names[:turn]:
-            times[name].append(sampler(calls[name], counts[name], cuda))
-    gc.enable()
+    try:
+        for done in range(plan.rounds):
+            if done >= 3 and time.monotonic() > deadline:
+                break
+            turn = done % len(names)
+            for name in names[turn:] + names[:turn]:
+                times[name].append(sampler(calls[name], counts[name], cuda))
+    finally:
+        gc.enable()
     return {
         name: {
             "median_ms": statistics.median(times[name]),
@@ -144,3 +150,20 @@ def peak_mib(call: Call, cuda: bool) -> Optional[float]:
     peak = torch.cuda.max_memory_allocated() - before
     del results
     return peak / 2**20
+
+
+def saved_mib(forward: Callable[[], Tensor], parameters: Sequence[Tensor]) -> float:
+    """MiB that a forward keeps for the backward: unique storages, parameters left out and inputs not."""
+    known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    kept: Dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward()
+    del out
+    return sum(kept.values()) / 2**20

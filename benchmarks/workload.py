@@ -1,23 +1,12 @@
-"""What run_experts.py measures: layers, cells, inputs, the floors that bytes and FLOPs set, and the machine.
+"""What is measured: layers, cells, inputs, and the floors that bytes and FLOPs set.
 
 Legend: T tokens, E local experts, H hidden, I intermediate, R routed rows (slots whose expert is local).
 """
 
-import json
-import os
-import platform
-import re
-import subprocess
-import sys
-from datetime import datetime, timezone
-from pathlib import Path
-from types import ModuleType
-from typing import Dict, List, NamedTuple, Optional
+from typing import Dict, List, NamedTuple
 
 import torch
 from torch import Tensor
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # Measured on an H200: a large copy, bytes read plus bytes written, and a large bf16 product on a cool and on a hot
 # card. The card is power-capped, so a series of measurements runs at the hot rate.
@@ -27,29 +16,49 @@ ITEM = 2  # bytes of a bf16 number
 
 
 class Layer(NamedTuple):
-    """An experts block, gated."""
+    """An experts block, gated. gpt_oss: with biases, interleaved gate and up, transposed weights, a clamped gate."""
 
     name: str
     experts: int
     top_k: int
     hidden: int
     intermediate: int
+    gpt_oss: bool = False
 
 
 QWEN3_30B = Layer("Qwen3-30B-A3B", experts=128, top_k=8, hidden=2048, intermediate=768)
+OLMOE = Layer("OLMoE", experts=64, top_k=8, hidden=2048, intermediate=1024)
+MIXTRAL = Layer("Mixtral-8x7B", experts=8, top_k=2, hidden=4096, intermediate=14336)
+DEEPSEEK_V3 = Layer("DeepSeek-V3 EP8 rank", experts=32, top_k=8, hidden=7168, intermediate=2048)
+QWEN3_NEXT = Layer("Qwen3-Next", experts=512, top_k=10, hidden=2048, intermediate=512)
+GPT_OSS = Layer("gpt-oss-120b", experts=128, top_k=4, hidden=2880, intermediate=2880, gpt_oss=True)
+LAYERS = (QWEN3_30B, DEEPSEEK_V3, MIXTRAL, OLMOE, QWEN3_NEXT, GPT_OSS)
 SMOKE = Layer("smoke", experts=8, top_k=2, hidden=64, intermediate=32)
+SMOKE_GPT_OSS = Layer("smoke-oss", experts=8, top_k=2, hidden=64, intermediate=64, gpt_oss=True)
 
 
 class Cell(NamedTuple):
-    """One measurement. local: the share of slots whose expert is on this rank; the others are sentinels."""
+    """One measurement. local: the share of slots whose expert is on this rank; the others are sentinels.
 
+    pattern: random (distinct experts, all alike), balanced (as many rows for every expert), zipf (distinct, chances by
+    1 / rank), half (one expert takes half of the slots).
+    """
+
+    layer: Layer
     tokens: int
-    local: float
-    backward: bool
+    local: float = 1.0
+    backward: bool = False
+    pattern: str = "random"
 
     def __str__(self) -> str:
         mode = "forward+backward" if self.backward else "forward"
-        return f"T={self.tokens} local={fraction(self.local)} {mode}"
+        skew = "" if self.pattern == "random" else f" {self.pattern}"
+        return f"{self.layer.name} T={self.tokens} local={fraction(self.local)}{skew} {mode}"
+
+    def described(self) -> dict:
+        """What identifies the cell in the JSON."""
+        layer = self.layer._asdict()
+        return {**self._asdict(), "layer": layer.pop("name"), "sizes": layer}
 
 
 class Inputs(NamedTuple):
@@ -74,11 +83,28 @@ def fraction(value: float) -> str:
     return "1" if value == 1 else f"1/{round(1 / value)}"
 
 
-def make_inputs(layer: Layer, cell: Cell, device: str) -> Inputs:
-    """Unit-scale bf16 inputs; every token chooses top_k distinct experts out of all ranks', of which the first E are
-    here."""
+def draw_ids(cell: Cell, device: str) -> Tensor:
+    """(T, top_k) ids; every token chooses out of all ranks' experts, of which the first E are here."""
+    layer = cell.layer
     everywhere = round(layer.experts / cell.local)
-    ids = torch.rand(cell.tokens, everywhere, device=device).topk(layer.top_k).indices
+    if cell.pattern == "balanced":
+        slots = torch.arange(cell.tokens * layer.top_k, device=device)
+        return torch.randperm(everywhere, device=device)[slots % everywhere].view(cell.tokens, layer.top_k)
+    chances = torch.rand(cell.tokens, everywhere, device=device)
+    if cell.pattern == "zipf":  # the k largest of u ** (1 / p) are k draws by p without replacement
+        chances = chances.log() * torch.arange(1, everywhere + 1, device=device)
+    if cell.pattern == "half":
+        chances[:, 0] = 0
+    ids = chances.topk(layer.top_k).indices
+    if cell.pattern == "half":
+        ids[:, : layer.top_k // 2] = 0
+    return ids
+
+
+def make_inputs(cell: Cell, device: str) -> Inputs:
+    """Unit-scale bf16 inputs."""
+    layer = cell.layer
+    ids = draw_ids(cell, device)
     remote = ids >= layer.experts
     weights = torch.rand(ids.shape, device=device) + 0.1
     weights = (weights / weights.sum(1, keepdim=True)).masked_fill(remote, 0.0)
@@ -99,11 +125,17 @@ def count(layer: Layer, sets: List[Inputs]) -> Counts:
     return Counts(*(sum(column) / len(sets) for column in zip(*parts)))
 
 
-def expected_counts(layer: Layer, cell: Cell) -> Counts:
-    """What `count` gives on average, with slots taken as independent."""
+def expected_counts(cell: Cell) -> Counts:
+    """What `count` gives on average for random routing, with slots taken as independent."""
+    layer = cell.layer
     chosen = 1 - (1 - cell.local * layer.top_k / layer.experts) ** cell.tokens
     tokens = cell.tokens * (1 - (1 - cell.local) ** layer.top_k)
     return Counts(cell.tokens * layer.top_k * cell.local, tokens, layer.experts * chosen)
+
+
+def described(counts: Counts) -> Dict[str, float]:
+    """As in the JSON."""
+    return {"routed_rows": counts.rows, "tokens_with_rows": counts.tokens, "experts_with_rows": counts.experts}
 
 
 def flops(layer: Layer, counts: Counts, backward: bool) -> float:
@@ -111,13 +143,14 @@ def flops(layer: Layer, counts: Counts, backward: bool) -> float:
     return (3 if backward else 1) * 2 * counts.rows * 3 * layer.hidden * layer.intermediate
 
 
-def bytes_moved(layer: Layer, cell: Cell, counts: Counts) -> float:
+def bytes_moved(cell: Cell, counts: Counts) -> float:
     """The fewest that a call can move: every input read once, every result written once, by each direction.
 
     Read: hidden rows of tokens with a row, weights of experts with a row, routing. Written: the output. For training
     also the pre-activation between the directions (once each way), and in the backward the output's gradient and again
     the hidden rows and weights are read, the gradients of hidden states and of all E experts are written.
     """
+    layer = cell.layer
     h, p = layer.hidden, 2 * layer.intermediate
     rows_in, rows_out = counts.tokens * h * ITEM, cell.tokens * h * ITEM
     per_expert = 3 * h * layer.intermediate * ITEM
@@ -129,9 +162,9 @@ def bytes_moved(layer: Layer, cell: Cell, counts: Counts) -> float:
     return total
 
 
-def floors(layer: Layer, cell: Cell, counts: Counts) -> Dict[str, float]:
+def floors(cell: Cell, counts: Counts) -> Dict[str, float]:
     """Times in ms that no implementation can go much below."""
-    moved, operations = bytes_moved(layer, cell, counts), flops(layer, counts, cell.backward)
+    moved, operations = bytes_moved(cell, counts), flops(cell.layer, counts, cell.backward)
     bytes_ms = moved / BYTES_PER_SECOND * 1e3
     return {
         "bytes": moved,
@@ -139,53 +172,4 @@ def floors(layer: Layer, cell: Cell, counts: Counts) -> Dict[str, float]:
         "bytes_ms": bytes_ms,
         "floor_ms": max(bytes_ms, operations / FLOPS_COOL * 1e3),
         "floor_hot_ms": max(bytes_ms, operations / FLOPS_HOT * 1e3),
-    }
-
-
-def load_kernel() -> ModuleType:
-    """The package as its users load it, by repo id and version of build.toml; a local build stands in for the Hub."""
-    import kernels
-
-    text = (ROOT / "build.toml").read_text(encoding="utf-8")
-    repo_id = re.search(r'^repo-id = "(.+)"', text, re.MULTILINE).group(1)
-    version = int(re.search(r"^version = (\d+)", text, re.MULTILINE).group(1))
-    os.environ.setdefault("LOCAL_KERNELS", f"{repo_id}={ROOT / 'build'}")
-    return kernels.get_kernel(repo_id, version=version)
-
-
-def command_output(*command: str) -> Optional[str]:
-    """Its stripped standard output, or None if it can't be had."""
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=str(ROOT))
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() or None if result.returncode == 0 else None
-
-
-def package_version(name: str) -> Optional[str]:
-    """The version of an installed package, or None."""
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def describe_machine(kernel: ModuleType, commit: Optional[str]) -> dict:
-    """Machine, versions, build and date: what a result needs to be compared with another."""
-    metadata = json.loads((Path(kernel.__file__).parent / "metadata.json").read_text(encoding="utf-8"))
-    cuda = torch.cuda.is_available()
-    driver = command_output("nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader")
-    return {
-        "date_utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": commit or command_output("git", "rev-parse", "HEAD"),
-        "kernel": {key: metadata.get(key) for key in ("name", "version", "id")},
-        "gpu": torch.cuda.get_device_name() if cuda else None,
-        "gpu_memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1) if cuda else None,
-        "driver_and_power_limit": driver.splitlines()[0] if driver and cuda else None,
-        "machine": f"{platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} CPU cores",
-        "python": sys.version.split()[0],
-        "cuda": torch.version.cuda or torch.version.hip,
-        **{name: package_version(name) for name in ("torch", "triton", "transformers", "kernels")},
     }

@@ -1,0 +1,281 @@
+"""The experts block of every provider, on one module's weights, and their common reference.
+
+A peer that cannot be had is absent, with the reason. Each takes the parameters of transformers' experts module as they
+lie (as views), so that all compute on the same weights and nothing is converted.
+"""
+
+import math
+from types import ModuleType
+from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
+
+import torch
+from machine import first_line
+from report import BATCHED, COMPILED, EAGER, OURS, RECOMPUTE, SCATTERMOE
+from timing import Call
+from torch import Tensor
+from workload import Cell, Inputs, Layer
+
+Function = Callable[[Inputs], Tensor]
+
+MAX_ERROR = 2e-2  # of a bf16 result against fp32, in norm; a lost row or term is far above
+FEW_ROWS = 256
+EXPERTS_AT_A_TIME = 16  # of the reference in fp32
+HUB_SCATTERMOE = {"repo_id": "kernels-community/scattermoe", "version": 1}
+HUB_SONICMOE = {"repo_id": "kernels-community/sonic-moe", "revision": "ep-support"}
+
+
+class Block(NamedTuple):
+    """A layer's weights, in the experts module of transformers."""
+
+    layer: Layer
+    module: torch.nn.Module
+    device: str
+
+    @property
+    def weights(self) -> Tuple[Tensor, ...]:
+        """gate_up_proj, down_proj and, of gpt-oss, their biases."""
+        names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+        return tuple(getattr(self.module, name) for name in names[: 4 if self.layer.gpt_oss else 2])
+
+    @property
+    def kind(self) -> dict:
+        """Arguments of the package's experts block that say what the layer computes, tensors left out."""
+        return {"transposed": True, "interleaved": True} if self.layer.gpt_oss else {}
+
+    @property
+    def gate(self) -> dict:
+        """The parameters of the activation where it is not plain silu."""
+        if not self.layer.gpt_oss:
+            return {}
+        return {"alpha": self.module.alpha, "limit": self.module.limit, "up_offset": 1.0}
+
+
+def make_module(layer: Layer) -> torch.nn.Module:
+    """transformers' experts module without weights."""
+    if layer.gpt_oss:
+        from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+        config = GptOssConfig(
+            num_local_experts=layer.experts, hidden_size=layer.hidden, intermediate_size=layer.intermediate
+        )
+        with torch.device("meta"):
+            return GptOssExperts(config)
+    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(
+        num_experts=layer.experts, hidden_size=layer.hidden, moe_intermediate_size=layer.intermediate, hidden_act="silu"
+    )
+    with torch.device("meta"):
+        return Qwen3MoeExperts(config)
+
+
+def make_block(layer: Layer, device: str) -> Block:
+    """Weights of unit scale: divided by the root of their fan-in. Biases of a tenth."""
+    module = make_module(layer)
+    fan_in = {"gate_up_proj": layer.hidden, "down_proj": layer.intermediate}
+    for name, parameter in list(module.named_parameters()):
+        scale = 1 / math.sqrt(fan_in[name]) if name in fan_in else 0.1
+        weight = torch.randn(parameter.shape, device=device, dtype=torch.bfloat16).mul_(scale)
+        setattr(module, name, torch.nn.Parameter(weight))
+    return Block(layer, module, device)
+
+
+def make_ours(kernel: ModuleType, block: Block, recompute: bool = False) -> Function:
+    """This package."""
+    names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+    arguments = {**dict(zip(names, block.weights)), **block.kind, "recompute": recompute}
+    if block.gate:
+        arguments["activation"] = kernel.Activation("silu", **block.gate)
+    return lambda s: kernel.grouped_mm_experts(s.x, s.ids, s.weights, **arguments)
+
+
+def make_transformers(block: Block, name: str) -> Function:
+    """grouped_mm or batched_mm of transformers."""
+    from transformers.integrations import moe
+
+    function = getattr(moe, f"{name}_experts_forward")
+    return lambda s: function(block.module, s.x, s.ids, s.weights)
+
+
+def make_scattermoe(scatter: ModuleType, block: Block) -> Function:
+    """The Hub's build of ScatterMoE, put together as its own gated MLP is. Without sentinels."""
+    layer, (up, down, *biases) = block.layer, block.weights
+    if not layer.gpt_oss:  # it takes (E, K, N)
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    up_bias, down_bias = biases or (None, None)
+
+    def forward(s: Inputs) -> Tensor:
+        order = scatter.flatten_sort_count(s.ids, num_experts=layer.experts)
+        rows = scatter.parallel_linear(s.x, up, layer.top_k, *order, expert_biases=up_bias, grouped_out=True)
+        rows = block.module._apply_gate(rows)
+        return scatter.parallel_linear(rows, down, 1, *order, expert_biases=down_bias, gates=s.weights, grouped_in=True)
+
+    return forward
+
+
+def make_sonicmoe(sonic: ModuleType, block: Block) -> Function:
+    """The Hub's build of SonicMoE, called as transformers calls it. It knows sentinels."""
+    layer, (up, down) = block.layer, block.weights
+    up, down = up.permute(1, 2, 0), down.permute(1, 2, 0)
+
+    def forward(s: Inputs) -> Tensor:
+        tokens = torch.arange(s.x.shape[0], device=s.x.device, dtype=torch.int32)
+        out, _ = sonic.moe_general_routing_inputs(
+            s.x, s.weights.reshape(-1), tokens.repeat_interleave(layer.top_k, output_size=s.ids.numel()),
+            s.ids.reshape(-1).int(), up, None, down, None, E=layer.experts, stream_id=None,
+            activation_type=sonic.enums.ActivationType.SWIGLU,
+            is_inference_mode_enabled=not torch.is_grad_enabled(), concat_layout=True,
+        )  # fmt: skip
+        return out
+
+    return forward
+
+
+class Providers:
+    """Makes the providers of a cell; keeps what is slow to have: peers of the Hub, and a compiled function.
+
+    The latter is for cells of the same shapes that follow each other.
+    """
+
+    def __init__(self, kernel: ModuleType) -> None:
+        self.kernel = kernel
+        self.hub: Dict[str, object] = {}
+        self.builds: Dict[str, str] = {}  # of the Hub's kernels
+        self.compiled: Callable = lambda *_: None
+        self.compiled_for: object = None
+
+    def load(self, name: str, where: dict) -> ModuleType:
+        """A kernel of the Hub, or of LOCAL_KERNELS; tried once."""
+        import kernels
+
+        if name not in self.hub:
+            try:
+                self.hub[name] = kernels.get_kernel(**where, trust_remote_code=True)
+                self.builds[name] = self.hub[name].__name__
+            except Exception as error:  # of the network, the kernel or what it imports
+                self.hub[name] = error
+        if isinstance(self.hub[name], Exception):
+            raise self.hub[name]
+        return self.hub[name]
+
+    def compile(self, block: Block, cell: Cell) -> Function:
+        """transformers' grouped_mm under torch.compile, which compiles at its first call."""
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        key = (block.layer, cell.tokens, cell.local < 1)
+        if self.compiled_for != key:
+            torch._dynamo.reset()  # else one function's graphs for other shapes count towards its limit
+            self.compiled = torch.compile(grouped_mm_experts_forward, dynamic=False, fullgraph=True)
+            self.compiled_for = key
+        return lambda s: self.compiled(block.module, s.x, s.ids, s.weights)
+
+    def make_one(self, name: str, block: Block, cell: Cell) -> Function:
+        """The function of a provider; raises where it can't do the cell."""
+        if name in (OURS, RECOMPUTE):
+            return make_ours(self.kernel, block, name == RECOMPUTE)
+        if name == COMPILED:
+            return self.compile(block, cell)
+        if name in (EAGER, BATCHED):
+            return make_transformers(block, "grouped_mm" if name == EAGER else "batched_mm")
+        if block.device == "cpu":
+            raise NotImplementedError("needs a GPU")
+        if name == SCATTERMOE:
+            if cell.local < 1:
+                raise NotImplementedError("no sentinels")
+            return make_scattermoe(self.load(name, HUB_SCATTERMOE), block)
+        if block.layer.gpt_oss:
+            raise NotImplementedError("no clamped SwiGLU")
+        return make_sonicmoe(self.load(name, HUB_SONICMOE), block)
+
+    def make(self, block: Block, cell: Cell, names: Sequence[str]) -> Tuple[Dict[str, Function], Dict[str, dict]]:
+        """The functions of the providers asked for, and why some are absent."""
+        if hasattr(block.module, "_is_expert_parallel"):
+            block.module._is_expert_parallel = cell.local < 1
+        found, absent = {}, {}
+        for name in names:
+            try:
+                found[name] = self.make_one(name, block, cell)
+            except Exception as error:  # whatever a peer lacks here
+                absent[name] = {"skipped": first_line(error)}
+        return found, absent
+
+
+def make_call(function: Function, block: Block, sets: List[Inputs], backward: bool) -> Call:
+    """call(i) on input set i: (out,) without a graph, or (out, gradients of x, routing weights and all weights)."""
+
+    def forward(i: int) -> Sequence[Tensor]:
+        with torch.no_grad():
+            return (function(sets[i % len(sets)]),)
+
+    def step(i: int) -> Sequence[Tensor]:
+        s = sets[i % len(sets)]
+        out = function(s)
+        return (out, *torch.autograd.grad(out, (s.x, s.weights, *block.weights), s.dout))
+
+    return step if backward else forward
+
+
+def expected(kernel: ModuleType, block: Block, cell: Cell, inputs: Inputs) -> List[Tensor]:
+    """The results of a call in fp32, by a loop over experts, a few at a time."""
+    x, scales = (t.detach().float().requires_grad_(cell.backward) for t in (inputs.x, inputs.weights))
+    activation = {"name": "silu", **block.gate}
+    totals: List[Tensor] = []
+    parts: List[List[Tensor]] = []
+    for first in range(0, block.layer.experts, EXPERTS_AT_A_TIME):
+        some = [w.detach()[first : first + EXPERTS_AT_A_TIME].float() for w in block.weights]
+        leaves = [x, scales, *(w.requires_grad_(cell.backward) for w in some)]
+        out = kernel.reference.grouped_mm_experts(x, inputs.ids - first, scales, *some, **block.kind, **activation)
+        results = [out.detach()]
+        if cell.backward and out.requires_grad:  # else none of these experts has a row
+            results += torch.autograd.grad(out, leaves, inputs.dout.float())
+        elif cell.backward:
+            results += [torch.zeros_like(leaf) for leaf in leaves]
+        shared = results[:3]
+        totals = [a + b for a, b in zip(totals, shared)] if totals else shared
+        parts.append(results[3:])
+    return [*totals, *(torch.cat(column) for column in zip(*parts))]
+
+
+def check(results: Sequence[Tensor], wanted: List[Tensor], inputs: Inputs) -> dict:
+    """||got - want|| / ||want|| for the output and each gradient, absolute where want is 0, and whether all are small.
+
+    With few rows, gradients of routing weights are a few inner products that may cancel: reported, not judged.
+    """
+    names = ("out", "d_hidden_states", "d_top_k_weights", "d_gate_up_proj", "d_down_proj", "d_up_bias", "d_down_bias")
+    errors = {}
+    for name, got, want in zip(names, results, wanted):
+        errors[name] = (got.float() - want).norm().item() / (want.norm().item() or 1.0)
+    few = int(inputs.weights.count_nonzero()) < FEW_ROWS
+    ok = all(error < MAX_ERROR for name, error in errors.items() if not (few and name == "d_top_k_weights"))
+    return {"errors": errors, "ok": ok}
+
+
+def dense_products(block: Block, rows: List[int]) -> Dict[str, Call]:
+    """The products of a call as plain matrix products over all its rows at once, with one weight for all.
+
+    forward, dgrad and wgrad; rows: of each input set.
+    """
+    h, i = block.layer.hidden, block.layer.intermediate
+    options = {"device": block.device, "dtype": torch.bfloat16}
+    up, down = torch.randn((2 * i, h), **options), torch.randn((h, i), **options)
+    most = max(rows)
+    x, p, a = (torch.randn((most, width), **options) for width in (h, 2 * i, i))
+
+    def forward(n: int) -> Sequence[Tensor]:
+        r = rows[n % len(rows)]
+        return x[:r] @ up.t(), a[:r] @ down.t()
+
+    def dgrad(n: int) -> Sequence[Tensor]:
+        r = rows[n % len(rows)]
+        return x[:r] @ down, p[:r] @ up
+
+    def wgrad(n: int) -> Sequence[Tensor]:
+        r = rows[n % len(rows)]
+        return p[:r].t() @ x[:r], x[:r].t() @ a[:r]
+
+    def step(n: int) -> Sequence[Tensor]:
+        return (*forward(n), *dgrad(n), *wgrad(n))
+
+    return {"forward": forward, "dgrad": dgrad, "wgrad": wgrad, "step": step}

@@ -1,0 +1,69 @@
+"""The benchmarks' inputs are what they say, their providers agree with the reference, and growth is flagged."""
+
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import peers  # noqa: E402
+import report  # noqa: E402
+from workload import SMOKE, SMOKE_GPT_OSS, Cell, count, draw_ids, make_inputs  # noqa: E402
+
+
+def rows_of(pattern):
+    torch.manual_seed(0)
+    ids = draw_ids(Cell(SMOKE._replace(experts=16, top_k=4), 512, pattern=pattern), "cpu")
+    return torch.bincount(ids.flatten(), minlength=16)
+
+
+def test_patterns():
+    assert (rows_of("balanced") == 128).all()
+    assert rows_of("half")[0] == 1024 and rows_of("half")[1:].max() < 128
+    zipf = rows_of("zipf")
+    assert zipf[0] > 350 and zipf[15] < 100
+    assert abs(rows_of("random") - 128).max() < 48
+
+
+def test_local_share():
+    cell = Cell(SMOKE, 1024, 0.125)
+    inputs = make_inputs(cell, "cpu")
+    assert abs(count(SMOKE, [inputs]).rows - 256) < 64
+    assert (inputs.weights[inputs.ids == SMOKE.experts] == 0).all()
+
+
+@pytest.mark.parametrize("layer", [SMOKE, SMOKE_GPT_OSS], ids=lambda layer: layer.name)
+@pytest.mark.parametrize("local", [1.0, 0.5])
+def test_providers_agree(grouped_moe, layer, local):
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    cell = Cell(layer, 200, local, backward=True)
+    block, inputs = peers.make_block(layer, "cpu"), make_inputs(cell, "cpu")
+    names = (report.OURS, report.RECOMPUTE, report.EAGER, report.BATCHED, report.SCATTERMOE)
+    functions, absent = peers.Providers(grouped_moe).make(block, cell, names)
+    assert list(absent) == [report.SCATTERMOE]  # a kernel for GPUs
+    wanted = peers.expected(grouped_moe, block, cell, inputs)
+    for function in functions.values():
+        checked = peers.check(peers.make_call(function, block, [inputs], True)(0), wanted, inputs)
+        assert checked["ok"], checked
+
+
+def test_a_lost_row_is_wrong(grouped_moe):
+    torch.manual_seed(0)
+    cell = Cell(SMOKE, 200)
+    block, inputs = peers.make_block(SMOKE, "cpu"), make_inputs(cell, "cpu")
+    wanted = peers.expected(grouped_moe, block, cell, inputs)
+    lost = wanted[0].clone()
+    lost[7] = 0
+    assert not peers.check([lost], wanted, inputs)["ok"]
+
+
+def test_over_line():
+    def series(times):
+        return {"x": "tokens", "points": [{"value": 2**n, "median_ms": ms} for n, ms in enumerate(times)]}
+
+    assert report.over_line(series([1, 2, 4])) == [None, pytest.approx(1.0), None]
+    assert report.over_line(series([1, 2.5, 4]))[1] == pytest.approx(1.25)
+    assert report.over_line(series([1, None, 4])) == [None, None, None]

@@ -65,17 +65,19 @@ def test_route_of_one_kind(module, launches):
 
 
 def assert_tiled(module, ids, num_experts, block_m):
-    """The routing and the schedule of the same launches equal those of their own; nothing out of bounds is touched."""
+    """The routing equals the loop, and so does the schedule of its launches, which touch nothing out of bounds."""
     with GuardedAllocations(ids):
         routing = module("routing").route_tiles_triton(ids, num_experts, block_m)
     offsets, order, places = loop_route(ids, num_experts)
     assert routing.row_to_slot[: len(order)].tolist() == order
     assert routing.slot_to_row.tolist() == places
-    want = module("schedule").make_schedule(torch.tensor(offsets), num_experts, ids.numel(), block_m)
-    used = 2 * (num_experts + 1) + int(want.map[2 * num_experts + 1])
-    assert routing.schedule[1:] == want[1:]
-    assert used <= len(want.map) <= len(routing.schedule.map)
-    assert_bitwise("map", routing.schedule.map[:used], want.map[:used])
+    tiles = [-(-(end - start) // block_m) for start, end in zip(offsets, offsets[1:])]
+    want = offsets + [sum(tiles[:e]) for e in range(num_experts + 1)]
+    want += [expert for expert, count in enumerate(tiles) for _ in range(count)]
+    schedule = routing.schedule
+    assert schedule.map[: len(want)].tolist() == want
+    assert sum(tiles) <= schedule.max_tiles <= len(schedule.map) - 2 * (num_experts + 1)
+    assert (schedule.num_groups, schedule.block_m) == (num_experts, block_m)
 
 
 @pytest.mark.parametrize("tokens, top_k, experts", SIZES)

@@ -11,7 +11,7 @@ from .gemm import bias_strides, nk_strides, unit_rows
 from .launch import Kernel
 
 _UP_TILE = (4, 2048, 4)  # BLOCK_N, BLOCK_K, num_warps
-_DOWN_TILE = (32, 256, 4)  # rows (BLOCK_N times the choices), BLOCK_K, num_warps
+_DOWN_TILE = (32, 256, 2)  # rows (BLOCK_N times the choices), BLOCK_K, num_warps
 
 
 def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:

@@ -7,6 +7,13 @@ import sys
 
 import pytest
 import torch
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import tiles  # noqa: E402
+import tune  # noqa: E402
+from workload import SMOKE, SMOKE_GPT_OSS  # noqa: E402
 
 H200 = (132, 232448, 32, True, True, True)  # a DeviceSpec without its name
 A100 = (108, 166912, 32, False, True, False)
@@ -86,6 +93,51 @@ def test_files_of_the_package_are_valid(module):
     for path in files:
         assert tuned.file_of(json.loads(path.read_text())["device"]) == path
         assert tuned.read_tiles(path)
+
+
+def test_tune_writes_the_files_as_they_are(module, monkeypatch):
+    tuned = module("tuned")
+    monkeypatch.setattr(tiles, "module", module)
+    for path in tuned.CONFIGS.glob("*.json"):
+        text = path.read_text()
+        assert tiles.as_json(json.loads(text)["device"], tuned.read_tiles(path)) == text
+
+
+def test_candidates_are_valid_entries(module, monkeypatch, tmp_path):
+    """Each differs in one field from the tile, and can be written to a file."""
+    tuned = module("tuned")
+    monkeypatch.setattr(tiles, "module", module)
+    for key, tile in tuned.tiles_of(NAME).items():
+        for candidate in tiles.neighbours(key, tile, H200[1]) if tile else ():
+            (tmp_path / "file.json").write_text(tiles.as_json("x", {key: candidate}))
+            assert tuned.read_tiles(tmp_path / "file.json") == {key: candidate}
+            assert candidate is None or sum(candidate[name] != tile[name] for name in tile) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would tune")
+def test_tune_says_that_there_is_no_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tune.py"])
+    assert tune.main() == 1
+    assert "no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", [SMOKE, SMOKE_GPT_OSS], ids=lambda layer: layer.name)
+def test_products_of_candidates_agree(grouped_moe, module, monkeypatch, layer, device):
+    """With the tiles in use and with the first that fits beside them."""
+    tuning = module("tuning")
+    for name in ("choose_tile", "tiles_of", "device_spec"):
+        monkeypatch.setattr(tuning, name, getattr(tuning, name))
+    monkeypatch.setattr(tiles, "module", module)
+    table = tiles.Table(tuple(tuning.device_spec("cuda", 0)))
+    table.take({})
+    for name, call in tiles.make_products(layer, 64, device).items():
+        table.asked.clear()
+        table.take({}, tiles.Case(layer, 64, name))
+        wanted = [result.clone() for result in call()]
+        key, tile = table.asked[-1]
+        table.take({key: tiles.neighbours(key, tile, table.spec.shared_memory)[0]})
+        assert all(map(tune.agrees, call(), wanted)), name
 
 
 def test_names_of_files(module):

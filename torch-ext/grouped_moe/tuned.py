@@ -53,7 +53,7 @@ KERNELS = {
 
 _REQUIRED = ("block_n", "block_k", "num_warps", "num_stages")
 _POWERS = ("block_m", "block_n", "block_k", "num_warps")
-_DEFAULTS = {"group_m": 8, "programs_per_sm": 1}
+DEFAULTS = {"group_m": 8, "programs_per_sm": 1}
 
 Tile = Dict[str, int]
 Tiles = Dict[Tuple[str, int], Optional[Tile]]
@@ -117,9 +117,9 @@ def _read_tile(kernel: str, size: str, tile: Any) -> Optional[Tile]:
     for field in required:
         _expect(field in tile, key, f"the field {field}", sorted(tile))
     for field, value in tile.items():
-        _expect(field in required or field in _DEFAULTS, key, f"the fields {', '.join((*required, *_DEFAULTS))}", field)
+        _expect(field in required or field in DEFAULTS, key, f"the fields {', '.join((*required, *DEFAULTS))}", field)
         least = 0 if kind.wgrad and field == "programs_per_sm" else 1  # 0: one program per tile
         _expect(type(value) is int and value >= least, f"{key}.{field}", f"an integer, {least} or more", value)
         if field in _POWERS:
             _expect(value & (value - 1) == 0, f"{key}.{field}", "a power of two", value)
-    return {"block_m": int(size), **_DEFAULTS, **tile}
+    return {"block_m": int(size), **DEFAULTS, **tile}

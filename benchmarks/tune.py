@@ -152,21 +152,28 @@ class Search:
                 self.compile(case, {key: candidate})
         return found
 
-    def step(self, key: Key, tile: Dict[str, int], group: List[Case]) -> Tuple[Tile, float]:
-        """The best of the tile and its neighbours, and its time over the tile's."""
-        found = self.candidates(key, tile, group)
-        logs = [0.0] * len(found)
+    def ratios(self, key: Key, tile: Tile, candidates: List[Tile], group: List[Case]) -> List[float]:
+        """Time of each candidate over the tile's, geometric mean over the cases; infinity for what is out."""
+        logs = [0.0] * len(candidates)
         for case in group:
-            usable = [not self.compile(case, {key: candidate}).result()[0] for candidate in found]
+            usable = [not self.compile(case, {key: candidate}).result()[0] for candidate in candidates]
             alive = [index for index, good in enumerate(usable) if good and logs[index] < math.inf]
-            now, *others = self.bench.times(case, {key: tile}, [{key: found[index]} for index in alive])
-            ratios = dict(zip(alive, (other / now for other in others)))
-            logs = [total + math.log(ratios.get(index, math.inf)) for index, total in enumerate(logs)]
-        if not logs or min(logs) == math.inf:
+            now, *others = self.bench.times(case, {key: tile}, [{key: candidates[index]} for index in alive])
+            if now == math.inf:
+                return [math.inf] * len(candidates)
+            found = dict(zip(alive, (math.log(other / now) for other in others)))
+            logs = [total + found.get(index, math.inf) for index, total in enumerate(logs)]
+        return [math.exp(total / len(group)) for total in logs]
+
+    def step(self, key: Key, tile: Dict[str, int], group: List[Case]) -> Tuple[Tile, float]:
+        """The best of the tile and its neighbours, and its time over the tile's, both by a second measurement."""
+        found = self.candidates(key, tile, group)
+        first = self.ratios(key, tile, found, group)
+        best = min(range(len(found)), key=first.__getitem__, default=None)
+        if best is None or first[best] >= WON:
             return tile, 1.0
-        best = min(range(len(found)), key=logs.__getitem__)
-        ratio = math.exp(logs[best] / len(group))
-        return (found[best], ratio) if ratio < WON else (tile, 1.0)
+        (again,) = self.ratios(key, tile, [found[best]], group)
+        return (found[best], again) if again < WON else (tile, 1.0)
 
     def run(self, steps: int, write: Callable[[Dict[Key, Tile]], None]) -> None:
         """Writes after every kernel and size, so that a run that is cut short leaves what it has."""

@@ -3,7 +3,9 @@
 import itertools
 import json
 import logging
+import math
 import sys
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -112,6 +114,36 @@ def test_candidates_are_valid_entries(module, monkeypatch, tmp_path):
             (tmp_path / "file.json").write_text(tiles.as_json("x", {key: candidate}))
             assert tuned.read_tiles(tmp_path / "file.json") == {key: candidate}
             assert candidate is None or sum(candidate[name] != tile[name] for name in tile) == 1
+
+
+class Inline:
+    """A pool whose compiler takes all but tiles of 32 columns; every case asks for the same kernel."""
+
+    def submit(self, function, gpu, case, changes):
+        future, key = Future(), ("gemm", 64)
+        tile = changes.get(key, {"block_m": 64, **TILE, "group_m": 8, "programs_per_sm": 1})
+        future.set_result(("does not fit" if tile["block_n"] == 32 else "", [(key, tile)]))
+        return future
+
+
+class Pretended:
+    """Times in ms from a formula: deeper is faster, 4 stages are wrong."""
+
+    def times(self, case, current, candidates):
+        given = [tile for changes in (current, *candidates) for tile in changes.values()]
+        return [math.inf if tile["num_stages"] == 4 else 1 / tile["block_k"] for tile in given]
+
+
+@pytest.mark.parametrize("seconds, depth", [(100, 128), (-1, None)], ids=["to the end", "past the budget"])
+def test_search_goes_to_the_fastest(seconds, depth):
+    gpu = tiles.Gpu("x", ("cuda", 90, 32), (*H200, "x"))
+    search = tune.Search(gpu, Pretended(), Inline(), tune.time.monotonic() + seconds)
+    search.group([tiles.Case(SMOKE, 64, "up"), tiles.Case(SMOKE, 64, "down")])
+    written = []
+    search.run(6, lambda found: written.append(dict(found)))
+    tile = search.found.get(("gemm", 64))
+    assert (tile and tile["block_k"]) == depth and written == ([search.found] if depth else [])
+    assert tile is None or tile["num_stages"] == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would tune")

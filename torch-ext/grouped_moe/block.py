@@ -84,7 +84,7 @@ def pack_kind(
     limit = math.inf if activation.limit is None else activation.limit
     parameters = [float(activation.alpha), float(limit), float(activation.up_offset)]
     flags = [gated, interleaved, transposed, recompute]
-    return activation.name, parameters, flags if capacity is None else [*flags, capacity]
+    return activation.name, parameters, flags if capacity is None else [*(int(flag) for flag in flags), capacity]
 
 
 def make_block(

@@ -148,7 +148,7 @@ def _local(parameter: Optional[Tensor]) -> Optional[Tensor]:
 
 
 def _capacity(top_k_index: Tensor, share: Optional[Tuple[int, int]]) -> Optional[int]:
-    """The slots' share (numerator, denominator), rounded up, and 1 without slots: in integers, which may be symbolic."""
+    """The slots' share (numerator, denominator), rounded up, or 1 without slots; integers, which may be symbolic."""
     if share is None:
         return None
     num_slots = top_k_index.shape[0] * top_k_index.shape[1]

@@ -266,12 +266,11 @@ def grouped_mm_experts(
     recompute=True T H. Transient in forward: S I, then S (I + H); in backward, beyond the gradients: S P + S I, then
     S P + S H; with recompute=True the same, since the recomputed pre-activation becomes its own gradient in place.
 
-    capacity: a promise that at most so many slots, 1 or more, are routed to local experts. It sizes buffers and changes
-    no result. If more are routed, nothing is accessed out of bounds, and an error comes instead of a wrong result: on
-    CPU RuntimeError with both numbers; on an accelerator, which counts them exactly without telling the host, an
-    assertion on the device, also in a graph's replay, that CUDA reports at the next sync: what it prints names
-    grouped_mm_experts and capacity. Calls of a few tokens without gradients may make no rows there: those are right
-    however many slots are routed, and not checked.
+    capacity: a promise that at most so many slots (1 or more) are routed to local experts; it sizes buffers. If more
+    are, nothing is accessed out of bounds, and an error comes instead of a wrong result: on CPU RuntimeError with both
+    numbers; on an accelerator, which counts them without telling the host, an assertion on the device, in a graph's
+    replay as well: CUDA reports it at the next sync and prints a message that names grouped_mm_experts and capacity.
+    Calls of a few tokens without gradients make no rows there: they are right whatever it is, and not checked.
 
     Raises TypeError or ValueError that names the argument, before anything is launched.
     """

@@ -211,8 +211,8 @@ def _share(capacity: object) -> Optional[Tuple[int, int]]:
         raise TypeError(f"capacity: expected a float or None, got {type(capacity).__name__}")
     if not 0 < capacity <= 1:
         raise ValueError(f"capacity: expected a share of the slots above 0 and up to 1, got {capacity}")
-    fraction = Fraction(capacity).limit_denominator(2**16)
-    return max(1, fraction.numerator), fraction.denominator
+    fraction = max(Fraction(capacity).limit_denominator(2**16), Fraction(1, 2**16))
+    return fraction.numerator, fraction.denominator
 
 
 def register_experts_implementation(name: str = "grouped_moe", capacity: Optional[float] = None) -> str:

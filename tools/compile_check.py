@@ -201,7 +201,7 @@ def run_building_blocks(modules, layer: Layer, dtype: torch.dtype, num_tokens: i
     rows = permute.gather_rows_triton(x, row_to_slot, offsets, layer.top_k)
     bias = torch.empty((e, i), dtype=dtype)
     for factors in (None, scales):
-        y = linear.forward_triton(rows, weight, offsets, bias, factors, False)
+        y, _ = linear.forward_triton(rows, weight, offsets, bias, factors, False)
         linear.backward_triton(y, rows, weight, offsets, bias, factors, False, (True, True, True, factors is not None))
     for main_grad in (torch.empty(weight.shape), torch.empty_like(weight)):
         modules("gemm").launch_wgrad(y, 0, rows, 0, None, offsets, main_grad, accumulate=True)

@@ -128,6 +128,16 @@ def run_experts(kernel: ModuleType, case: Case, device: str) -> None:
     check(case.name, got, want, case.dtype)
 
 
+def run_decode(kernel: ModuleType, device: str) -> None:
+    """The experts block without gradients for one token, whose slots hardly share an expert."""
+    case = Case("one token, no gradient", T=1, top_k=8, E=40)
+    inputs = {name: None if t is None else t.to(device) for name, t in make_inputs(case).items() if name != "dout"}
+    true = {name: t if t is None or name == "top_k_index" else t.cpu().double() for name, t in inputs.items()}
+    true["top_k_index"] = inputs["top_k_index"].cpu()
+    got, want = kernel.grouped_mm_experts(**inputs), kernel.reference.grouped_mm_experts(**true)
+    check(case.name, {"out": got}, {"out": want}, case.dtype)
+
+
 def run_blocks(kernel: ModuleType, device: str, transposed: bool) -> None:
     """route, gather_rows, grouped_linear with bias, combine_rows."""
     case = Case("", T=600, I=48)
@@ -202,6 +212,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     kernel = load_kernel()
     for case in CASES:
         run_experts(kernel, case, device)
+    run_decode(kernel, device)
     for transposed in (False, True):
         run_blocks(kernel, device, transposed)
     run_layers(kernel, device, groups=3, rows=60, k=40, n=72)  # by pointer

@@ -183,7 +183,8 @@ def dgrad_config(
     """
     config = gemm_config(block_m, n, dtype, spec)
     if tma:
-        return config
+        # At 256 columns what an interleaved tile needs besides its accumulator does not fit the registers.
+        return replace(config, block_n=min(config.block_n, 128), num_stages=4) if interleaved else config
     if spec.warp_size == 64 and dtype.itemsize > 2:
         return replace(config, block_n=min(config.block_n, 32))
     return replace(config, block_n=min(config.block_n, 128 if spec.wide_tiles and not interleaved else 64))

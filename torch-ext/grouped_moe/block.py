@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .activation import Activation
 from .gemm import dot_precision
-from .tuning import spec_of
+from .tuning import DeviceSpec
 
 
 class Block(NamedTuple):
@@ -55,17 +55,9 @@ class Block(NamedTuple):
         """The down-projection as a view (E, H, I)."""
         return self.down.transpose(1, 2) if self.transposed else self.down
 
-    def kernel_options(self) -> dict:
-        """The compile-time arguments that both fused kernels share, in their order."""
-        return {
-            "GATED": self.gated,
-            "INTERLEAVED": self.interleaved,
-            "ACTIVATION": self.activation.name,
-            "ALPHA": self.activation.alpha,
-            "LIMIT": self.activation.limit,
-            "UP_OFFSET": self.activation.up_offset,
-            "PRECISION": dot_precision(self.up.dtype, spec_of(self.up)),
-        }
+    def kind(self, spec: DeviceSpec) -> Tuple[bool, bool, Activation, str]:
+        """What of the block a kernel is compiled for: gated, interleaved, activation, precision of products."""
+        return self.gated, self.interleaved, self.activation, dot_precision(self.up.dtype, spec)
 
 
 def pack_kind(

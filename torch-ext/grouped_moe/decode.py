@@ -21,6 +21,10 @@ def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
     return few and block.up.stride(k) == 1 and block.down.stride(k) == 1
 
 
+def _describe(block_n: int, block_k: int, warps: int) -> str:
+    return f"Triton for a few tokens, tile {block_n}x{block_k}, {warps} warps, heuristic"
+
+
 @lru_cache(maxsize=None)
 def _decode_kernels(
     num_experts: int,
@@ -35,20 +39,22 @@ def _decode_kernels(
     from ._triton import decode as kernels
 
     block_n, block_k, warps = _UP_TILE
+    block_k = min(block_k, 1 << (h - 1).bit_length())
     up = Kernel(
-        kernels.slot_up_proj_kernel,
+        kernels.slot_up_proj_kernel, _describe(block_n, block_k, warps),
         NUM_EXPERTS=num_experts, N=i, K=h, TOP_K=top_k, GATED=gated, INTERLEAVED=interleaved,
         ACTIVATION=activation.name, ALPHA=activation.alpha, LIMIT=activation.limit, UP_OFFSET=activation.up_offset,
-        BLOCK_N=block_n, BLOCK_K=min(block_k, 1 << (h - 1).bit_length()), num_warps=warps,
+        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
     up_tiles = -(-i // block_n)
     rows, block_k, warps = _DOWN_TILE
+    block_k = min(block_k, 1 << (i - 1).bit_length())
     choices = 1 << (top_k - 1).bit_length()
     block_n = max(1, rows // choices)
     down = Kernel(
-        kernels.slot_down_proj_kernel,
+        kernels.slot_down_proj_kernel, _describe(block_n, block_k, warps),
         NUM_EXPERTS=num_experts, N=h, K=i, TOP_K=top_k, TOP_K_POW2=choices, BLOCK_N=block_n,
-        BLOCK_K=min(block_k, 1 << (i - 1).bit_length()), num_warps=warps,
+        BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
     return up, up_tiles, down, -(-h // block_n)
 

@@ -78,9 +78,9 @@ def backward_triton(
         launch_combine(dx_rows, None, slot_to_row, top_k, out=grads.x)
 
 
-def _route_tiles(block: Block, x: Tensor, top_k_index: Tensor) -> TiledRouting:
+def _route_tiles(block: Block, x: Tensor, top_k_index: Tensor, specified: bool) -> TiledRouting:
     block_m = choose_block_m(top_k_index.numel(), block.num_experts, x.dtype)
-    return route_tiles_triton(top_k_index, block.num_experts, block_m, block.capacity)
+    return route_tiles_triton(top_k_index, block.num_experts, block_m, block.capacity, specified)
 
 
 def _infer(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def _infer(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Ten
         num_tokens, top_k = top_k_index.shape
         if num_tokens and is_decode(block, num_tokens, top_k):
             return decode_triton(block, x, top_k_index, weights)
-        return forward_triton(block, x, weights, _route_tiles(block, x, top_k_index), save=False)[0]
+        return forward_triton(block, x, weights, _route_tiles(block, x, top_k_index, specified=False), save=False)[0]
 
 
 def _experts(
@@ -120,7 +120,7 @@ def _experts(
         tile_map[: offsets.shape[0]] = offsets
         return (*_torch_experts.forward(block, x, top_k_weights, (offsets, *indices), save), tile_map, *indices)
     with on_device_of(x):
-        routing = _route_tiles(block, x, top_k_index)
+        routing = _route_tiles(block, x, top_k_index, specified=True)
         out, preact = forward_triton(block, x, top_k_weights, routing, save)
         return out, preact, routing.schedule.map, routing.row_to_slot, routing.slot_to_row
 

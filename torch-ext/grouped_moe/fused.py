@@ -1,16 +1,61 @@
 """Launchers of the two fused grouped GEMMs that the experts block and the grouped MLP share."""
 
+from functools import lru_cache
 from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
 
+from .activation import Activation
 from .block import Block
 from .descriptors import Strides, descriptor, weight_tma
 from .gemm import bias_strides, nk_strides, num_dots
-from .launch import launch
+from .launch import Kernel
 from .schedule import Schedule
-from .tuning import DeviceSpec, dgrad_config, persistent_grid, spec_of, up_config
+from .tuning import DeviceSpec, GemmConfig, dgrad_config, persistent_grid, spec_of, triton_path, up_config
+
+
+def _options(
+    gated: bool, interleaved: bool, activation: Activation, precision: str, w_kn: Optional[bool], config: GemmConfig
+) -> dict:
+    """The constants that both kernels share, in their order."""
+    return {
+        "TMA": w_kn is not None, "W_KN": bool(w_kn), "GATED": gated, "INTERLEAVED": interleaved,
+        "ACTIVATION": activation.name, "ALPHA": activation.alpha, "LIMIT": activation.limit,
+        "UP_OFFSET": activation.up_offset, "PRECISION": precision, **config.launch_options(),
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=None)
+def _up_kernel(
+    block_m: int, num_experts: int, n: int, k: int, top_k: int, dtype: torch.dtype, w_kn: Optional[bool],
+    kind: Tuple[bool, bool, Activation, str], spec: DeviceSpec,
+) -> Tuple[Kernel, GemmConfig]:  # fmt: skip
+    """The up-projection with its constants. w_kn: as `_weight_by_tma` says. kind: `Block.kind`."""
+    from ._triton.experts import up_proj_kernel
+
+    config = up_config(block_m, n, dtype, spec, kind[0], w_kn is not None)
+    kernel = Kernel(
+        up_proj_kernel, config.describe(triton_path(w_kn is not None)),
+        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, **_options(*kind, w_kn, config),
+    )  # fmt: skip
+    return kernel, config
+
+
+@lru_cache(maxsize=None)
+def _dgrad_kernel(
+    block_m: int, num_experts: int, n: int, k: int, top_k: int, dtype: torch.dtype, w_kn: Optional[bool],
+    kind: Tuple[bool, bool, Activation, str], spec: DeviceSpec,
+) -> Tuple[Kernel, GemmConfig]:  # fmt: skip
+    """The down-projection's dgrad with its constants, as `_up_kernel`."""
+    from ._triton.experts import down_dgrad_kernel
+
+    config = dgrad_config(block_m, n, dtype, spec, kind[1], w_kn is not None)
+    kernel = Kernel(
+        down_dgrad_kernel, config.describe(triton_path(w_kn is not None)),
+        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, **_options(*kind, w_kn, config),
+    )  # fmt: skip
+    return kernel, config
 
 
 def _weight_by_tma(weight: Tensor, strides: Strides, block_m: int, spec: DeviceSpec) -> Optional[bool]:
@@ -54,22 +99,20 @@ def launch_up_proj(
 
     top_k: that by which token rows of x are gathered, or 0 without row_to_slot, where x has one row per row.
     """
-    from ._triton.experts import up_proj_kernel
-
     rows, n = x.shape[0] if row_to_slot is None else row_to_slot.shape[0], block.intermediate
     preact = x.new_empty((rows, block.preact_width)) if save else None
     a = x.new_empty((rows, n)) if activate else None
     spec = spec_of(x)
     strides = nk_strides(block.up, block.transposed)
     w_kn = _weight_by_tma(block.up, strides, schedule.block_m, spec)
-    config = up_config(schedule.block_m, n, x.dtype, spec, block.gated, w_kn is not None)
     if rows:
-        launch(
-            up_proj_kernel, persistent_grid(config, schedule.max_tiles, n, spec),
+        kernel, config = _up_kernel(
+            schedule.block_m, block.num_experts, n, x.shape[1], top_k, x.dtype, w_kn, block.kind(spec), spec
+        )
+        kernel(
+            persistent_grid(config, schedule.max_tiles, n, spec),
             x, *x.stride(), *_up_operand(block, strides, w_kn, config),
             block.up_bias, *bias_strides(block.up_bias), preact, a, scales, row_to_slot, schedule.map,
-            NUM_EXPERTS=block.num_experts, N=n, K=x.shape[1], TOP_K=top_k, TMA=w_kn is not None, W_KN=bool(w_kn),
-            **block.kernel_options(), **config.launch_options(),
         )  # fmt: skip
     return preact, a
 
@@ -92,13 +135,14 @@ def launch_down_dgrad(
     A recomputed preact is overwritten by dpreact: nobody else has seen it. bias_dots, a view of the last partial sums,
     is left for `launch_bias_grads` to fill.
     """
-    from ._triton.experts import down_dgrad_kernel
-
     rows, n = preact.shape[0], block.intermediate
     spec = spec_of(dout)
     strides = nk_strides(block.down, not block.transposed)
     w_kn = _weight_by_tma(block.down, strides, schedule.block_m, spec)
-    config = dgrad_config(schedule.block_m, n, dout.dtype, spec, block.interleaved, w_kn is not None)
+    top_k = 0 if row_to_slot is None else weights.shape[1]
+    kernel, config = _dgrad_kernel(
+        schedule.block_m, block.num_experts, n, dout.shape[1], top_k, dout.dtype, w_kn, block.kind(spec), spec
+    )
     n_tiles = -(-n // config.block_n)
     d_preact = (preact if block.recompute else torch.empty_like(preact)) if dpreact else None
     a = dout.new_empty((rows, n)) if scaled_act else None
@@ -108,12 +152,9 @@ def launch_down_dgrad(
         sums = dout.new_empty((n_tiles + extra, rows), dtype=torch.float32)
         dots = sums[n_tiles:] if bias_dots else None
     if rows:
-        launch(
-            down_dgrad_kernel, persistent_grid(config, schedule.max_tiles, n, spec),
+        kernel(
+            persistent_grid(config, schedule.max_tiles, n, spec),
             dout, *dout.stride(), *_weight_operand(block.down, strides, w_kn, config.block_n, config), weights,
             preact, d_preact, a, sums, rows, row_to_slot, schedule.map,
-            NUM_EXPERTS=block.num_experts, N=n, K=dout.shape[1], TOP_K=0 if row_to_slot is None else weights.shape[1],
-            TMA=w_kn is not None, W_KN=bool(w_kn),
-            **block.kernel_options(), **config.launch_options(),
         )  # fmt: skip
     return d_preact, a, sums, dots

@@ -17,6 +17,7 @@ from .tuning import (
     persistent_grid,
     rows_per_expert,
     spec_of,
+    triton_path,
     wgrad_config,
 )
 
@@ -109,7 +110,7 @@ def _gemm_kernel(
 
     config = gemm_config(block_m, n, dtype, spec, tma=w_kn is not None)
     kernel = Kernel(
-        grouped_gemm_kernel,
+        grouped_gemm_kernel, config.describe(triton_path(w_kn is not None)),
         NUM_EXPERTS=num_groups, N=n, K=k, ZERO_UNGROUPED=zero_rest, TMA=w_kn is not None, W_KN=bool(w_kn),
         PRECISION=precision, **config.launch_options(),
     )  # fmt: skip
@@ -177,7 +178,7 @@ def _wgrad_kernel(
 
     config = wgrad_config(m, n, rows, dtype, spec, p_top_k + q_top_k > 0, tma)
     kernel = Kernel(
-        wgrad_kernel,
+        wgrad_kernel, config.describe(triton_path(tma)),
         NUM_EXPERTS=num_experts, M=m, N=n, P_TOP_K=p_top_k, Q_TOP_K=q_top_k, ACCUMULATE=accumulate, TMA=tma,
         PRECISION=precision, **config.launch_options(),
     )  # fmt: skip

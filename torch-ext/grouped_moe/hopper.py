@@ -20,6 +20,7 @@ from .tuning import (
 _MAX_RAGGED_ROWS = 1 << 30  # what ragged descriptors count up to
 _MAX_ORDERED = 128  # to rank more experts would take longer than their few rows are worth
 _CONSUMERS = 2
+_PATH = "Gluon for Hopper"
 
 
 def launch_hopper_gemm(
@@ -62,7 +63,7 @@ def _gemm_kernel(config: GemmConfig, num_groups: int, n: int, k: int, zero_rest:
     from ._triton.hopper_gemm import hopper_gemm_kernel
 
     return Kernel(
-        hopper_gemm_kernel,
+        hopper_gemm_kernel, config.describe(_PATH),
         NUM_EXPERTS=num_groups, N=n, K=k, ZERO_UNGROUPED=zero_rest, W_KN=w_kn, STAGES=config.num_stages,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
         num_warps=config.num_warps,
@@ -120,7 +121,7 @@ def _wgrad_kernel(
     from ._triton.hopper_wgrad import hopper_gathered_wgrad_kernel, hopper_wgrad_kernel
 
     gathered = p_top_k + q_top_k > 0
-    config = hopper_wgrad_config(m, n, rows, out_itemsize, gathered)
+    config = hopper_wgrad_config(m, n, rows, out_itemsize, gathered, spec)
     if config is None:
         return None
     constants = {
@@ -131,13 +132,13 @@ def _wgrad_kernel(
     }
     if gathered:
         kernel = Kernel(
-            hopper_gathered_wgrad_kernel,
+            hopper_gathered_wgrad_kernel, config.describe(_PATH),
             NUM_EXPERTS=num_experts, M=m, N=n, TOP_K=p_top_k + q_top_k, P_GATHERED=p_top_k > 0, ACCUMULATE=accumulate,
             **constants,
         )  # fmt: skip
     else:
         kernel = Kernel(
-            hopper_wgrad_kernel,
+            hopper_wgrad_kernel, config.describe(_PATH),
             NUM_EXPERTS=num_experts, M=m, N=n, ACCUMULATE=accumulate, **constants,
         )  # fmt: skip
     tiles = num_experts * -(-m // config.block_m) * -(-n // config.block_n)

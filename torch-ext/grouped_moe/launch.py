@@ -1,12 +1,15 @@
 """Kernel launches at a fraction of the host time: what Triton works out per call is looked up by a smaller key."""
 
+import logging
 from functools import lru_cache
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 _OPTIONS = ("num_warps", "num_stages")
+
+_log = logging.getLogger("grouped_moe")
 
 
 class Kernel:
@@ -17,14 +20,18 @@ class Kernel:
     look at more: their launches go through Triton, as do each variant's first and those that a profiler's hook watches.
     """
 
-    def __init__(self, kernel, **constants):
-        """constants: in the order of the kernel's parameters, then num_warps and num_stages."""
+    def __init__(self, kernel, choice: Optional[str] = None, **constants):
+        """choice: path and config, to be logged by the first call.
+
+        constants: in the order of the kernel's parameters, then num_warps and num_stages.
+        """
         from triton import knobs
 
         names = [name for name in constants if name not in _OPTIONS]
         if kernel.arg_names[len(kernel.arg_names) - len(names) :] != names:
             raise TypeError(f"{kernel.__name__}: expected the constants {kernel.arg_names}, got {names}")
         self.kernel = kernel
+        self.choice = choice
         self.constants = constants
         self.values = [constants[name] for name in names]
         self.variants: Dict[tuple, Any] = {}
@@ -59,9 +66,24 @@ class Kernel:
             launch_arguments = (stream, variant.function, variant.packed_metadata, None, None, None)
             variant.run(*grid, *launch_arguments, *operands, *self.values)
             return
+        if self.choice is not None and _log.isEnabledFor(logging.INFO):
+            _log_once(f"{self.kernel.__name__} on {_name_of(first)}: {self.choice}")
+            self.choice = None
         compiled = self.kernel[grid](*args, **self.constants)
         if first.is_cuda and torch.version.hip is None:
             self.variants[key] = compiled
+
+
+@lru_cache(maxsize=None)
+def _log_once(line: str) -> None:
+    """Other shapes make the same choice, which is worth one line."""
+    _log.info(line)
+
+
+def _name_of(tensor: Tensor) -> str:
+    """Of the device that holds it."""
+    name_of = getattr(getattr(torch, tensor.device.type), "get_device_name", None)
+    return name_of(tensor.device) if name_of else str(tensor.device)
 
 
 @lru_cache(maxsize=None)

@@ -123,16 +123,19 @@ def route_triton(top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor,
 
 
 def route_tiles_triton(
-    top_k_index: Tensor, num_experts: int, block_m: int, capacity: Optional[int] = None
+    top_k_index: Tensor, num_experts: int, block_m: int, capacity: Optional[int] = None, specified: bool = False
 ) -> TiledRouting:
     """The routing and its schedule by the same launches. The map is of the size that `map_size` tells.
+
+    specified: entries of the map that no tile needs are 0, for an op that returns it.
 
     With a capacity below S there are that many rows. More routed slots fail a device-side assertion; what follows on
     the device finds a routing without the slots that have no room.
     """
     num_slots = top_k_index.numel()
     num_rows = num_slots if capacity is None else min(num_slots, capacity)
-    tile_map = top_k_index.new_empty(map_size(num_rows, num_experts), dtype=torch.int32)
+    new = top_k_index.new_zeros if specified else top_k_index.new_empty
+    tile_map = new(map_size(num_rows, num_experts), dtype=torch.int32)
     num_routed = tile_map.new_empty(1) if num_rows < num_slots else None
     indices = _launch(top_k_index, tile_map, num_experts, block_m, num_rows, num_routed)
     if num_routed is not None:

@@ -1,15 +1,19 @@
 """Tile choice for the grouped GEMMs: a heuristic in the shapes a host knows, fitted to the device's shared memory.
 
+Tiles that were tuned on a device (`tuned`) take the place of the heuristic's there, for types of two bytes.
+
 Nothing here depends on the number of routed rows (known on the device only) nor enters a kernel's compile key beyond
 the chosen tile, so a new number of tokens compiles at most once per row-tile size.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple, Optional, Tuple
 
 import torch
+
+from .tuned import tiles_of
 
 
 class DeviceSpec(NamedTuple):
@@ -17,7 +21,7 @@ class DeviceSpec(NamedTuple):
 
     shared_memory: bytes one program may use. wide_tiles: whether its matrix instructions read both operands from
     shared memory (NVIDIA's Hopper and data center Blackwell), which leaves the registers to the accumulator. tf32:
-    whether it has that mode. hopper: whether Gluon kernels for Hopper run on it.
+    whether it has that mode. hopper: whether Gluon kernels for Hopper run on it. name: by which its tuned tiles go.
     """
 
     num_sms: int
@@ -26,11 +30,15 @@ class DeviceSpec(NamedTuple):
     wide_tiles: bool = True
     tf32: bool = True
     hopper: bool = False
+    name: str = ""
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """A tile of BLOCK_M x BLOCK_N outputs, BLOCK_K deep; programs_per_sm sizes a persistent grid."""
+    """A tile of BLOCK_M x BLOCK_N outputs, BLOCK_K deep; programs_per_sm sizes a persistent grid.
+
+    tuned: whether it is from the device's file.
+    """
 
     block_m: int
     block_n: int
@@ -39,6 +47,14 @@ class GemmConfig:
     num_stages: int
     group_m: int = 8
     programs_per_sm: int = 1
+    tuned: bool = field(default=False, compare=False)
+
+    def describe(self, path: str) -> str:
+        """What the log says of a kernel that takes this path."""
+        return (
+            f"{path}, tile {self.block_m}x{self.block_n}x{self.block_k}, {self.num_warps} warps, "
+            f"{self.num_stages} stages, {'tuned' if self.tuned else 'heuristic'}"
+        )
 
     def launch_options(self) -> dict:
         """The keyword arguments of a kernel launch."""
@@ -50,6 +66,11 @@ class GemmConfig:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
         }
+
+
+def triton_path(tma: bool) -> str:
+    """How the log calls a Triton kernel that reads weights or both operands by descriptor, or nothing."""
+    return "Triton by descriptor" if tma else "Triton by pointer"
 
 
 @lru_cache(maxsize=None)
@@ -67,7 +88,14 @@ def device_spec(device_type: str, index: int) -> DeviceSpec:
         wide_tiles=target.backend == "cuda" and target.arch in (90, 100, 103),
         tf32=target.backend != "hip" or target.arch.startswith("gfx94"),
         hopper=target.backend == "cuda" and target.arch == 90 and _triton_version(triton) >= (3, 6),
+        name=_device_name(device_type, index),
     )
+
+
+def _device_name(device_type: str, index: int) -> str:
+    """As torch reports it; empty for a CPU."""
+    name_of = getattr(getattr(torch, device_type), "get_device_name", None)
+    return name_of(index) if name_of else ""
 
 
 def _triton_version(triton) -> Tuple[int, ...]:
@@ -122,26 +150,38 @@ _TMA_GEMM_TILES = {
 }
 
 
-@lru_cache(maxsize=None)
-def gemm_config(
-    block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, weight_tiles: int = 1, tma: bool = False
-) -> GemmConfig:
-    """Config of a grouped GEMM with N output columns; weight_tiles: 2 for the gated up-projection (gate and up).
+def choose_tile(
+    kernel: str, size: int, default: Optional[GemmConfig], itemsize: int, spec: DeviceSpec
+) -> Optional[GemmConfig]:
+    """The device's tuned tile of one of `tuned.KERNELS` for a size, or else the default. itemsize: of the operands."""
+    tiles = tiles_of(spec.name) if itemsize == 2 else {}
+    if (kernel, size) not in tiles:
+        return default
+    tile = tiles[kernel, size]
+    return None if tile is None else GemmConfig(**tile, tuned=True)
 
-    tma: both operands are read by descriptor.
-    """
-    if tma:
-        block_n, block_k, num_warps, num_stages, programs = _TMA_GEMM_TILES[block_m]
-        config = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, programs_per_sm=programs)
-        return _fit(config, n, weight_tiles, dtype.itemsize, spec)
+
+def _default_tile(block_m: int, dtype: torch.dtype, spec: DeviceSpec, weight_tiles: int = 1) -> GemmConfig:
+    """The heuristic's tile of a GEMM that reads rows by pointer."""
     block_n, block_k, num_warps, num_stages, programs = _GEMM_TILES[block_m, weight_tiles == 2]
     if dtype.itemsize > 2:
         # fp32 without tf32 multiplies on the plain cores: accumulators and operands must both fit the registers.
         block_n, block_k, num_warps, num_stages = min(block_n, 64 // weight_tiles), 32, 8 if block_m == 64 else 4, 2
     elif block_m == 128 and not spec.wide_tiles:
         block_n //= 2
-    config = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, programs_per_sm=programs)
-    return _fit(config, n, weight_tiles, dtype.itemsize, spec)
+    return GemmConfig(block_m, block_n, block_k, num_warps, num_stages, programs_per_sm=programs)
+
+
+@lru_cache(maxsize=None)
+def gemm_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, tma: bool = False) -> GemmConfig:
+    """Config of a grouped GEMM with N output columns. tma: both operands are read by descriptor."""
+    if tma:
+        block_n, block_k, num_warps, num_stages, programs = _TMA_GEMM_TILES[block_m]
+        default = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, programs_per_sm=programs)
+    else:
+        default = _default_tile(block_m, dtype, spec)
+    config = choose_tile("gemm_tma" if tma else "gemm", block_m, default, dtype.itemsize, spec)
+    return _fit(config, n, 1, dtype.itemsize, spec)
 
 
 @lru_cache(maxsize=None)
@@ -156,20 +196,25 @@ def hopper_gemm_config(
     """
     if block_m != 128 or n <= 64:
         return None
+    config = choose_tile("gemm_hopper", block_m, GemmConfig(128, 128, 64, 4, 6), 2, spec)
+    if config is None:
+        return None
     if rows <= 128 * num_groups and k >= 4096:
         narrow, wide = (-(-num_groups * -(-n // block_n) // spec.num_sms) for block_n in (128, 256))
         if wide * (128 + 256) < narrow * (128 + 128):
             return None
-    return GemmConfig(128, 128, 64, 4, 6), 32 if zero_rest else 64
+    return config, 32 if zero_rest else 64
 
 
 @lru_cache(maxsize=None)
 def up_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, gated: bool, tma: bool) -> GemmConfig:
     """Config of the up-projection with N columns of the activation. tma: the weight is read by descriptor."""
-    config = gemm_config(block_m, n, dtype, spec, weight_tiles=2 if gated else 1)
-    return (
-        _fit(replace(config, num_stages=4, group_m=16), n, 2 if gated else 1, dtype.itemsize, spec) if tma else config
-    )
+    weight_tiles = 2 if gated else 1
+    default = _default_tile(block_m, dtype, spec, weight_tiles)
+    if tma:
+        default = replace(default, num_stages=4, group_m=16)
+    kernel = "up_proj" + ("_gated" if gated else "") + ("_tma" if tma else "")
+    return _fit(choose_tile(kernel, block_m, default, dtype.itemsize, spec), n, weight_tiles, dtype.itemsize, spec)
 
 
 @lru_cache(maxsize=None)
@@ -181,13 +226,22 @@ def dgrad_config(
     interleaved: gate and up in turn pass through registers once more to be told apart. tma: the weight is read by
     descriptor.
     """
-    config = gemm_config(block_m, n, dtype, spec)
-    if tma:
-        # At 256 columns what an interleaved tile needs besides its accumulator does not fit the registers.
-        return replace(config, block_n=min(config.block_n, 128), num_stages=4) if interleaved else config
-    if spec.warp_size == 64 and dtype.itemsize > 2:
-        return replace(config, block_n=min(config.block_n, 32))
-    return replace(config, block_n=min(config.block_n, 128 if spec.wide_tiles and not interleaved else 64))
+    default = _default_tile(block_m, dtype, spec)
+    kernel = "down_dgrad_tma"
+    if tma and interleaved:
+        # At 256 columns what such a tile needs besides its accumulator does not fit the registers.
+        default = replace(default, block_n=min(default.block_n, 128), num_stages=4)
+        kernel = "down_dgrad_tma_interleaved"
+    elif not tma:
+        # Stages stay those of the wide tile.
+        default = _fit(default, n, 1, dtype.itemsize, spec._replace(warp_size=32))
+        if spec.warp_size == 64 and dtype.itemsize > 2:
+            columns = 32
+        else:
+            columns = 128 if spec.wide_tiles and not interleaved else 64
+        default = replace(default, block_n=min(default.block_n, columns))
+        kernel = "down_dgrad_interleaved" if interleaved else "down_dgrad"
+    return _fit(choose_tile(kernel, block_m, default, dtype.itemsize, spec), n, 1, dtype.itemsize, spec)
 
 
 @lru_cache(maxsize=None)
@@ -200,15 +254,17 @@ def wgrad_config(
     are read by descriptor. programs_per_sm 0: one program per tile.
     """
     if dtype.itemsize > 2:
-        config = GemmConfig(64, 64, 32, 8, 2, programs_per_sm=0)
+        default = GemmConfig(64, 64, 32, 8, 2, programs_per_sm=0)
     elif rows <= 32:
-        config = GemmConfig(64, 128, 32, 4, 3 if tma else 2, programs_per_sm=0)
+        default = GemmConfig(64, 128, 32, 4, 3 if tma else 2, programs_per_sm=0)
     elif tma and rows < 1024:
-        config = GemmConfig(128, 128, 32 if rows <= 128 else 64, 4, 3, programs_per_sm=0)
+        default = GemmConfig(128, 128, 32 if rows <= 128 else 64, 4, 3, programs_per_sm=0)
     elif tma:
-        config = GemmConfig(128, 256, 64, 8, 3)
+        default = GemmConfig(128, 256, 64, 8, 3)
     else:
-        config = GemmConfig(128, 256 if spec.wide_tiles else 128, 64, 8, 3, programs_per_sm=0)
+        default = GemmConfig(128, 256 if spec.wide_tiles else 128, 64, 8, 3, programs_per_sm=0)
+    kernel = "wgrad_tma" if tma else "wgrad_gathered" if gathered else "wgrad"
+    config = choose_tile(kernel, rows, default, dtype.itemsize, spec)
     config = replace(config, block_m=min(config.block_m, _block_for(m)))
     config = _fit(config, n, 1, dtype.itemsize, spec)
     # On NVIDIA a load that waits for its row indices starts two iterations late: so many stages buffer nothing.
@@ -216,18 +272,25 @@ def wgrad_config(
 
 
 @lru_cache(maxsize=None)
-def hopper_wgrad_config(m: int, n: int, rows: int, out_itemsize: int, gathered: bool) -> Optional[GemmConfig]:
+def hopper_wgrad_config(
+    m: int, n: int, rows: int, out_itemsize: int, gathered: bool, spec: DeviceSpec
+) -> Optional[GemmConfig]:
     """Config of the same by the Gluon kernels for Hopper; None where there is none. out_itemsize: of a result.
 
     A staging buffer holds a whole tile of results, the ring gets what it leaves. Few rows: neighbours along N are
     written at once. gathered: more rows per step, of which each has a cost of its own.
     """
-    if gathered and (rows < 128 or m % 8 or n % 8):
+    if gathered and (m % 8 or n % 8):
         return None  # threads copy 8 elements at a time
     group_m = 1 if rows <= 128 else 8
-    if out_itemsize > 2:
-        return GemmConfig(128, 256, 32, 4, 4, group_m)
-    return GemmConfig(128, 256, 64, 4, 3, group_m) if gathered else GemmConfig(128, 256, 32, 4, 6, group_m)
+    if gathered and rows < 128:
+        default = None
+    elif out_itemsize > 2:
+        default = GemmConfig(128, 256, 32, 4, 4, group_m)
+    else:
+        default = GemmConfig(128, 256, 64 if gathered else 32, 4, 3 if gathered else 6, group_m)
+    kernel = "wgrad_hopper" + ("_gathered" if gathered else "") + ("_fp32" if out_itemsize > 2 else "")
+    return choose_tile(kernel, rows, default, 2, spec)
 
 
 def _block_for(extent: int) -> int:

@@ -1,0 +1,126 @@
+"""Tuned tiles of a device, read from configs/<device>.json: what the heuristic of `tuning` gives way to.
+
+    {"device": "NVIDIA H200",
+     "tiles": {"gemm": {"128": {"block_n": 256, "block_k": 64, "num_warps": 8, "num_stages": 3}}}}
+
+First the kernel, one of `KERNELS`, then the size that its tiles are chosen by: rows per tile (block_m), or for a weight
+gradient the class of rows per expert. A Gluon kernel's null says that Triton's is faster. For two-byte types.
+`benchmarks/tune.py` writes these files.
+"""
+
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Dict, FrozenSet, NamedTuple, Optional, Tuple
+
+CONFIGS = Path(__file__).resolve().parent / "configs"
+
+_ROW_TILES = frozenset((16, 32, 64, 128))
+_ROW_CLASSES = frozenset((16, 32, 64, 128, 256, 512, 1024))
+
+
+class _Kind(NamedTuple):
+    """What the entries of a kernel may be."""
+
+    sizes: FrozenSet[int]
+    wgrad: bool = False  # which has a block_m of its own
+    optional: bool = False  # null is an entry
+
+
+_GEMM, _WGRAD = _Kind(_ROW_TILES), _Kind(_ROW_CLASSES, wgrad=True)
+# tma: weights, or in gemm and wgrad both operands, by descriptor. gated: gate and up, tiles of block_n columns of each.
+# interleaved: gate and up in turn. gathered: one operand by row indices. hopper: in Gluon. fp32: results in fp32.
+KERNELS = {
+    "gemm": _GEMM,
+    "gemm_tma": _GEMM,
+    "gemm_hopper": _Kind(frozenset((128,)), optional=True),
+    "up_proj": _GEMM,
+    "up_proj_tma": _GEMM,
+    "up_proj_gated": _GEMM,
+    "up_proj_gated_tma": _GEMM,
+    "down_dgrad": _GEMM,
+    "down_dgrad_interleaved": _GEMM,
+    "down_dgrad_tma": _GEMM,
+    "down_dgrad_tma_interleaved": _GEMM,
+    "wgrad": _WGRAD,
+    "wgrad_gathered": _WGRAD,
+    "wgrad_tma": _WGRAD,
+    **{
+        f"wgrad_hopper{suffix}": _Kind(_ROW_CLASSES, wgrad=True, optional=True)
+        for suffix in ("", "_fp32", "_gathered", "_gathered_fp32")
+    },
+}
+
+_REQUIRED = ("block_n", "block_k", "num_warps", "num_stages")
+_POWERS = ("block_m", "block_n", "block_k", "num_warps")
+DEFAULTS = {"group_m": 8, "programs_per_sm": 1}
+
+Tile = Dict[str, int]
+Tiles = Dict[Tuple[str, int], Optional[Tile]]
+
+
+def file_of(device: str) -> Path:
+    """Where the tiles of a device are, by its name as torch reports it: NVIDIA H200 has nvidia_h200.json."""
+    return CONFIGS / (re.sub("[^a-z0-9]+", "_", device.lower()).strip("_") + ".json")
+
+
+@lru_cache(maxsize=None)
+def tiles_of(device: str) -> Tiles:
+    """The tuned tiles of a device by kernel and size; none without a file of its name."""
+    path = file_of(device)
+    return read_tiles(path) if device and path.is_file() else {}
+
+
+def read_tiles(path: Path) -> Tiles:
+    """The tiles in a file. Raises ValueError that names the file and the key that is wrong."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name}: not JSON: {error}") from None
+    try:
+        _expect(isinstance(content, dict), "the file", "an object", content)
+        for key in content:
+            _expect(key in ("device", "tiles"), "its keys", "device and tiles", key)
+        _expect(isinstance(content.get("device"), str), "device", "a name", content.get("device"))
+        kernels = content.get("tiles")
+        _expect(isinstance(kernels, dict), "tiles", "an object", kernels)
+        return {
+            (kernel, int(size)): _read_tile(kernel, size, tile)
+            for kernel, sizes in kernels.items()
+            for size, tile in _read_kernel(kernel, sizes).items()
+        }
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+
+
+def _expect(holds: bool, key: str, expected: str, got: Any) -> None:
+    if not holds:
+        raise ValueError(f"{key}: expected {expected}, got {got!r}")
+
+
+def _read_kernel(kernel: str, sizes: Any) -> Dict[str, Any]:
+    _expect(kernel in KERNELS, "tiles", f"one of {', '.join(KERNELS)}", kernel)
+    _expect(isinstance(sizes, dict), f"tiles.{kernel}", "an object", sizes)
+    known = [str(size) for size in sorted(KERNELS[kernel].sizes)]
+    for size in sizes:
+        _expect(size in known, f"tiles.{kernel}", f"one of {', '.join(known)}", size)
+    return sizes
+
+
+def _read_tile(kernel: str, size: str, tile: Any) -> Optional[Tile]:
+    """The tile with all its fields; block_m is the size where rows per tile are."""
+    key, kind = f"tiles.{kernel}.{size}", KERNELS[kernel]
+    if tile is None and kind.optional:
+        return None
+    _expect(isinstance(tile, dict), key, "an object", tile)
+    required = ("block_m", *_REQUIRED) if kind.wgrad else _REQUIRED
+    for field in required:
+        _expect(field in tile, key, f"the field {field}", sorted(tile))
+    for field, value in tile.items():
+        _expect(field in required or field in DEFAULTS, key, f"the fields {', '.join((*required, *DEFAULTS))}", field)
+        least = 0 if kind.wgrad and field == "programs_per_sm" else 1  # 0: one program per tile
+        _expect(type(value) is int and value >= least, f"{key}.{field}", f"an integer, {least} or more", value)
+        if field in _POWERS:
+            _expect(value & (value - 1) == 0, f"{key}.{field}", "a power of two", value)
+    return {"block_m": int(size), **DEFAULTS, **tile}

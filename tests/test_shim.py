@@ -64,6 +64,35 @@ def test_registers_under_another_name(grouped_moe, device):
     assert name == "another_name" and torch.equal(actual, experts(*inputs))
 
 
+def test_capacity_as_a_share_of_the_slots(grouped_moe, device):
+    """Enough: the same results, compiled with other numbers of tokens, too. Too little, of 32 slots: an error."""
+    experts = make_experts(device, grouped_moe.register_experts_implementation(), num_experts=8)
+    x, ids, weights = make_inputs(device, num_experts=8)
+    ids[:, 0] %= 8  # local: half of the slots,
+    ids[:, 1] = 8  # and the others are not
+    want = experts(x, ids, weights)
+    experts.config._experts_implementation = grouped_moe.register_experts_implementation("with_capacity", capacity=0.5)
+    assert torch.equal(experts(x, ids, weights), want)
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    for tokens in (16, 9, 13):
+        inputs = x[:tokens], ids[:tokens], weights[:tokens]
+        assert torch.equal(compiled(*inputs), experts(*inputs))
+    if device == "cpu":
+        for share, room in ((0.3, 10), (1 / 3, 11), (1e-9, 1)):
+            experts.config._experts_implementation = grouped_moe.register_experts_implementation("few", capacity=share)
+            with pytest.raises(RuntimeError, match=f"^capacity: expected at least the 16 slots.*, got {room}$"):
+                experts(x, ids, weights)
+
+
+@pytest.mark.parametrize(
+    "value, error", [(0.0, ValueError), (-0.5, ValueError), (1.5, ValueError), (float("nan"), ValueError),
+                     ("half", TypeError), (True, TypeError)], ids=str,
+)  # fmt: skip
+def test_capacity_that_is_no_share(grouped_moe, value, error):
+    with pytest.raises(error, match="^capacity: expected"):
+        grouped_moe.register_experts_implementation("with_capacity", capacity=value)
+
+
 def test_fp8_experts_raise_a_clear_error(implementation):
     """Where transformers puts FP8 experts into a model, and they run."""
     from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM

@@ -16,7 +16,7 @@ FP16 += ["odd-extents", "aligned-extents", "one-token", "relu-not-gated-limit"]
 SOME = ["silu-recompute", "gpt-oss", "relu2-not-gated", "odd-extents"]
 
 
-def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1):
+def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1, capacity=None):
     """Forward and backward by the launchers; with more passes, the last of several backward passes."""
     experts = module("experts")
     x, ids, weights, up, down, up_bias, down_bias, dout = inputs
@@ -27,7 +27,7 @@ def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1):
     needs = experts.Needs(*(t is not None and name not in frozen for name, t in zip(names, tensors.values())))
     with GuardedAllocations(*inputs):
         block_m = module("tuning").choose_block_m(ids.numel(), case.E, x.dtype)
-        routing = module("routing").route_tiles_triton(ids, case.E, block_m)
+        routing = module("routing").route_tiles_triton(ids, case.E, block_m, capacity)
         out, preact = experts.forward_triton(block, x, weights, routing, save=not case.recompute)
         for _ in range(passes):
             grads = experts.empty_grads(needs, block, dout, weights)

@@ -140,6 +140,16 @@ def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gat
     check_device("top_k_weights", top_k_weights, x.device, "hidden_states")
 
 
+def check_capacity(name: str, capacity: object) -> None:
+    """Raises TypeError or ValueError that names the argument unless it is None or an int above 0."""
+    if capacity is None:
+        return
+    if not isinstance(capacity, (int, torch.SymInt)) or isinstance(capacity, bool):
+        raise TypeError(f"{name}: expected an int or None, got {type(capacity).__name__}")
+    if capacity < 1:
+        raise ValueError(f"{name}: expected above 0, got {capacity}")
+
+
 def check_scales(name: str, scales: torch.Tensor, x: torch.Tensor) -> None:
     """Raises TypeError or ValueError unless scales has one factor per row of x, in a floating dtype."""
     check_tensor(name, scales)

@@ -26,6 +26,11 @@ class Block(NamedTuple):
     interleaved: bool
     transposed: bool
     recompute: bool
+    capacity: Optional[int] = None
+
+    def num_rows(self, num_slots: int) -> int:
+        """Rows of the buffers for so many slots; either may be symbolic."""
+        return num_slots if self.capacity is None else torch.sym_min(num_slots, self.capacity)
 
     @property
     def num_experts(self) -> int:
@@ -56,15 +61,22 @@ class Block(NamedTuple):
 
 
 def pack_kind(
-    activation: Activation, gated: bool, interleaved: bool, transposed: bool, recompute: bool
-) -> Tuple[str, List[float], List[bool]]:
+    activation: Activation,
+    gated: bool,
+    interleaved: bool,
+    transposed: bool,
+    recompute: bool,
+    capacity: Optional[int] = None,
+) -> Tuple[str, List[float], List[int]]:
     """What kind of block it is, in the three arguments of the ops (autograd's cost per call grows with their number):
 
-    the activation's name; its alpha, limit (infinity: none) and up_offset; gated, interleaved, transposed, recompute.
+    the activation's name; its alpha, limit (infinity: none) and up_offset; gated, interleaved, transposed, recompute
+    and, if there is one, the capacity.
     """
     limit = math.inf if activation.limit is None else activation.limit
     parameters = [float(activation.alpha), float(limit), float(activation.up_offset)]
-    return activation.name, parameters, [gated, interleaved, transposed, recompute]
+    flags = [gated, interleaved, transposed, recompute]
+    return activation.name, parameters, flags if capacity is None else [*(int(flag) for flag in flags), capacity]
 
 
 def make_block(
@@ -74,12 +86,12 @@ def make_block(
     down_bias: Optional[Tensor],
     name: str,
     parameters: Sequence[float],
-    flags: Sequence[bool],
+    flags: Sequence[int],
 ) -> Block:
     """The inverse of `pack_kind`, with the weights."""
     alpha, limit, up_offset = parameters
     activation = Activation(name, alpha, None if limit == math.inf else limit, up_offset)
-    return Block(up, down, up_bias, down_bias, activation, *flags)
+    return Block(up, down, up_bias, down_bias, activation, *map(bool, flags[:4]), *flags[4:])
 
 
 class Needs(NamedTuple):

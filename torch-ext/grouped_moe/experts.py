@@ -8,6 +8,7 @@ from torch import Tensor
 from . import _checks as checks
 from ._ops import ops
 from ._torch import experts as _torch_experts
+from ._torch.routing import route as _route_torch
 from .activation import Activation, as_activation
 from .block import Block, Grads, Needs, empty_grads, make_block, pack_kind
 from .decode import decode_triton, is_decode
@@ -15,7 +16,7 @@ from .define import below_autograd, define_op, is_plain, needs_autograd, once_di
 from .fused import launch_down_dgrad, launch_up_proj
 from .gemm import launch_bias_grads, launch_gemm, launch_sum_partials, launch_wgrad, nk_strides, unit_rows
 from .permute import launch_combine
-from .routing import TiledRouting, route_indices, route_tiles_triton
+from .routing import TiledRouting, route_tiles_triton
 from .schedule import map_size, schedule_of_map
 from .tuning import choose_block_m, on_device_of
 
@@ -23,7 +24,7 @@ from .tuning import choose_block_m, on_device_of
 def forward_triton(
     block: Block, x: Tensor, weights: Tensor, routing: TiledRouting, save: bool
 ) -> Tuple[Tensor, Tensor]:
-    """(out (T, H), preact (S, P) or empty) by the Triton kernels."""
+    """(out (T, H), preact (rows, P) or empty) by the Triton kernels."""
     schedule, row_to_slot, slot_to_row = routing
     top_k = weights.shape[1]
     preact, a = launch_up_proj(block, x, top_k, row_to_slot, schedule, save, activate=True)
@@ -77,21 +78,21 @@ def backward_triton(
         launch_combine(dx_rows, None, slot_to_row, top_k, out=grads.x)
 
 
-def _route_tiles(block: Block, x: Tensor, top_k_index: Tensor) -> TiledRouting:
+def _route_tiles(block: Block, x: Tensor, top_k_index: Tensor, specified: bool) -> TiledRouting:
     block_m = choose_block_m(top_k_index.numel(), block.num_experts, x.dtype)
-    return route_tiles_triton(top_k_index, block.num_experts, block_m)
+    return route_tiles_triton(top_k_index, block.num_experts, block_m, block.capacity, specified)
 
 
 def _infer(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
     """out (T, H), with nothing kept for a backward."""
     if x.device.type == "cpu":
-        indices = route_indices(top_k_index, block.num_experts)
+        indices = _route_torch(top_k_index, block.num_experts, block.capacity)
         return _torch_experts.forward(block, x, weights, indices, save=False)[0]
     with on_device_of(x):
         num_tokens, top_k = top_k_index.shape
         if num_tokens and is_decode(block, num_tokens, top_k):
             return decode_triton(block, x, top_k_index, weights)
-        return forward_triton(block, x, weights, _route_tiles(block, x, top_k_index), save=False)[0]
+        return forward_triton(block, x, weights, _route_tiles(block, x, top_k_index, specified=False), save=False)[0]
 
 
 def _experts(
@@ -104,7 +105,7 @@ def _experts(
     down_bias: Optional[Tensor],
     activation: str,
     parameters: Sequence[float],
-    flags: Sequence[bool],
+    flags: Sequence[int],
     record: bool,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out, preact, tile_map, row_to_slot, slot_to_row); all but out are empty unless a backward may follow."""
@@ -114,12 +115,12 @@ def _experts(
         return out, x.new_empty(0), *(top_k_index.new_empty(0, dtype=torch.int32) for _ in range(3))
     save = not block.recompute
     if x.device.type == "cpu":
-        offsets, *indices = route_indices(top_k_index, block.num_experts)
-        tile_map = offsets.new_zeros(map_size(top_k_index.numel(), block.num_experts))
+        offsets, *indices = _route_torch(top_k_index, block.num_experts, block.capacity)
+        tile_map = offsets.new_zeros(map_size(indices[0].shape[0], block.num_experts))
         tile_map[: offsets.shape[0]] = offsets
         return (*_torch_experts.forward(block, x, top_k_weights, (offsets, *indices), save), tile_map, *indices)
     with on_device_of(x):
-        routing = _route_tiles(block, x, top_k_index)
+        routing = _route_tiles(block, x, top_k_index, specified=True)
         out, preact = forward_triton(block, x, top_k_weights, routing, save)
         return out, preact, routing.schedule.map, routing.row_to_slot, routing.slot_to_row
 
@@ -127,11 +128,12 @@ def _experts(
 def _experts_fake(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, activation, parameters, flags, record):
     block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
     num_slots = top_k_index.shape[0] * top_k_index.shape[1] if record else 0
+    num_rows = block.num_rows(num_slots)
     return (
         x.new_empty((x.shape[0], x.shape[1])),
-        x.new_empty((num_slots, block.preact_width) if record and not block.recompute else (0,)),
-        x.new_empty(map_size(num_slots, up.shape[0]) if record else 0, dtype=torch.int32),
-        x.new_empty(num_slots, dtype=torch.int32),
+        x.new_empty((num_rows, block.preact_width) if record and not block.recompute else (0,)),
+        x.new_empty(map_size(num_rows, up.shape[0]) if record else 0, dtype=torch.int32),
+        x.new_empty(num_rows, dtype=torch.int32),
         x.new_empty(num_slots, dtype=torch.int32),
     )
 
@@ -150,21 +152,20 @@ def _experts_backward(
     slot_to_row: Tensor,
     activation: str,
     parameters: Sequence[float],
-    flags: Sequence[bool],
+    flags: Sequence[int],
     needs: Sequence[bool],
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
     wanted = Needs(*needs)
     grads = empty_grads(wanted, block, dout, top_k_weights)
-    num_slots, num_experts = row_to_slot.shape[0], block.num_experts
+    num_rows, num_experts = row_to_slot.shape[0], block.num_experts
     if dout.device.type == "cpu":
         indices = (tile_map[: num_experts + 1], row_to_slot, slot_to_row)
         _torch_experts.backward(block, dout, x, top_k_weights, preact, indices, wanted, grads)
         return tuple(grads)
     with on_device_of(dout):
-        schedule = schedule_of_map(
-            tile_map, num_experts, num_slots, choose_block_m(num_slots, num_experts, dout.dtype)
-        )  # fmt: skip
+        block_m = choose_block_m(slot_to_row.shape[0], num_experts, dout.dtype)
+        schedule = schedule_of_map(tile_map, num_experts, num_rows, block_m)
         routing = TiledRouting(schedule, row_to_slot, slot_to_row)
         backward_triton(block, dout, x, top_k_weights, preact, routing, wanted, grads)
     return tuple(grads)
@@ -181,7 +182,7 @@ def _experts_backward_fake(
 define_op(
     "experts",
     "(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias,"
-    " str activation, float[] parameters, bool[] flags, bool record) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " str activation, float[] parameters, SymInt[] flags, bool record) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _experts,
     _experts_fake,
 )
@@ -189,7 +190,7 @@ define_op(
     "experts_backward",
     "(Tensor dout, Tensor? x, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias,"
     " Tensor preact, Tensor tile_map, Tensor row_to_slot, Tensor slot_to_row, str activation, float[] parameters,"
-    " bool[] flags, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " SymInt[] flags, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _experts_backward,
     _experts_backward_fake,
 )
@@ -209,7 +210,7 @@ class _Experts(torch.autograd.Function):
             with below_autograd():
                 out, *others = ops.experts.default(*tensors, *kind)
         ctx.mark_non_differentiable(*others)
-        reads_x = ctx.needs_input_grad[3] or ctx.kind[2][-1]  # recompute
+        reads_x = ctx.needs_input_grad[3] or ctx.kind[2][3]  # recompute
         ctx.save_for_backward(x if reads_x else None, top_k_weights, up, down, up_bias, down_bias, *others)
         return (out, *others)
 
@@ -243,6 +244,7 @@ def grouped_mm_experts(
     interleaved: bool = False,
     transposed: bool = False,
     recompute: bool = False,
+    capacity: Optional[int] = None,
 ) -> Tensor:
     """The experts block: out[t] = sum over k of top_k_weights[t, k] * expert(top_k_index[t, k], hidden_states[t]),
 
@@ -259,11 +261,16 @@ def grouped_mm_experts(
     Differentiable once, in reverse mode, in all floating tensors; only gradients that are asked for are computed.
     Sums are in fp32 (fp64 for fp64) and in fixed order: results repeat bitwise. No host sync.
 
-    Memory in elements of the dtype, S = T top_k, P = 2 I (I if not gated), small index tensors apart. Saved for
-    backward: T H (hidden_states itself; not if gate_up_proj is frozen) + S P; with recompute=True T H. Transient in
-    forward: S I, then
-    S (I + H); in backward, beyond the gradients: S P + S I, then S P + S H; with recompute=True the same, since the
-    recomputed pre-activation becomes its own gradient in place.
+    Memory in elements of the dtype, with the rows S = T top_k or, if that is less, capacity, P = 2 I (I if not gated),
+    small index tensors apart. Saved for backward: T H (hidden_states itself; not if gate_up_proj is frozen) + S P; with
+    recompute=True T H. Transient in forward: S I, then S (I + H); in backward, beyond the gradients: S P + S I, then
+    S P + S H; with recompute=True the same, since the recomputed pre-activation becomes its own gradient in place.
+
+    capacity: a promise that at most so many slots (1 or more) are routed to local experts; it sizes buffers. If more
+    are, nothing is accessed out of bounds, and an error comes instead of a wrong result: on CPU RuntimeError with both
+    numbers; on an accelerator, which counts them without telling the host, an assertion on the device, in a graph's
+    replay as well: CUDA reports it at the next sync and prints a message that names grouped_mm_experts and capacity.
+    Calls of a few tokens without gradients make no rows there: they are right whatever it is, and not checked.
 
     Raises TypeError or ValueError that names the argument, before anything is launched.
     """
@@ -275,7 +282,8 @@ def grouped_mm_experts(
     )
     checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed)
     tensors = x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias
-    kind = pack_kind(kind, gated, interleaved, transposed, recompute)
+    checks.check_capacity("capacity", capacity)
+    kind = pack_kind(kind, gated, interleaved, transposed, recompute, capacity)
     record = needs_autograd(*tensors)
     if not is_plain(*tensors):
         return ops.experts.default(*tensors, *kind, record)[0]

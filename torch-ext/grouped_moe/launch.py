@@ -46,21 +46,25 @@ class Kernel:
         """The first argument is a tensor or a descriptor."""
         first = args[0] if isinstance(args[0], Tensor) else args[0].base
         device = first.get_device()
-        key = [device]
+        key, operands = [device], []
         for arg in args:
             if type(arg) is int:
                 key += (-1 if arg == 1 else arg & 15, arg >> 31)
             elif arg is None:
                 key.append(None)
             elif isinstance(arg, Tensor):
-                key += (arg.dtype, arg.data_ptr() & 15)
+                address = arg.data_ptr()
+                key += (arg.dtype, address & 15)
+                arg = address  # which Triton's launcher would ask for again
             else:
                 key.append(arg.base.dtype)  # a descriptor's block is among the constants
+            operands.append(arg)
         key = tuple(key)
         variant = self.variants.get(key)
         if variant is not None and not self.is_watched():
             stream = torch._C._cuda_getCurrentRawStream(device)
-            variant.run(*grid, stream, variant.function, variant.packed_metadata, None, None, None, *args, *self.values)
+            launch_arguments = (stream, variant.function, variant.packed_metadata, None, None, None)
+            variant.run(*grid, *launch_arguments, *operands, *self.values)
             return
         if self.choice is not None and _log.isEnabledFor(logging.INFO):
             _log_once(f"{self.kernel.__name__} on {_name_of(first)}: {self.choice}")

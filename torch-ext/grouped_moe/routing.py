@@ -14,7 +14,7 @@ Rows are sorted by expert and, within an expert, by slot (a stable counting sort
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -92,11 +92,16 @@ def _place_kernel(num_experts: int, block_m: int, one_chunk: bool) -> Kernel:
     return Kernel(place_slots_kernel, **_sizes(num_experts), BLOCK_M=block_m, CHUNK=_CHUNK, STEP=step)
 
 
-def _launch(top_k_index: Tensor, offsets: Tensor, num_experts: int, block_m: int) -> Tuple[Tensor, Tensor]:
-    """(row_to_slot, slot_to_row); writes offsets or, with the rows of a tile given, a schedule's map."""
+def _launch(
+    top_k_index: Tensor, offsets: Tensor, num_experts: int, block_m: int, num_rows: int, num_routed: Optional[Tensor]
+) -> Tuple[Tensor, Tensor]:
+    """(row_to_slot, slot_to_row); writes offsets or, with the rows of a tile given, a schedule's map.
+
+    num_routed: (1,), gets R, which may then exceed num_rows; None if num_rows is S.
+    """
     ids = top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
     num_slots = ids.numel()
-    row_to_slot = offsets.new_empty(num_slots)
+    row_to_slot = offsets.new_empty(num_rows)
     slot_to_row = offsets.new_empty(num_slots)
     num_chunks = max(1, -(-num_slots // _CHUNK))
     grid = (num_chunks, 1, 1)
@@ -107,22 +112,38 @@ def _launch(top_k_index: Tensor, offsets: Tensor, num_experts: int, block_m: int
         scan, blocks = _scan_kernel(num_experts, num_chunks <= _SCAN_FEW[0])
         scan((blocks, 1, 1), counts, totals, num_chunks)
     place = _place_kernel(num_experts, block_m, num_chunks == 1)
-    place(grid, ids, counts, totals, offsets, row_to_slot, slot_to_row, num_slots)
+    place(grid, ids, counts, totals, offsets, row_to_slot, slot_to_row, num_routed, num_slots, num_rows)
     return row_to_slot, slot_to_row
 
 
 def route_triton(top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor]:
     """(expert_offsets, row_to_slot, slot_to_row) by the Triton kernels: one launch for few slots, else three."""
     expert_offsets = top_k_index.new_empty(num_experts + 1, dtype=torch.int32)
-    return (expert_offsets, *_launch(top_k_index, expert_offsets, num_experts, 0))
+    return (expert_offsets, *_launch(top_k_index, expert_offsets, num_experts, 0, top_k_index.numel(), None))
 
 
-def route_tiles_triton(top_k_index: Tensor, num_experts: int, block_m: int) -> TiledRouting:
-    """The routing and its schedule by the same launches. The map is of the size that `map_size` tells."""
+def route_tiles_triton(
+    top_k_index: Tensor, num_experts: int, block_m: int, capacity: Optional[int] = None, specified: bool = False
+) -> TiledRouting:
+    """The routing and its schedule by the same launches. The map is of the size that `map_size` tells.
+
+    specified: entries of the map that no tile needs are 0, for an op that returns it.
+
+    With a capacity below S there are that many rows. More routed slots fail a device-side assertion; what follows on
+    the device finds a routing without the slots that have no room.
+    """
     num_slots = top_k_index.numel()
-    tile_map = top_k_index.new_empty(map_size(num_slots, num_experts), dtype=torch.int32)
-    indices = _launch(top_k_index, tile_map, num_experts, block_m)
-    return TiledRouting(schedule_of_map(tile_map, num_experts, num_slots, block_m), *indices)
+    num_rows = num_slots if capacity is None else min(num_slots, capacity)
+    new = top_k_index.new_zeros if specified else top_k_index.new_empty
+    tile_map = new(map_size(num_rows, num_experts), dtype=torch.int32)
+    num_routed = tile_map.new_empty(1) if num_rows < num_slots else None
+    indices = _launch(top_k_index, tile_map, num_experts, block_m, num_rows, num_routed)
+    if num_routed is not None:
+        torch._assert_async(
+            num_routed <= num_rows,
+            f"grouped_mm_experts: capacity: expected at least the slots routed to local experts, got {num_rows}",
+        )
+    return TiledRouting(schedule_of_map(tile_map, num_experts, num_rows, block_m), *indices)
 
 
 def route_indices(top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor]:

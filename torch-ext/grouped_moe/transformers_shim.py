@@ -4,6 +4,7 @@ The fused block runs where it computes the very same function as the module; oth
 with the module's own gate (and post-expert norm) between them.
 """
 
+from fractions import Fraction
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Dict, Optional, Tuple
@@ -146,10 +147,25 @@ def _local(parameter: Optional[Tensor]) -> Optional[Tensor]:
     return parameter if to_local is None else to_local()
 
 
-def experts_forward(self: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _capacity(top_k_index: Tensor, share: Optional[Tuple[int, int]]) -> Optional[int]:
+    """The slots' share (numerator, denominator), rounded up, or 1 without slots; integers, which may be symbolic."""
+    if share is None:
+        return None
+    num_slots = top_k_index.shape[0] * top_k_index.shape[1]
+    return torch.sym_max(1, -(-num_slots * share[0] // share[1]))
+
+
+def experts_forward(
+    self: torch.nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    share: Optional[Tuple[int, int]] = None,
+) -> Tensor:
     """The forward of a transformers experts module; signature and attributes are transformers'.
 
     hidden_states: (T, H). top_k_index, top_k_weights: (T, top_k); ids outside the module's num_experts are sentinels.
+    share: numerator and denominator of the share of the slots that is the fused block's capacity; None for none.
     Returns (T, H) in the dtype of hidden_states.
     """
     gated = getattr(self, "has_gate", True)
@@ -168,6 +184,7 @@ def experts_forward(self: torch.nn.Module, hidden_states: Tensor, top_k_index: T
         out = grouped_mm_experts(
             x, top_k_index, top_k_weights, up, down, gate_up_proj_bias=up_bias, down_proj_bias=down_bias,
             activation=activation, gated=gated, interleaved=interleaved, transposed=transposed,
+            capacity=_capacity(top_k_index, share),
         )  # fmt: skip
         return out.to(hidden_states.dtype)
     routing = route(top_k_index, self.num_experts)
@@ -186,13 +203,34 @@ def _fp8_experts_forward(self: torch.nn.Module, *args, **kwargs) -> Tensor:
     )
 
 
-def register_experts_implementation(name: str = "grouped_moe") -> str:
+def _share(capacity: object) -> Optional[Tuple[int, int]]:
+    """A share as (numerator, denominator): the nearest fraction with a denominator up to 2^16, not rounded to 0."""
+    if capacity is None:
+        return None
+    if not isinstance(capacity, (int, float)) or isinstance(capacity, bool):
+        raise TypeError(f"capacity: expected a float or None, got {type(capacity).__name__}")
+    if not 0 < capacity <= 1:
+        raise ValueError(f"capacity: expected a share of the slots above 0 and up to 1, got {capacity}")
+    fraction = max(Fraction(capacity).limit_denominator(2**16), Fraction(1, 2**16))
+    return fraction.numerator, fraction.denominator
+
+
+def register_experts_implementation(name: str = "grouped_moe", capacity: Optional[float] = None) -> str:
     """Registers the package with transformers as experts_implementation=`name` and returns the name.
 
     Then `AutoModelForCausalLM.from_pretrained(..., experts_implementation=name)` or
     `model.set_experts_implementation(name)` use it, in training and inference. Calling it twice is harmless. FP8
-    experts raise ValueError when they run. Raises ImportError without a transformers that has an ExpertsInterface.
+    experts raise ValueError when they run.
+
+    capacity: the share of the T top_k slots, above 0 and up to 1, that the fused block makes room for, rounded up to
+    whole slots: see `grouped_mm_experts`, of which more slots than that are an error. For expert parallelism with
+    sentinels, where a rank has a share of the experts: that share with headroom, of which small batches need more. Not
+    for all-to-all dispatch, where every slot that arrives is local. Modules that the fused block does not compute take
+    the room of all slots.
+
+    Raises TypeError or ValueError that names capacity, ImportError without a transformers that has an ExpertsInterface.
     """
+    share = _share(capacity)
     try:
         from transformers.integrations.moe import ExpertsInterface
     except ImportError as error:
@@ -200,7 +238,7 @@ def register_experts_implementation(name: str = "grouped_moe") -> str:
             "register_experts_implementation: expected transformers 5.9 or later to be installed "
             "(pip install 'transformers>=5.9')"
         ) from error
-    ExpertsInterface.register(name, experts_forward)
+    ExpertsInterface.register(name, experts_forward if share is None else partial(experts_forward, share=share))
     try:
         from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
     except ImportError:  # older versions have no registry of their own for FP8 experts

@@ -42,6 +42,7 @@ KERNELS = {
     "down_dgrad": _GEMM,
     "down_dgrad_interleaved": _GEMM,
     "down_dgrad_tma": _GEMM,
+    "down_dgrad_tma_interleaved": _GEMM,
     "wgrad": _WGRAD,
     "wgrad_gathered": _WGRAD,
     "wgrad_tma": _WGRAD,

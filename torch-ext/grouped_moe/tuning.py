@@ -228,7 +228,11 @@ def dgrad_config(
     """
     default = _default_tile(block_m, dtype, spec)
     kernel = "down_dgrad_tma"
-    if not tma:
+    if tma and interleaved:
+        # At 256 columns what such a tile needs besides its accumulator does not fit the registers.
+        default = replace(default, block_n=min(default.block_n, 128), num_stages=4)
+        kernel = "down_dgrad_tma_interleaved"
+    elif not tma:
         # Stages stay those of the wide tile.
         default = _fit(default, n, 1, dtype.itemsize, spec._replace(warp_size=32))
         if spec.warp_size == 64 and dtype.itemsize > 2:

@@ -59,7 +59,7 @@ def store_gate_up(
 ):  # fmt: skip
     """Stores gate and up of one tile to an (rows, 2 N) tensor."""
     if INTERLEAVED:
-        pairs = tl.interleave(gate, up)
+        pairs = tl.interleave(gate.to(ptr.dtype.element_ty), up.to(ptr.dtype.element_ty))
         store_columns(ptr, pairs, first_row, row_mask, 2 * first_column, 2 * N, BLOCK_M, 2 * BLOCK_N)
     else:
         ptrs = tile_ptrs(ptr, first_row, first_column, 2 * N, BLOCK_M, BLOCK_N)

@@ -278,23 +278,25 @@ def down_dgrad_kernel(
             tile, step, last, row_to_slot_ptr, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, TOP_K, GROUP_M, BLOCK_M
         )
         for tile in tl.range(tl.program_id(0), num_tiles, step):
-            slots1, n_tile2, row2, count2, expert3 = next_links(
-                row1, count1, expert2, tile, step, last, row_to_slot_ptr, schedule_ptr,
-                NUM_EXPERTS, NUM_N_TILES, TOP_K, GROUP_M, BLOCK_M,
-            )  # fmt: skip
             dout_ptrs = row_ptrs(dout_ptr, slots, stride_dt, stride_dk, TOP_K, BLOCK_K)
+            weights = load_scales(weights_ptr, slots) if weights_ptr is not None else None
             row_mask = tl.arange(0, BLOCK_M) < count
             column = n_tile * BLOCK_N
             grad = dot_wide(
                 dout_ptrs, stride_dk, w_ptr, stride_we, stride_wn, stride_wk, expert, column, N, K,
                 TMA, W_KN, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-            weights = load_scales(weights_ptr, slots) if weights_ptr is not None else None
             # A piece's pre-activation is on its way while the piece before it is worked on.
             gate, up = load_preact(preact_ptr, row, row_mask, column, N, GATED, INTERLEAVED, BLOCK_M, PIECE)
             grads = column_pieces(grad, BLOCK_M, BLOCK_N, PIECES)
             inner = tl.zeros((BLOCK_M,), tl.float32)
             for i in tl.static_range(PIECES):
+                if i == PIECES // 2:
+                    # The first pieces have left their registers.
+                    slots1, n_tile2, row2, count2, expert3 = next_links(
+                        row1, count1, expert2, tile, step, last, row_to_slot_ptr, schedule_ptr,
+                        NUM_EXPERTS, NUM_N_TILES, TOP_K, GROUP_M, BLOCK_M,
+                    )  # fmt: skip
                 next_gate, next_up = gate, up
                 if i + 1 < PIECES:
                     next_gate, next_up = load_preact(

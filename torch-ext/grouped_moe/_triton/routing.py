@@ -88,15 +88,17 @@ def scan_counts_kernel(
     tl.store(totals_ptr + experts, totals, mask=experts < NUM_EXPERTS)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots", "num_rows"])
 def place_slots_kernel(
     ids_ptr,  # (S,) int32 or int64
     counts_ptr,  # (chunks, E) int32, slots of the expert in earlier chunks, or None
     totals_ptr,  # (E,) int32, slots of the expert, or None
     offsets_ptr,  # (E + 1,) int32, out; with BLOCK_M a schedule's map, which begins with them
-    row_to_slot_ptr,  # (S,) int32, out: the first R are written
+    row_to_slot_ptr,  # (rows,) int32, out: the first R are written
     slot_to_row_ptr,  # (S,) int32, out
+    num_routed_ptr,  # () int32, out: R; None if there are as many rows as slots
     num_slots,
+    num_rows,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,  # power of two, NUM_EXPERTS or more
     BLOCK_M: tl.constexpr,  # rows of a tile, 0 for no schedule
@@ -107,6 +109,7 @@ def place_slots_kernel(
 
     Grid: (chunks,), one without slots. Every program sums up the experts' totals anew; without counts it counts all
     slots itself, which makes this the only launch. A tile's entry in the schedule comes from the tile's first row.
+    Slots whose row would be num_rows or more get none, and offsets and schedule end there; R counts them all the same.
     """
     begin = tl.program_id(0) * CHUNK
     if counts_ptr is None:
@@ -127,6 +130,13 @@ def place_slots_kernel(
         rank += tl.load(row_ptr + experts, mask=routed, other=0)
     ends = tl.cumsum(totals, 0)
     rows = tl.gather(ends - totals, experts, 0) + rank
+    if num_routed_ptr is not None:
+        if tl.program_id(0) == 0:
+            tl.store(num_routed_ptr, tl.sum(totals, 0))
+        routed = routed & (rows < num_rows)
+        starts = tl.minimum(ends - totals, num_rows)
+        ends = tl.minimum(ends, num_rows)
+        totals = ends - starts
     tl.store(row_to_slot_ptr + rows, slots, mask=routed)
     tl.store(slot_to_row_ptr + slots, tl.where(routed, rows, -1), mask=slots < num_slots)
     if tl.program_id(0) == 0:

@@ -17,6 +17,7 @@ LOOP, TORCH, SORT, COPY = "loop", "grouped_mm", "sort", "copy"
 LAYERS, DECODE, GROWTH, LINEAR = "layers", "decode", "growth", "grouped_linear"
 # What is measured alone.
 PARTS = FORWARD, DGRAD, WGRAD, STEP = ("forward", "dgrad", "wgrad", "step")
+FROZEN = "backward, weights frozen"
 BACKWARD, CALLS, HOST = "backward", "eager calls", "host"
 GRAPH, TRACKED, ELAPSED = "forward, CUDA graph", "forward with autograd", ", elapsed"
 OVER_LINE = 1.10  # growth past this multiple of the line between neighbours is flagged
@@ -73,9 +74,10 @@ def rate(cell: dict, provider: str, of: Optional[float] = None) -> Optional[floa
 def part_rates(cell: dict, provider: str) -> Dict[str, Optional[float]]:
     """TFLOP/s of dgrad and wgrad, a third of a step's products each. wgrad: of what all gradients take more."""
     third = {"flops": cell["flops"] / 3}
-    dgrad, backward = (milliseconds({"providers": cell["parts"][part]}, provider) for part in (DGRAD, BACKWARD))
+    parts = cell["parts"]
+    dgrad, backward = (milliseconds({"providers": parts.get(part, {})}, provider) for part in (FROZEN, BACKWARD))
     if provider == DENSE:
-        wgrad = milliseconds({"providers": cell["parts"][DGRAD]}, DENSE_WGRAD)
+        wgrad = milliseconds({"providers": parts.get(FROZEN, {})}, DENSE_WGRAD)
     else:
         wgrad = backward - dgrad if dgrad and backward and backward > dgrad else None
     return {part: ms and rate(third, provider, ms) for part, ms in ((DGRAD, dgrad), (WGRAD, wgrad))}

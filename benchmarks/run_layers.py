@@ -34,8 +34,8 @@ from report import (
     COMPILED,
     DENSE,
     DENSE_WGRAD,
-    DGRAD,
     EAGER,
+    FROZEN,
     OURS,
     RECOMPUTE,
     SCATTERMOE,
@@ -179,17 +179,23 @@ class Bench:
         return found
 
     def parts(self, block: Block, functions: Dict[str, Function], dense: Dict[str, Call], sets: List[Inputs]) -> dict:
-        """The backward alone, with all gradients, and without those of the weights: the products of dgrad.
+        """The backward alone, with all gradients, and of a graph with frozen weights: the products of dgrad.
 
-        The graph is kept between calls, so they all run on one input set.
+        The graphs are kept between calls, so they all run on one input set. What does not require a gradient is not
+        computed; to leave it out of what is asked for would not do, for a Python autograd function is not told.
         """
-        s, calls = sets[0], {BACKWARD: {}, DGRAD: {DENSE: dense["dgrad"], DENSE_WGRAD: dense["wgrad"]}}
+        s, calls = sets[0], {BACKWARD: {}, FROZEN: {DENSE: dense["dgrad"], DENSE_WGRAD: dense["wgrad"]}}
         for name, function in functions.items():
-            out = function(s)
-            for part, leaves in ((BACKWARD, (s.x, s.weights, *block.weights)), (DGRAD, (s.x, s.weights))):
+            for part, trained in ((BACKWARD, True), (FROZEN, False)):
+                for weight in block.weights:
+                    weight.requires_grad_(trained)
+                out = function(s)
+                leaves = (s.x, s.weights, *block.weights) if trained else (s.x, s.weights)
                 calls[part][name] = lambda _, out=out, leaves=leaves: torch.autograd.grad(
                     out, leaves, s.dout, retain_graph=True
                 )
+        for weight in block.weights:
+            weight.requires_grad_()
         every = {(part, name): call for part, found in calls.items() for name, call in found.items()}
         timed = self.time(every)
         return {part: {name: timed[part, name] for name in found} for part, found in calls.items()}

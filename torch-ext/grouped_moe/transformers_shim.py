@@ -152,7 +152,7 @@ def _capacity(top_k_index: Tensor, share: Optional[Tuple[int, int]]) -> Optional
     if share is None:
         return None
     num_slots = top_k_index.shape[0] * top_k_index.shape[1]
-    return torch.sym_max(1, -(-num_slots * share[0] // share[1]))
+    return max(1, -(-num_slots * share[0] // share[1]))
 
 
 def experts_forward(

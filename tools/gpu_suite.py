@@ -25,7 +25,6 @@ from typing import Dict, List, NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 CASE = str(Path("tools") / "sanitize_case.py")
-CONTROL = str(Path("tools") / "sanitize_control.py")
 TAIL_LINES = 30
 SANITIZER_FAILED = 86  # an exit status that nothing else here has
 
@@ -126,31 +125,20 @@ def tests(arguments: argparse.Namespace) -> dict:
     return {**described(result), **counts}
 
 
-def sanitizer_command(sanitizer: str, tool: str, script: str, limit: int) -> List[str]:
-    """compute-sanitizer over a script, with so many messages."""
-    command = [sanitizer, "--tool", tool, "--target-processes", "application-only", "--print-limit", str(limit)]
-    return command + ["--error-exitcode", str(SANITIZER_FAILED), sys.executable, script]
-
-
 def hazards(output: str) -> Dict[str, int]:
-    """How often racecheck names a statement as one side of a hazard, by its source; unknown ones by file and line."""
+    """How often racecheck names a statement as one side of a hazard."""
     found = re.findall(r" at \S+ in (\S+\.py):(\d+)", output)
     named: Dict[str, int] = collections.Counter()
     for name, number in found:
-        paths = [*ROOT.glob(f"torch-ext/*/_triton/{name}"), *ROOT.glob(f"tools/{name}")]
+        paths = list(ROOT.glob(f"torch-ext/*/_triton/{name}"))
         lines = paths[0].read_text(encoding="utf-8").splitlines() if paths else []
         source = lines[int(number) - 1].strip() if int(number) <= len(lines) else ""
-        dispatch = re.match(r"def \w+_kernel\(|gl\.warp_specialize\(", source)
-        named["Triton's dispatch of warps" if dispatch else f"{name}:{number} {source}"] += 1
+        named[f"{name}:{number} {source}"] += 1
     return dict(named)
 
 
 def sanitize(tool: str, arguments: argparse.Namespace) -> dict:
-    """compute-sanitizer over one case script, after a run without it that compiles the kernels.
-
-    Racecheck has hazards in the dispatch of any warp-specialised kernel: they are allowed if it has them in one whose
-    warps share nothing, too, and if there is no other.
-    """
+    """compute-sanitizer over one case script, after a run without it that compiles the kernels."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         return {"status": "skipped", "seconds": 0.0, "tail": ["compute-sanitizer is not on the PATH"]}
@@ -159,25 +147,20 @@ def sanitize(tool: str, arguments: argparse.Namespace) -> dict:
     plain = run([sys.executable, CASE], arguments.sanitizer_timeout, **environment)
     if plain.returncode != 0:
         return {**described(plain), "failures": ["the case fails without the sanitizer"]}
-    limit = 1000 if tool == "racecheck" else 20
-    result = run(sanitizer_command(sanitizer, tool, CASE, limit), arguments.sanitizer_timeout, **environment)
+    limit = "1000" if tool == "racecheck" else "20"
+    command = [sanitizer, "--tool", tool, "--target-processes", "application-only", "--print-limit", limit]
+    command += ["--error-exitcode", str(SANITIZER_FAILED), sys.executable, CASE]
+    result = run(command, arguments.sanitizer_timeout, **environment)
     messages = [line for line in result.output.splitlines() if line.startswith("=========")]
     summary = [line for line in messages if "SUMMARY" in line]
-    report = {
+    return {
         **described(result),
         "seconds_without": round(plain.seconds, 1),
         "cases_done": len(re.findall(r": error \d", result.output)),
         "summary": summary[-1].strip("= ") if summary else None,
+        "hazards": hazards(result.output),
         "first_messages": messages[:TAIL_LINES],
     }
-    if tool == "racecheck" and result.returncode == SANITIZER_FAILED:
-        control = run(sanitizer_command(sanitizer, tool, CONTROL, limit), arguments.sanitizer_timeout, **environment)
-        report["hazards"], report["hazards_of_control"] = hazards(result.output), hazards(control.output)
-        finished = "all right on" in result.output and "control: all right" in control.output
-        if finished and report["hazards"] and set(report["hazards"]) == set(report["hazards_of_control"]):
-            report["status"] = "passed"
-            report["summary"] += "; all in Triton's dispatch of warps, as in a kernel whose warps share nothing"
-    return report
 
 
 STEPS = {

@@ -65,7 +65,7 @@ def describe_machine(kernel: ModuleType, commit: Optional[str]) -> dict:
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "gpu_memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1) if cuda else None,
         "driver_and_power_limit": driver.splitlines()[0] if driver and cuda else None,
-        "machine": f"{platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} CPU cores",
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
         "python": sys.version.split()[0],
         "cuda": torch.version.cuda or torch.version.hip,
         **{name: package_version(name) for name in PACKAGES},

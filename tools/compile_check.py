@@ -148,11 +148,12 @@ def compiling_for(name: str, collect) -> Iterator[None]:
 
 
 def resource_usage(kernel) -> tuple:
-    """(registers per thread, spilled bytes) of a compiled kernel."""
+    """(registers, bytes of spills in memory) per thread of a compiled kernel."""
     if "amdgcn" in kernel.asm:
         text = kernel.asm["amdgcn"]
-        fields = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|[vs]gpr_spill_count):\s*(\d+)", text)}
-        return fields["vgpr_count"], 4 * (fields["vgpr_spill_count"] + fields["sgpr_spill_count"])
+        # Scalar registers spill into lanes of vector registers, which takes no memory.
+        fields = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", text))
+        return int(fields["vgpr_count"]), int(fields["private_segment_fixed_size"])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -188,6 +189,9 @@ def run_layer(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> Non
     dout = empty(num_tokens, h)
     grads = experts.empty_grads(needs, block, dout, weights)
     experts.backward_triton(block, dout, x, weights, preact, tiled, needs, grads)
+    decode = modules("decode")
+    if decode.is_decode(block, 1, layer.top_k):
+        decode.decode_triton(block, x[:1], ids[:1], weights[:1])
 
 
 def run_building_blocks(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> None:

@@ -186,7 +186,7 @@ def describe_machine(commit: Optional[str]) -> dict:
         "date_utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit or (head.output.strip() if head.returncode == 0 else None),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
-        "machine": f"{platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} CPU cores",
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
         "python": platform.python_version(),
         "cuda": torch.version.cuda or torch.version.hip,
         **versions,

@@ -12,7 +12,7 @@ _BYTES = 16  # of which addresses and strides are multiples
 Strides = Tuple[int, int, int]
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=4096)  # of shapes, whose rows may change with every call
 def _strides(shape: Tuple[int, ...], strides: Tuple[int, ...], itemsize: int) -> Optional[List[int]]:
     """The strides of a tensor with contiguous columns if the accelerator takes them, else None.
 

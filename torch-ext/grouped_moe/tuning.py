@@ -184,7 +184,7 @@ def gemm_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, tma:
     return _fit(config, n, 1, dtype.itemsize, spec)
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=4096)  # rows may change with every call
 def hopper_gemm_config(
     block_m: int, rows: int, num_groups: int, n: int, k: int, spec: DeviceSpec, zero_rest: bool
 ) -> Optional[Tuple[GemmConfig, int]]:

@@ -1,7 +1,10 @@
 """Plain eager calls pass the dispatcher by; whoever watches ops still sees them, and nothing else changes."""
 
+import contextlib
+
 import pytest
 import torch
+import torch.utils.checkpoint
 from compare import assert_bitwise
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,14 +68,52 @@ def test_a_subclass_sees_the_op(linear, device):
     assert Sub.names[-1] == "grouped_linear"
 
 
-def test_splits_may_change_before_the_backward(linear, device):
+def test_splits_may_not_change_before_the_backward(linear, device):
+    function, (x, weight, bias, scales), dy = linear
+    splits = torch.tensor([5, 0, 12], device=device)
+    y = function(x, weight, splits, bias, scales)
+    splits.fill_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, (x, weight, bias, scales), dy)
+
+
+@pytest.mark.parametrize("watched", ["forward", "backward"])
+def test_checkpointing_across_a_mode(linear, device, watched):
+    """What is saved is the same whether a mode sees the op or not."""
     function, (x, weight, bias, scales), dy = linear
     splits = torch.tensor([5, 0, 12], device=device)
     before = step(linear, splits)
-    y = function(x, weight, splits, bias, scales)
-    splits.fill_(1)
-    for name, got, want in zip(NAMES, (y, *torch.autograd.grad(y, (x, weight, bias, scales), dy)), before):
+    with Log() if watched == "forward" else contextlib.nullcontext():
+        y = torch.utils.checkpoint.checkpoint(function, x, weight, splits, bias, scales, use_reentrant=False)
+    with Log() if watched == "backward" else contextlib.nullcontext():
+        grads = torch.autograd.grad(y, (x, weight, bias, scales), dy)
+    for name, got, want in zip(NAMES, (y, *grads), before):
         assert_bitwise(name, got, want)
+
+
+def test_a_profiler_sees_the_ops(linear, device):
+    with torch.profiler.profile() as profile:
+        step(linear, torch.tensor([5, 0, 12], device=device))
+    names = " ".join(event.key for event in profile.key_averages())
+    assert "::grouped_linear " in names + " " and "::grouped_linear_backward" in names
+
+
+def test_forward_mode_is_refused(linear, device):
+    function, (x, weight, *_), _ = linear
+    with torch.autograd.forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
+        dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
+        function(dual, weight.detach(), torch.tensor([5, 0, 12], device=device))
+
+
+def test_a_negative_view(linear, device):
+    """Its memory holds the values with the other sign."""
+    function, (x, weight, *_), _ = linear
+    z = torch.complex(torch.zeros_like(x), x).detach()
+    splits = torch.tensor([5, 0, 12], device=device)
+    with torch.no_grad():
+        got, want = function(z.conj().imag, weight, splits), function(-x, weight, splits)
+    assert z.conj().imag.is_neg()
+    assert_bitwise("y", got, want)
 
 
 def test_differentiable_once(linear, device):

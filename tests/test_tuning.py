@@ -1,11 +1,13 @@
 """Tuned tiles: read, checked, and taken where they are; the heuristic elsewhere; and what the log says of it."""
 
+import importlib.util
 import itertools
 import json
 import logging
 import math
 import sys
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,6 +97,22 @@ def test_files_of_the_package_are_valid(module):
     for path in files:
         assert tuned.file_of(json.loads(path.read_text())["device"]) == path
         assert tuned.read_tiles(path)
+
+
+def test_files_are_found_through_links(grouped_moe, tmp_path):
+    """As the Hub's cache has them: a snapshot of links to files of other names elsewhere."""
+    package = Path(grouped_moe.__file__).parent
+    blobs, copy = tmp_path / "blobs", tmp_path / "snapshots" / "linked_package"
+    blobs.mkdir()
+    for number, path in enumerate(path for path in sorted(package.rglob("*")) if path.suffix in (".py", ".json")):
+        link = copy / path.relative_to(package)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        (blobs / str(number)).write_bytes(path.read_bytes())
+        link.symlink_to(blobs / str(number))
+    spec = importlib.util.spec_from_file_location("linked_tuned", copy / "tuned.py")
+    linked = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(linked)
+    assert linked.tiles_of(NAME)
 
 
 def test_tune_writes_the_files_as_they_are(module, monkeypatch):
@@ -221,6 +239,14 @@ WRONG = {
     "too small": ({"gemm": {"64": {**TILE, "num_stages": 0}}}, "tiles.gemm.64.num_stages: expected an integer, 1 or"),
     "no power": ({"gemm": {"64": {**TILE, "block_n": 96}}}, "tiles.gemm.64.block_n: expected a power of two, got 96"),
     "no programs": ({"gemm": {"64": {**TILE, "programs_per_sm": 0}}}, "tiles.gemm.64.programs_per_sm"),
+    "a ring too short": (
+        {"wgrad_hopper_gathered": {"64": {**TILE, "block_m": 128}}},
+        "tiles.wgrad_hopper_gathered.64.num_stages: expected an integer, 3 or more, got 2",
+    ),
+    "warps of Gluon": (
+        {"gemm_hopper": {"128": {**TILE, "num_warps": 8}}},
+        "tiles.gemm_hopper.128.num_warps: expected 4",
+    ),
     "tiles": ([], "tiles: expected an object, got []"),
 }
 

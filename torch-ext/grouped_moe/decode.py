@@ -14,10 +14,13 @@ _UP_TILE = (4, 2048, 4)  # BLOCK_N, BLOCK_K, num_warps
 _DOWN_TILE = (32, 256, 2)  # rows (BLOCK_N times the choices), BLOCK_K, num_warps
 
 
+_MAX_TOP_K = 32  # sums of all choices of a token lie in the registers of one program
+
+
 def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
     """Whether the kernels for a few tokens win: slots hardly ever share an expert; weights are contiguous along K."""
     k = 1 if block.transposed else 2
-    few = num_tokens == 1 or 4 * num_tokens * top_k <= block.num_experts
+    few = (num_tokens == 1 or 4 * num_tokens * top_k <= block.num_experts) and top_k <= _MAX_TOP_K
     return few and block.up.stride(k) == 1 and block.down.stride(k) == 1
 
 

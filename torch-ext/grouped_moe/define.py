@@ -25,21 +25,25 @@ def below_autograd():
 def is_plain(*args) -> bool:
     """Whether an op's implementation may be called in the op's stead, at a fraction of the host's time.
 
-    That is where nobody looks for the op: no tracing, no dispatch mode, no functorch transform, no tensor subclass; and
-    where every tensor has memory.
+    That is where nobody looks for the op: no tracing, no mode of dispatch or of functions, no functorch transform, no
+    profiler, no tensor subclass; and where every tensor has memory that holds its values.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_function_stack():
+        return False
+    if torch.autograd._profiler_enabled():
         return False
     for arg in args:
-        if isinstance(arg, torch.Tensor) and (type(arg) not in _PLAIN_TYPES or arg.is_meta):
+        if isinstance(arg, torch.Tensor) and (type(arg) not in _PLAIN_TYPES or arg.is_meta or arg.is_neg()):
             return False
     return True
 
 
 def needs_autograd(*args) -> bool:
-    """Whether autograd has to record a call with these arguments."""
+    """Whether autograd has to record a call with these arguments, or to refuse forward mode."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
     if torch.is_grad_enabled():
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.requires_grad:

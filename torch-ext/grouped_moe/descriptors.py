@@ -1,7 +1,7 @@
 """Which tensors NVIDIA's tensor memory accelerator takes, and the descriptors that it takes them by."""
 
 from functools import lru_cache
-from typing import List, Optional, Tuple
+from typing import Optional, Tuple
 
 from torch import Tensor
 
@@ -13,17 +13,17 @@ Strides = Tuple[int, int, int]
 
 
 @lru_cache(maxsize=4096)  # of shapes, whose rows may change with every call
-def _strides(shape: Tuple[int, ...], strides: Tuple[int, ...], itemsize: int) -> Optional[List[int]]:
+def _strides(shape: Tuple[int, ...], strides: Tuple[int, ...], itemsize: int) -> Optional[Tuple[int, ...]]:
     """The strides of a tensor with contiguous columns if the accelerator takes them, else None.
 
     A dimension of one step may have any, but is given one that the hardware wants.
     """
     unit = _BYTES // itemsize
     taken = [stride if size > 1 else -(-shape[-1] // unit) * unit for size, stride in zip(shape[:-1], strides)]
-    return None if any(stride <= 0 or stride % unit for stride in taken) else [*taken, 1]
+    return None if any(stride <= 0 or stride % unit for stride in taken) else (*taken, 1)
 
 
-def descriptor_strides(tensor: Tensor) -> Optional[List[int]]:
+def descriptor_strides(tensor: Tensor) -> Optional[Tuple[int, ...]]:
     """The strides for a descriptor of a tensor with contiguous columns, or None if there is none."""
     return _strides(tensor.shape, tensor.stride(), tensor.dtype.itemsize)
 

@@ -270,6 +270,7 @@ def grouped_mm_experts(
     are, nothing is accessed out of bounds, and an error comes instead of a wrong result: on CPU RuntimeError with both
     numbers; on an accelerator, which counts them without telling the host, an assertion on the device, in a graph's
     replay as well: CUDA reports it at the next sync and prints a message that names grouped_mm_experts and capacity.
+    ROCm, whose PyTorch is built without such assertions, makes room for all slots instead.
     Calls of a few tokens without gradients make no rows there: they are right whatever it is, and not checked.
 
     Raises TypeError or ValueError that names the argument, before anything is launched.
@@ -283,6 +284,8 @@ def grouped_mm_experts(
     checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed)
     tensors = x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias
     checks.check_capacity("capacity", capacity)
+    if torch.version.hip is not None:
+        capacity = None
     kind = pack_kind(kind, gated, interleaved, transposed, recompute, capacity)
     record = needs_autograd(*tensors)
     if not is_plain(*tensors):

@@ -196,8 +196,10 @@ class _GroupedLinear(torch.autograd.Function):
         saved_weight = weight if needs_x or not weight.is_contiguous() else weight.new_empty(1).expand(weight.shape)
         saved_scales = scales if needs_bias or needs_scales else None
         if is_plain(x, weight, splits, bias, scales):
-            y, splits = _forward(x, weight, splits, bias, scales, transposed)
+            # Beside what is saved: activation checkpointing compares that between calls that take either way.
+            y, ctx.schedule = _forward(x, weight, splits, bias, scales, transposed)
         else:
+            ctx.schedule = None
             with below_autograd():
                 y = ops.grouped_linear.default(x, weight, splits, bias, scales, transposed)
         ctx.save_for_backward(
@@ -210,11 +212,12 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, dy):
         needs_x, needs_weight, _, needs_bias, needs_scales, _ = ctx.needs_input_grad
         needs = [needs_x, needs_weight, needs_bias, needs_scales]
-        saved = ctx.saved_tensors
-        if is_plain(dy, *saved):
-            dx, dw, dbias, dscales = _backward(dy, *saved, ctx.transposed, needs)
+        x, weight, splits, bias, scales = ctx.saved_tensors
+        if is_plain(dy, x, weight, splits, bias, scales):
+            splits = splits if ctx.schedule is None else ctx.schedule
+            dx, dw, dbias, dscales = _backward(dy, x, weight, splits, bias, scales, ctx.transposed, needs)
         else:
-            grads = ops.grouped_linear_backward.default(dy, *saved, ctx.transposed, needs)
+            grads = ops.grouped_linear_backward.default(dy, x, weight, splits, bias, scales, ctx.transposed, needs)
             dx, dw, dbias, dscales = (grad if need else None for grad, need in zip(grads, needs))
         return dx, dw, None, dbias, dscales, None
 

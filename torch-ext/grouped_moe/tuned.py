@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Dict, FrozenSet, NamedTuple, Optional, Tuple
 
-CONFIGS = Path(__file__).resolve().parent / "configs"
+CONFIGS = Path(__file__).parent / "configs"  # not resolved: the Hub's cache has links to files elsewhere
 
 _ROW_TILES = frozenset((16, 32, 64, 128))
 _ROW_CLASSES = frozenset((16, 32, 64, 128, 256, 512, 1024))
@@ -25,7 +25,8 @@ class _Kind(NamedTuple):
 
     sizes: FrozenSet[int]
     wgrad: bool = False  # which has a block_m of its own
-    optional: bool = False  # null is an entry
+    hopper: bool = False  # in Gluon: null is an entry, warps and rows are given
+    least_stages: int = 1
 
 
 _GEMM, _WGRAD = _Kind(_ROW_TILES), _Kind(_ROW_CLASSES, wgrad=True)
@@ -34,7 +35,7 @@ _GEMM, _WGRAD = _Kind(_ROW_TILES), _Kind(_ROW_CLASSES, wgrad=True)
 KERNELS = {
     "gemm": _GEMM,
     "gemm_tma": _GEMM,
-    "gemm_hopper": _Kind(frozenset((128,)), optional=True),
+    "gemm_hopper": _Kind(frozenset((128,)), hopper=True, least_stages=2),
     "up_proj": _GEMM,
     "up_proj_tma": _GEMM,
     "up_proj_gated": _GEMM,
@@ -47,7 +48,9 @@ KERNELS = {
     "wgrad_gathered": _WGRAD,
     "wgrad_tma": _WGRAD,
     **{
-        f"wgrad_hopper{suffix}": _Kind(_ROW_CLASSES, wgrad=True, optional=True)
+        f"wgrad_hopper{suffix}": _Kind(
+            _ROW_CLASSES, wgrad=True, hopper=True, least_stages=3 if "gathered" in suffix else 2
+        )
         for suffix in ("", "_fp32", "_gathered", "_gathered_fp32")
     },
 }
@@ -111,15 +114,19 @@ def _read_kernel(kernel: str, sizes: Any) -> Dict[str, Any]:
 def _read_tile(kernel: str, size: str, tile: Any) -> Optional[Tile]:
     """The tile with all its fields; block_m is the size where rows per tile are."""
     key, kind = f"tiles.{kernel}.{size}", KERNELS[kernel]
-    if tile is None and kind.optional:
+    if tile is None and kind.hopper:
         return None
     _expect(isinstance(tile, dict), key, "an object", tile)
     required = ("block_m", *_REQUIRED) if kind.wgrad else _REQUIRED
     for field in required:
         _expect(field in tile, key, f"the field {field}", sorted(tile))
+    if kind.hopper:  # other values would wait for each other for ever
+        for field, wanted in (("block_m", 128), ("num_warps", 4)):
+            _expect(tile.get(field, wanted) == wanted, f"{key}.{field}", str(wanted), tile.get(field))
     for field, value in tile.items():
         _expect(field in required or field in DEFAULTS, key, f"the fields {', '.join((*required, *DEFAULTS))}", field)
-        least = 0 if kind.wgrad and field == "programs_per_sm" else 1  # 0: one program per tile
+        least = kind.least_stages if field == "num_stages" else 1
+        least = 0 if kind.wgrad and field == "programs_per_sm" else least  # 0: one program per tile
         _expect(type(value) is int and value >= least, f"{key}.{field}", f"an integer, {least} or more", value)
         if field in _POWERS:
             _expect(value & (value - 1) == 0, f"{key}.{field}", "a power of two", value)

@@ -131,6 +131,7 @@ def gather_ring(
     BLOCK: gl.constexpr = BLOCK_M if P_GATHERED else BLOCK_N
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     LAG: gl.constexpr = STAGES // 2
+    gl.static_assert(STAGES >= LAG + 2)  # a slot is free only once the next one is full
     columns = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
     steps = gl.arange(0, BLOCK_K, gl.SliceLayout(1, LAYOUT))
     slot = 0

@@ -18,10 +18,13 @@ _MAX_TOP_K = 32  # sums of all choices of a token lie in the registers of one pr
 
 
 def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
-    """Whether the kernels for a few tokens win: slots hardly ever share an expert; weights are contiguous along K."""
+    """Whether the kernels for a few tokens win: slots hardly ever share an expert; weights are contiguous along K.
+
+    Of wide types the sums of long rows do not fit the registers everywhere.
+    """
     k = 1 if block.transposed else 2
     few = (num_tokens == 1 or 4 * num_tokens * top_k <= block.num_experts) and top_k <= _MAX_TOP_K
-    return few and block.up.stride(k) == 1 and block.down.stride(k) == 1
+    return few and block.up.dtype.itemsize == 2 and block.up.stride(k) == 1 and block.down.stride(k) == 1
 
 
 def _describe(block_n: int, block_k: int, warps: int) -> str:

@@ -15,45 +15,27 @@ from .schedule import Schedule
 from .tuning import DeviceSpec, GemmConfig, dgrad_config, persistent_grid, spec_of, triton_path, up_config
 
 
-def _options(
-    gated: bool, interleaved: bool, activation: Activation, precision: str, w_kn: Optional[bool], config: GemmConfig
-) -> dict:
-    """The constants that both kernels share, in their order."""
-    return {
-        "TMA": w_kn is not None, "W_KN": bool(w_kn), "GATED": gated, "INTERLEAVED": interleaved,
-        "ACTIVATION": activation.name, "ALPHA": activation.alpha, "LIMIT": activation.limit,
-        "UP_OFFSET": activation.up_offset, "PRECISION": precision, **config.launch_options(),
-    }  # fmt: skip
-
-
 @lru_cache(maxsize=None)
-def _up_kernel(
-    block_m: int, num_experts: int, n: int, k: int, top_k: int, dtype: torch.dtype, w_kn: Optional[bool],
+def _fused_kernel(
+    up: bool, block_m: int, num_experts: int, n: int, k: int, top_k: int, dtype: torch.dtype, w_kn: Optional[bool],
     kind: Tuple[bool, bool, Activation, str], spec: DeviceSpec,
 ) -> Tuple[Kernel, GemmConfig]:  # fmt: skip
-    """The up-projection with its constants. w_kn: as `_weight_by_tma` says. kind: `Block.kind`."""
-    from ._triton.experts import up_proj_kernel
+    """The up-projection, or else the down-projection's dgrad, with its constants and its tile.
 
-    config = up_config(block_m, n, dtype, spec, kind[0], w_kn is not None)
+    w_kn: as `_weight_by_tma` says. kind: `Block.kind`.
+    """
+    from ._triton import experts as kernels
+
+    (gated, interleaved, activation, precision), tma = kind, w_kn is not None
+    if up:
+        function, config = kernels.up_proj_kernel, up_config(block_m, n, dtype, spec, gated, tma)
+    else:
+        function, config = kernels.down_dgrad_kernel, dgrad_config(block_m, n, dtype, spec, interleaved, tma)
     kernel = Kernel(
-        up_proj_kernel, config.describe(triton_path(w_kn is not None)),
-        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, **_options(*kind, w_kn, config),
-    )  # fmt: skip
-    return kernel, config
-
-
-@lru_cache(maxsize=None)
-def _dgrad_kernel(
-    block_m: int, num_experts: int, n: int, k: int, top_k: int, dtype: torch.dtype, w_kn: Optional[bool],
-    kind: Tuple[bool, bool, Activation, str], spec: DeviceSpec,
-) -> Tuple[Kernel, GemmConfig]:  # fmt: skip
-    """The down-projection's dgrad with its constants, as `_up_kernel`."""
-    from ._triton.experts import down_dgrad_kernel
-
-    config = dgrad_config(block_m, n, dtype, spec, kind[1], w_kn is not None)
-    kernel = Kernel(
-        down_dgrad_kernel, config.describe(triton_path(w_kn is not None)),
-        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, **_options(*kind, w_kn, config),
+        function, config.describe(triton_path(tma)),
+        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, TMA=tma, W_KN=bool(w_kn), GATED=gated, INTERLEAVED=interleaved,
+        ACTIVATION=activation.name, ALPHA=activation.alpha, LIMIT=activation.limit, UP_OFFSET=activation.up_offset,
+        PRECISION=precision, **config.launch_options(),
     )  # fmt: skip
     return kernel, config
 
@@ -106,8 +88,8 @@ def launch_up_proj(
     strides = nk_strides(block.up, block.transposed)
     w_kn = _weight_by_tma(block.up, strides, schedule.block_m, spec)
     if rows:
-        kernel, config = _up_kernel(
-            schedule.block_m, block.num_experts, n, x.shape[1], top_k, x.dtype, w_kn, block.kind(spec), spec
+        kernel, config = _fused_kernel(
+            True, schedule.block_m, block.num_experts, n, x.shape[1], top_k, x.dtype, w_kn, block.kind(spec), spec
         )
         kernel(
             persistent_grid(config, schedule.max_tiles, n, spec),
@@ -140,8 +122,8 @@ def launch_down_dgrad(
     strides = nk_strides(block.down, not block.transposed)
     w_kn = _weight_by_tma(block.down, strides, schedule.block_m, spec)
     top_k = 0 if row_to_slot is None else weights.shape[1]
-    kernel, config = _dgrad_kernel(
-        schedule.block_m, block.num_experts, n, dout.shape[1], top_k, dout.dtype, w_kn, block.kind(spec), spec
+    kernel, config = _fused_kernel(
+        False, schedule.block_m, block.num_experts, n, dout.shape[1], top_k, dout.dtype, w_kn, block.kind(spec), spec
     )
     n_tiles = -(-n // config.block_n)
     d_preact = (preact if block.recompute else torch.empty_like(preact)) if dpreact else None

@@ -12,8 +12,6 @@ from .launch import Kernel
 
 _UP_TILE = (4, 2048, 4)  # BLOCK_N, BLOCK_K, num_warps
 _DOWN_TILE = (32, 256, 2)  # rows (BLOCK_N times the choices), BLOCK_K, num_warps
-
-
 _MAX_TOP_K = 32  # sums of all choices of a token lie in the registers of one program
 
 

@@ -23,6 +23,14 @@ _CONSUMERS = 2
 _PATH = "Gluon for Hopper"
 
 
+@lru_cache(maxsize=None)
+def _gluon():
+    """Imported where it first runs, and not looked up in every call."""
+    from ._triton import hopper
+
+    return hopper
+
+
 def launch_hopper_gemm(
     x: Tensor,
     weight: Tensor,
@@ -38,8 +46,6 @@ def launch_hopper_gemm(
 
     w_kn: whether the weight lies (E, K, N) in memory, not (E, N, K).
     """
-    from ._triton.hopper import make_descriptor, ragged_descriptor
-
     rows, n = y.shape
     if n % 8 or rows > _MAX_RAGGED_ROWS:
         return False
@@ -49,9 +55,9 @@ def launch_hopper_gemm(
     config, box = found
     kernel = _gemm_kernel(config, schedule.num_groups, n, x.shape[1], zero_rest, w_kn)
     block = (config.block_k, config.block_n) if w_kn else (config.block_n, config.block_k)
-    x_desc = make_descriptor(x, x.shape, descriptor_strides(x), (config.block_m, config.block_k))
-    w_desc = make_descriptor(weight, weight.shape, descriptor_strides(weight), (1, *block))
-    y_desc = ragged_descriptor(y, config.block_m, box)
+    x_desc = _gluon().make_descriptor(x, x.shape, descriptor_strides(x), (config.block_m, config.block_k))
+    w_desc = _gluon().make_descriptor(weight, weight.shape, descriptor_strides(weight), (1, *block))
+    y_desc = _gluon().ragged_descriptor(y, config.block_m, box)
     grid = persistent_grid(config, schedule.max_tiles, n, spec)
     kernel(grid, x_desc, w_desc, *bias, scales, y_desc, schedule.map, rows)
     return True
@@ -82,8 +88,6 @@ def launch_hopper_wgrad(
     spec: DeviceSpec,
 ) -> bool:
     """`launch_wgrad`, if there is a kernel for it. Descriptors must take p, q and dw; p and q are of two-byte types."""
-    from ._triton.hopper import make_descriptor, ragged_descriptor
-
     num_experts, m, n = dw.shape
     num_rows = p.shape[0] if row_to_slot is None else row_to_slot.shape[0]
     if num_rows > _MAX_RAGGED_ROWS or (p_top_k and q_top_k):
@@ -93,14 +97,16 @@ def launch_hopper_wgrad(
     if found is None:
         return False
     kernel, config, grid = found
-    dw_desc = make_descriptor(dw, dw.shape, descriptor_strides(dw), (1, config.block_m // _CONSUMERS, config.block_n))
+    dw_desc = _gluon().make_descriptor(
+        dw, dw.shape, descriptor_strides(dw), (1, config.block_m // _CONSUMERS, config.block_n)
+    )
     if row_to_slot is None:
-        p_desc = ragged_descriptor(p, config.block_k, config.block_m)
-        q_desc = ragged_descriptor(q, config.block_k, config.block_n)
+        p_desc = _gluon().ragged_descriptor(p, config.block_k, config.block_m)
+        q_desc = _gluon().ragged_descriptor(q, config.block_k, config.block_n)
         kernel(grid, p_desc, q_desc, dw_desc, offsets)
     else:
         tokens, in_rows, block = (p, q, config.block_n) if p_top_k else (q, p, config.block_m)
-        rows_desc = ragged_descriptor(in_rows, config.block_k, block)
+        rows_desc = _gluon().ragged_descriptor(in_rows, config.block_k, block)
         kernel(grid, tokens, tokens.stride(0) // 8, row_to_slot, rows_desc, dw_desc, offsets)
     return True
 

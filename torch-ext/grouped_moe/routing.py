@@ -127,10 +127,9 @@ def route_tiles_triton(
 ) -> TiledRouting:
     """The routing and its schedule by the same launches. The map is of the size that `map_size` tells.
 
-    specified: entries of the map that no tile needs are 0, for an op that returns it.
-
     With a capacity below S there are that many rows. More routed slots fail a device-side assertion; what follows on
-    the device finds a routing without the slots that have no room.
+    the device finds a routing without the slots that have no room. specified: entries of the map that no tile needs are
+    0, for an op that returns it.
     """
     num_slots = top_k_index.numel()
     num_rows = num_slots if capacity is None else min(num_slots, capacity)

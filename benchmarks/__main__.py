@@ -16,7 +16,7 @@ import plot  # noqa: E402
 from workload import LAYERS  # noqa: E402
 
 SCRIPTS = ("layers", "decode", "growth", "linear")
-PREPARE_SECONDS = 40
+PREPARE_SECONDS = 60
 # The words that choose the cells which one process prepares.
 SHARES = {
     "layers": tuple(layer.name for layer in LAYERS),
@@ -37,7 +37,7 @@ def prepare(names: list) -> None:
     running = [subprocess.Popen(command(name, *options, "--only", word), env=environment) for name, word in shares]
     for process in running:
         try:
-            process.wait(2 * PREPARE_SECONDS)
+            process.wait(PREPARE_SECONDS + 30)
         except subprocess.TimeoutExpired:
             process.kill()
 

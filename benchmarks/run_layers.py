@@ -216,16 +216,16 @@ def print_floors() -> None:
 
 
 def main(argv: Optional[List[str]] = None) -> dict:
-    parser = make_parser(__doc__, budget=215, cell_seconds=2.0)
+    parser = make_parser(__doc__, budget=900, cell_seconds=2.0)
     parser.add_argument("--floors", action="store_true", help="print the floors and stop")
     parser.add_argument(
         "--peers", nargs="+", default=list(PEERS), choices=PEERS, metavar="NAME", help="of " + str(PEERS)
     )
-    parser.add_argument("--compile-seconds", type=float, default=45, help="for torch.compile in all (45)")
+    parser.add_argument("--compile-seconds", type=float, default=120, help="for torch.compile in all (120)")
     parser.add_argument(
-        "--tune-seconds", type=float, default=85, help="for SonicMoE's compiling and tuning in all (85)"
+        "--tune-seconds", type=float, default=500, help="for SonicMoE's compiling and tuning in all (500)"
     )
-    parser.add_argument("--first-seconds", type=float, default=60, help="for one call that compiles or tunes (60)")
+    parser.add_argument("--first-seconds", type=float, default=200, help="for one call that compiles or tunes (200)")
     arguments = parser.parse_args(argv)
     if arguments.floors:
         print_floors()

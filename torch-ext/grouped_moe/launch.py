@@ -1,15 +1,64 @@
-"""Kernel launches at a fraction of the host time: what Triton works out per call is looked up by a smaller key."""
+"""Kernel launches at a fraction of the host time: what Triton works out per call is looked up, or done once.
+
+`Kernel` binds a kernel's constants and finds its compiled variants. `Launch` binds all else but the addresses of the
+tensors; launchers keep one for each set of forms (`Form`) that they were called with, so that a call is: look it up,
+allocate the results, launch.
+"""
 
 import logging
+import sys
 from functools import lru_cache
-from typing import Any, Dict, Optional, Tuple
+from inspect import getclosurevars
+from types import FunctionType
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 _OPTIONS = ("num_warps", "num_stages")
+_ALIGNMENT = 16  # bytes: that of pointers which Triton's variants tell apart, and of what descriptors take
+
+# How the launchers in C of Triton 3.6 parse what comes before a kernel's arguments: grid, stream, function, cooperative
+# and dependent launch, two scratch buffers, metadata of the kernel and of the launch, two hooks.
+_C_FORMAT = "iiiKKppOOOOOO"
+_STREAM = 3  # its place there
+_MAX_MAPS = 256  # of a descriptor, for as many addresses
+MAX_KEPT = 1024  # launches of a launcher, since the number of rows may change with every call
 
 _log = logging.getLogger("grouped_moe")
+
+
+class Form(NamedTuple):
+    """Of a tensor what a launcher may decide by: all but the address, which is a multiple of 16 bytes or is not."""
+
+    dtype: torch.dtype
+    shape: Tuple[int, ...]
+    strides: Tuple[int, ...]
+    aligned: bool
+
+
+def form_of(tensor: Optional[Tensor]) -> Optional[Form]:
+    """The form of a tensor, None of None."""
+    if tensor is None:
+        return None
+    return Form(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % _ALIGNMENT == 0)
+
+
+class Ref(NamedTuple):
+    """An argument of a kernel: that tensor of a call, by pointer or, with a box, by descriptor (`descriptors.Box`)."""
+
+    tensor: int
+    box: Any = None
+
+
+def ref(index: int, form: Optional[Form]) -> Optional[Ref]:
+    """By pointer, or None for a tensor that is not there."""
+    return None if form is None else Ref(index)
+
+
+def bias_operand(index: int, bias: Optional[Form]) -> Tuple[Optional[Ref], int, int]:
+    """A bias (E, N) and its strides as arguments of a kernel; zeros without one. index: of the bias in a call."""
+    return (None, 0, 0) if bias is None else (Ref(index), *bias.strides)
 
 
 class Kernel:
@@ -42,19 +91,19 @@ class Kernel:
         hook = self.runtime.launch_enter_hook
         return hook is not None and bool(getattr(hook, "calls", True))
 
-    def __call__(self, grid: Tuple[int, int, int], *args) -> None:
-        """The first argument is a tensor or a descriptor."""
+    def __call__(self, grid: Tuple[int, int, int], *args) -> Any:
+        """The first argument is a tensor or a descriptor. Returns the compiled variant, None other than on CUDA."""
         first = args[0] if isinstance(args[0], Tensor) else args[0].base
         device = first.get_device()
         key, operands = [device], []
         for arg in args:
             if type(arg) is int:
-                key += (-1 if arg == 1 else arg & 15, arg >> 31)
+                key += (-1 if arg == 1 else arg % 16, arg >> 31)
             elif arg is None:
                 key.append(None)
             elif isinstance(arg, Tensor):
                 address = arg.data_ptr()
-                key += (arg.dtype, address & 15)
+                key += (arg.dtype, address % _ALIGNMENT)
                 arg = address  # which Triton's launcher would ask for again
             else:
                 key.append(arg.base.dtype)  # a descriptor's block is among the constants
@@ -65,13 +114,130 @@ class Kernel:
             stream = torch._C._cuda_getCurrentRawStream(device)
             launch_arguments = (stream, variant.function, variant.packed_metadata, None, None, None)
             variant.run(*grid, *launch_arguments, *operands, *self.values)
-            return
+            return variant
         if self.choice is not None and _log.isEnabledFor(logging.INFO):
             _log_once(f"{self.kernel.__name__} on {_name_of(first)}: {self.choice}")
             self.choice = None
         compiled = self.kernel[grid](*args, **self.constants)
-        if first.is_cuda and torch.version.hip is None:
-            self.variants[key] = compiled
+        if not first.is_cuda or torch.version.hip is not None:
+            return None
+        self.variants[key] = compiled
+        return compiled
+
+
+class Launch:
+    """A kernel with its grid and all its arguments but the addresses of tensors of given forms on a given device.
+
+    Where Triton's launcher is as in version 3.6, calls go to its function in C, which takes a list that is ready but
+    for the stream, addresses and, encoded once per address, descriptors. Other launchers, pointers that are not
+    aligned, hooks of profilers: by `Kernel`, as is the first call.
+    """
+
+    def __init__(self, device: int, kernel: Kernel, grid: Tuple[int, int, int], *arguments):
+        """arguments: before the constants: ints, None, or a `Ref` to a tensor of a call."""
+        self.device, self.kernel, self.grid, self.arguments = device, kernel, grid, arguments
+        self.function: Optional[Callable] = None
+
+    def __call__(self, *tensors: Optional[Tensor]) -> None:
+        """Tensors that no argument refers to may be None."""
+        if self.function is None or self.kernel.is_watched():
+            return self._by_kernel(tensors)
+        values = self.values.copy()
+        addresses = 0
+        for index, place, maps in self.places:
+            address = tensors[index].data_ptr()
+            addresses |= address
+            values[place] = address if maps is None else maps[address]
+        if addresses % _ALIGNMENT:  # of a pointer: boxes are of aligned tensors
+            return self._by_kernel(tensors)
+        values[_STREAM] = torch._C._cuda_getCurrentRawStream(self.device)
+        self.function(*values)
+
+    def _by_kernel(self, tensors: Sequence[Optional[Tensor]]) -> None:
+        args = [
+            (tensors[arg.tensor] if arg.box is None else arg.box.describe(tensors[arg.tensor]))
+            if isinstance(arg, Ref)
+            else arg
+            for arg in self.arguments
+        ]
+        compiled = self.kernel(self.grid, *args)
+        pointers = [tensors[arg.tensor].data_ptr() for arg in self.arguments if isinstance(arg, Ref)]
+        if compiled is not None and self.function is None and not any(p % _ALIGNMENT for p in pointers):
+            self._prepare(compiled)
+
+    def _prepare(self, compiled) -> None:
+        """Makes the list for the function in C, if it is one that is known."""
+        found = _c_launcher(compiled.run)
+        boxes = [arg.box for arg in self.arguments if isinstance(arg, Ref) and arg.box is not None]
+        if found is None or len(found.maps) != len(boxes):
+            return
+        run, encoders = compiled.run, iter(found.maps)
+        options = (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
+        values, places = [*self.grid, 0, compiled.function, *options], []
+        for arg in self.arguments:
+            if not isinstance(arg, Ref):
+                values.append(arg)
+                continue
+            maps = None if arg.box is None else _Maps(arg.box, next(encoders))
+            places.append((arg.tensor, len(values), maps))
+            values.append(None)
+            if arg.box is not None:
+                values += (*arg.box.shape, *arg.box.strides)
+        values += self.kernel.values
+        self.values, self.places = values, places
+        self.function = found.function
+
+
+class _CLauncher(NamedTuple):
+    """A variant's launcher in C, and for each of its descriptors the function that encodes it at an address."""
+
+    function: Callable
+    maps: Sequence[Callable]
+
+
+def _c_launcher(run) -> Optional[_CLauncher]:
+    """What is behind the launcher in Python of a compiled variant, None if it is not that of Triton 3.6."""
+    module = sys.modules[type(run).__module__]
+    if getattr(module, "_BASE_ARGS_FORMAT", None) != _C_FORMAT:
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    if not isinstance(run.launch, FunctionType):
+        return _CLauncher(run.launch, ())
+    inner = getclosurevars(run.launch).nonlocals  # of the function that encodes descriptors, then calls the launcher
+    metas, encode = inner.get("tensordesc_meta"), getattr(module, "make_tensordesc_arg", None)
+    if "launcher" not in inner or not metas or None in metas or encode is None:
+        return None
+    return _CLauncher(inner["launcher"], [lambda descriptor, meta=meta: encode(descriptor, meta)[0] for meta in metas])
+
+
+class _Maps(dict):
+    """Address -> the box's tensor map there, as the hardware wants it: a value of nothing else.
+
+    Layout in shared memory and type of the elements are the variant's.
+    """
+
+    def __init__(self, box, encode: Callable):
+        super().__init__()
+        self.box, self.encode = box, encode
+
+    def __missing__(self, address: int):
+        if len(self) >= _MAX_MAPS:
+            self.clear()
+        self[address] = made = self.encode(_Placed(self.box, address))
+        return made
+
+
+class _Placed:
+    """A descriptor of what lies at an address, as Triton reads it."""
+
+    padding = "zero"
+
+    def __init__(self, box, address: int):
+        self.shape, self.strides, self.address, self.base = box.shape, box.strides, address, self
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 @lru_cache(maxsize=None)
@@ -87,10 +253,15 @@ def _name_of(tensor: Tensor) -> str:
 
 
 @lru_cache(maxsize=None)
-def _bind(kernel, names: Tuple[str, ...], values: Tuple[Any, ...]) -> Kernel:
-    return Kernel(kernel, **dict(zip(names, values)))
+def _bound(kernel, choice: Optional[str], names: Tuple[str, ...], values: Tuple[Any, ...]) -> Kernel:
+    return Kernel(kernel, choice, **dict(zip(names, values)))
+
+
+def bind(kernel, choice: Optional[str] = None, **constants) -> Kernel:
+    """The `Kernel` of these constants, one for all who ask."""
+    return _bound(kernel, choice, tuple(constants), tuple(constants.values()))
 
 
 def launch(kernel, grid: Tuple[int, ...], *args, **constants) -> None:
     """kernel[grid](*args, **constants), through a `Kernel` that is kept."""
-    _bind(kernel, tuple(constants), tuple(constants.values()))((*grid, 1, 1)[:3], *args)
+    bind(kernel, **constants)((*grid, 1, 1)[:3], *args)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _checks as checks
-from .launch import Kernel
+from .launch import MAX_KEPT, Form, Launch, Ref, bind, form_of
 from .tuning import choose_block_m
 
 _BLOCK = 128  # tiles that schedule_kernel writes together
@@ -96,9 +96,22 @@ def make_schedule(splits: Tensor, num_groups: int, rows: int, block_m: int) -> S
     """The tiles of a grouped GEMM over at most `rows` rows. splits: (G,) sizes or (G + 1,) offsets of any values."""
     tiles = max_tiles(rows, num_groups, block_m)
     tile_map = splits.new_empty(2 * (num_groups + 1) + tiles, dtype=torch.int32)
-    kernel = _schedule_kernel(splits.shape[0] == num_groups, num_groups, block_m)
-    kernel((num_groups, 1, 1), splits if splits.is_contiguous() else splits.contiguous(), tile_map, rows)
+    splits = splits if splits.is_contiguous() else splits.contiguous()
+    _schedule_launch(form_of(splits), num_groups, rows, block_m, splits.get_device())(splits, tile_map)
     return Schedule(tile_map, num_groups, block_m, tiles)
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def _schedule_launch(splits: Form, num_groups: int, rows: int, block_m: int, device: int) -> Launch:
+    """The launch for (splits, map)."""
+    from ._triton.schedule import schedule_kernel
+
+    kernel = bind(
+        schedule_kernel,
+        SIZES=splits.shape[0] == num_groups, NUM_GROUPS=num_groups, GROUPS_POW2=1 << (num_groups - 1).bit_length(),
+        BLOCK_M=block_m, BLOCK=_BLOCK,
+    )  # fmt: skip
+    return Launch(device, kernel, (num_groups, 1, 1), Ref(0), Ref(1), rows)
 
 
 def schedule_for(splits: Tensor, num_groups: int, rows: int, dtype: torch.dtype) -> Schedule:
@@ -110,14 +123,3 @@ def schedule_for(splits: Tensor, num_groups: int, rows: int, dtype: torch.dtype)
     if splits.shape[0] > num_groups + 1:
         return schedule_of_map(splits, num_groups, rows, block_m)
     return make_schedule(splits, num_groups, rows, block_m)
-
-
-@lru_cache(maxsize=None)
-def _schedule_kernel(sizes: bool, num_groups: int, block_m: int) -> Kernel:
-    from ._triton.schedule import schedule_kernel
-
-    return Kernel(
-        schedule_kernel,
-        SIZES=sizes, NUM_GROUPS=num_groups, GROUPS_POW2=1 << (num_groups - 1).bit_length(),
-        BLOCK_M=block_m, BLOCK=_BLOCK,
-    )  # fmt: skip

@@ -3,6 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple, Optional, Tuple
 
+import torch
 from torch import Tensor
 
 from .activation import Activation
@@ -46,7 +47,7 @@ def _decode_launches(
     up_bias: Optional[Form],
     down_bias: Optional[Form],
     kind: Tuple[Activation, bool, bool, bool],
-    device: int,
+    device: torch.device,
 ) -> _Decode:
     """kind: activation, gated, interleaved, transposed."""
     from ._triton import decode as kernels
@@ -92,10 +93,10 @@ def decode_triton(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor)
     ids = top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
     kept = _decode_launches(
         *map(form_of, (x, ids, weights, *block[:4])),
-        (block.activation, block.gated, block.interleaved, block.transposed), x.get_device(),
+        (block.activation, block.gated, block.interleaved, block.transposed), x.device,
     )  # fmt: skip
     act = x.new_empty((num_tokens * top_k, block.intermediate))
-    kept.up(x, ids, block.up, block.up_bias, act)
+    kept.up((x, ids, block.up, block.up_bias, act))
     out = x.new_empty((num_tokens, x.shape[1]))
-    kept.down(act, ids, weights, block.down, block.down_bias, out)
+    kept.down((act, ids, weights, block.down, block.down_bias, out))
     return out

@@ -11,7 +11,7 @@ from .block import Block
 from .descriptors import Strides, box, weight_tma
 from .gemm import nk_order, num_dots
 from .launch import MAX_KEPT, Form, Kernel, Launch, Ref, bias_operand, bind, form_of, ref
-from .schedule import Schedule
+from .schedule import Schedule, Sizes
 from .tuning import DeviceSpec, GemmConfig, dgrad_config, persistent_grid, spec_of, triton_path, up_config
 
 Kind = Tuple[bool, bool, Activation, str]  # `Block.kind`
@@ -79,16 +79,16 @@ def launch_up_proj(
         spec, kind = spec_of(x), (save, activate, row_to_slot is not None)
         kept = _up_launch(
             form_of(x), form_of(block.up), form_of(block.up_bias), form_of(scales), kind, n, top_k, block.transposed,
-            block.kind(spec), schedule[1:], spec, x.get_device(),
+            block.kind(spec), schedule[1:], spec, x.device,
         )  # fmt: skip
-        kept(x, block.up, block.up_bias, preact, a, scales, row_to_slot, schedule.map)
+        kept((x, block.up, block.up_bias, preact, a, scales, row_to_slot, schedule.map))
     return preact, a
 
 
 @lru_cache(maxsize=MAX_KEPT)
 def _up_launch(
     x: Form, up: Form, bias: Optional[Form], scales: Optional[Form], given: Tuple[bool, bool, bool], n: int, top_k: int,
-    transposed: bool, kind: Kind, sizes: Tuple[int, int, int], spec: DeviceSpec, device: int,
+    transposed: bool, kind: Kind, sizes: Sizes, spec: DeviceSpec, device: torch.device,
 ) -> Launch:  # fmt: skip
     """The launch for (x, weight, bias, preact, activation, scales, row_to_slot, the schedule's map).
 
@@ -132,7 +132,7 @@ def launch_down_dgrad(
     given = (dpreact, scaled_act, partials, row_to_slot is not None)
     kept, n_tiles = _dgrad_launch(
         form_of(dout), form_of(block.down), form_of(weights), given, rows, n, top_k, block.transposed,
-        block.kind(spec), schedule[1:], spec, dout.get_device(),
+        block.kind(spec), schedule[1:], spec, dout.device,
     )  # fmt: skip
     d_preact = (preact if block.recompute else torch.empty_like(preact)) if dpreact else None
     a = dout.new_empty((rows, n)) if scaled_act else None
@@ -142,14 +142,14 @@ def launch_down_dgrad(
         sums = dout.new_empty((n_tiles + extra, rows), dtype=torch.float32)
         dots = sums[n_tiles:] if bias_dots else None
     if rows:
-        kept(dout, block.down, weights, preact, d_preact, a, sums, row_to_slot, schedule.map)
+        kept((dout, block.down, weights, preact, d_preact, a, sums, row_to_slot, schedule.map))
     return d_preact, a, sums, dots
 
 
 @lru_cache(maxsize=MAX_KEPT)
 def _dgrad_launch(
     dout: Form, down: Form, weights: Optional[Form], given: Tuple[bool, ...], rows: int, n: int, top_k: int,
-    transposed: bool, kind: Kind, sizes: Tuple[int, int, int], spec: DeviceSpec, device: int,
+    transposed: bool, kind: Kind, sizes: Sizes, spec: DeviceSpec, device: torch.device,
 ) -> Tuple[Launch, int]:  # fmt: skip
     """The launch for (dout, weight, routing weights, preact, dpreact, activation, sums, row_to_slot, the schedule's
     map), and how many partial sums there are.

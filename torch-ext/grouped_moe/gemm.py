@@ -9,7 +9,7 @@ from torch import Tensor
 from .descriptors import Strides, box, rows_tma, tma_fits, weight_tma
 from .hopper import hopper_gemm, hopper_wgrad
 from .launch import MAX_KEPT, Form, Launch, Ref, bias_operand, bind, form_of, launch, ref
-from .schedule import Schedule
+from .schedule import Schedule, Sizes
 from .tuning import (
     DeviceSpec,
     gemm_config,
@@ -74,9 +74,9 @@ def launch_gemm(
         spec = spec_of(x)
         kept = gemm_launch(
             form_of(x), form_of(weight), strides, n, form_of(bias), form_of(scales), schedule[1:], zero_rest,
-            spec, dot_precision(x.dtype, spec), x.get_device(),
+            spec, dot_precision(x.dtype, spec), x.device,
         )  # fmt: skip
-        kept(x, weight, bias, scales, y, schedule.map)
+        kept((x, weight, bias, scales, y, schedule.map))
     return y
 
 
@@ -88,11 +88,11 @@ def gemm_launch(
     n: int,
     bias: Optional[Form],
     scales: Optional[Form],
-    sizes: Tuple[int, int, int],
+    sizes: Sizes,
     zero_rest: bool,
     spec: DeviceSpec,
     precision: str,
-    device: int,
+    device: torch.device,
 ) -> Launch:
     """The launch of `launch_gemm` for (x, weight, bias, scales, y, the schedule's map).
 
@@ -142,15 +142,13 @@ def launch_wgrad(
     p_top_k, q_top_k: 0 where the operand has one row per routed row, else the top_k by which token rows are gathered.
     offsets: (E + 1,) int32, or a schedule's map, which begins with them.
     """
-    if dw.stride(2) != 1 and dw.stride(1) == 1:
-        p, p_top_k, q, q_top_k, dw = q, q_top_k, p, p_top_k, dw.transpose(1, 2)
     p, q = unit_rows(p), unit_rows(q)
     spec = spec_of(p)
     kept = wgrad_launch(
         form_of(p), p_top_k, form_of(q), q_top_k, None if row_to_slot is None else row_to_slot.shape[0], form_of(dw),
-        accumulate, spec, dot_precision(p.dtype, spec), p.get_device(),
+        accumulate, spec, dot_precision(p.dtype, spec), p.device,
     )  # fmt: skip
-    kept(p, q, dw, row_to_slot, offsets)
+    kept((p, q, dw, row_to_slot, offsets))
     return dw
 
 
@@ -165,10 +163,20 @@ def wgrad_launch(
     accumulate: bool,
     spec: DeviceSpec,
     precision: str,
-    device: int,
+    device: torch.device,
 ) -> Launch:
-    """The launch of `launch_wgrad` for (p, q, dw, row_to_slot, offsets). gathered_rows: None without row_to_slot."""
+    """The launch of `launch_wgrad` for (p, q, dw, row_to_slot, offsets); columns of p and q are contiguous.
+
+    gathered_rows: None without row_to_slot.
+    """
     num_experts, m, n = dw.shape
+    if dw.strides[2] != 1 and dw.strides[1] == 1:
+        (stride_e, stride_m, stride_n), transposed = dw.strides, (num_experts, n, m)
+        dw = dw._replace(shape=transposed, strides=(stride_e, stride_n, stride_m))
+        swapped = wgrad_launch(
+            q, q_top_k, p, p_top_k, gathered_rows, dw, accumulate, spec, precision, device
+        )  # fmt: skip
+        return swapped.numbered(1, 0, 2, 3, 4)
     gathered = gathered_rows is not None
     num_rows = gathered_rows if gathered else p.shape[0]
     aligned = num_rows > 0 and rows_tma(p, spec) and rows_tma(q, spec)

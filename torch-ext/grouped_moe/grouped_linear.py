@@ -1,5 +1,6 @@
 """Linear layer with one weight per group of consecutive rows."""
 
+from functools import lru_cache
 from typing import Optional, Sequence, Tuple
 
 import torch
@@ -11,9 +12,10 @@ from ._torch import grouped_linear as _torch_linear
 from ._torch import without_autocast
 from ._torch.schedule import safe_offsets
 from .define import below_autograd, define_op, is_plain, needs_autograd, once_differentiable, register_autograd
-from .gemm import launch_bias_backward, launch_gemm, launch_wgrad, nk_strides, unit_rows
-from .schedule import Splits, as_splits, schedule_for
-from .tuning import on_device_of
+from .gemm import dot_precision, gemm_launch, launch_bias_backward, launch_wgrad, nk_order, unit_rows, wgrad_launch
+from .launch import MAX_KEPT, Form, Plan, form_of, like, unwritten
+from .schedule import Schedule, Splits, as_splits, map_form, schedule_for, schedule_launch, schedule_sizes
+from .tuning import DeviceSpec, on_device_of, spec_of
 
 Grads = Tuple[Optional[Tensor], ...]  # of x, weight, bias, bias_scales; None where not asked for
 
@@ -22,10 +24,30 @@ def forward_triton(
     x: Tensor, weight: Tensor, splits: Tensor, bias: Optional[Tensor], scales: Optional[Tensor], transposed: bool
 ) -> Tuple[Tensor, Tensor]:
     """y, and the map of its schedule, by the Triton kernels."""
-    n = weight.shape[2] if transposed else weight.shape[1]
-    schedule = schedule_for(splits, weight.shape[0], x.shape[0], x.dtype)
-    y = launch_gemm(x, weight, nk_strides(weight, transposed), n, bias, schedule, scales, zero_rest=True)
-    return y, schedule.map
+    splits, spec = splits if splits.is_contiguous() else splits.contiguous(), spec_of(x)
+    plan = _forward_plan(
+        form_of(x), form_of(weight), form_of(splits), form_of(bias), form_of(scales), transposed,
+        spec, dot_precision(x.dtype, spec), x.device,
+    )  # fmt: skip
+    tile_map, y = plan(x, weight, splits, bias, scales)[5:]
+    return y, tile_map
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def _forward_plan(
+    x: Form, weight: Form, splits: Form, bias: Optional[Form], scales: Optional[Form], transposed: bool,
+    spec: DeviceSpec, precision: str, device: torch.device,
+) -> Plan:  # fmt: skip
+    """x, weight, splits, bias, scales -> map, y."""
+    rows, num_groups, n = x.shape[0], weight.shape[0], weight.shape[2 if transposed else 1]
+    sizes = schedule_sizes(rows, num_groups, x.dtype)
+    plan = Plan(device, 5, map_form(sizes), unwritten(x.dtype, rows, n))
+    plan.add(schedule_launch(splits, rows, sizes, device), 2, 5)
+    if rows:
+        strides = nk_order(weight.strides, transposed)
+        gemm = gemm_launch(x, weight, strides, n, bias, scales, sizes, True, spec, precision, device)
+        plan.add(gemm, 0, 1, 3, 4, 6, 5)
+    return plan
 
 
 def backward_triton(
@@ -38,19 +60,48 @@ def backward_triton(
     transposed: bool,
     needs: Sequence[bool],
 ) -> Grads:
-    """The backward by the Triton kernels."""
-    dx, dw, dbias, dscales = _empty_grads(dy, weight, scales, transposed, (False, *needs[1:]))
-    dy = unit_rows(dy)
-    schedule = schedule_for(splits, weight.shape[0], dy.shape[0], dy.dtype)
-    if needs[0]:
-        k = weight.shape[1] if transposed else weight.shape[2]
-        dx = launch_gemm(dy, weight, nk_strides(weight, not transposed), k, None, schedule, zero_rest=True)
-    if needs[1]:
-        p, q = (x, dy) if transposed else (dy, x)
-        launch_wgrad(p, 0, q, 0, None, schedule.map, dw)
-    if needs[2] or needs[3]:
+    """The backward by the Triton kernels. splits may also be the map that `forward_triton` made of them."""
+    needs_x, needs_weight, needs_bias, needs_scales = needs
+    dy, spec = unit_rows(dy), spec_of(dy)
+    x = unit_rows(x) if needs_weight else None
+    splits = splits if splits.is_contiguous() else splits.contiguous()
+    plan = _backward_plan(
+        form_of(dy), form_of(x), form_of(weight), form_of(splits), transposed, needs_x,
+        spec, dot_precision(dy.dtype, spec), dy.device,
+    )  # fmt: skip
+    tile_map, dx, dw = plan(dy, x, weight, splits)[4:]
+    dbias = dscales = None
+    if needs_bias or needs_scales:
+        dbias, dscales = _empty_grads(dy, weight, scales, transposed, (False, False, needs_bias, needs_scales))[2:]
+        sizes = schedule_sizes(dy.shape[0], weight.shape[0], dy.dtype)
+        schedule = Schedule(splits if tile_map is None else tile_map, *sizes)
         launch_bias_backward(dy, scales, bias, schedule, dbias, dscales)
     return dx, dw, dbias, dscales
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def _backward_plan(
+    dy: Form, x: Optional[Form], weight: Form, splits: Form, transposed: bool, needs_x: bool,
+    spec: DeviceSpec, precision: str, device: torch.device,
+) -> Plan:  # fmt: skip
+    """dy, x, weight, splits -> map, unless splits are one, dx, dw; dx and dw None where not asked for, dw without x."""
+    rows, num_groups, k = dy.shape[0], weight.shape[0], weight.shape[1 if transposed else 2]
+    sizes = schedule_sizes(rows, num_groups, dy.dtype)
+    is_map = splits.shape[0] > num_groups + 1
+    dx, dw = unwritten(dy.dtype, rows, k) if needs_x else None, None if x is None else like(weight)
+    plan = Plan(device, 4, None if is_map else map_form(sizes), dx, dw)
+    tile_map = 3 if is_map else 4
+    if not is_map:
+        plan.add(schedule_launch(splits, rows, sizes, device), 3, 4)
+    if needs_x and rows:
+        strides = nk_order(weight.strides, not transposed)
+        gemm = gemm_launch(dy, weight, strides, k, None, None, sizes, True, spec, precision, device)
+        plan.add(gemm, 0, 2, None, None, 5, tile_map)
+    if dw is not None:
+        (p, p_number), (q, q_number) = ((x, 1), (dy, 0)) if transposed else ((dy, 0), (x, 1))
+        wgrad = wgrad_launch(p, 0, q, 0, None, dw, False, spec, precision, device)
+        plan.add(wgrad, p_number, q_number, 6, None, tile_map)
+    return plan
 
 
 @without_autocast

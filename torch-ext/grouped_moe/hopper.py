@@ -1,9 +1,12 @@
 """Launchers of the Gluon kernels for Hopper, where `tuning.DeviceSpec.hopper` says that they run."""
 
-from typing import Optional, Tuple
+from typing import Optional
+
+import torch
 
 from .descriptors import box, ragged_box
 from .launch import Form, Launch, Ref, bias_operand, bind, ref
+from .schedule import Sizes
 from .tuning import DeviceSpec, hopper_gemm_config, hopper_wgrad_config, persistent_grid, rows_per_expert
 
 _MAX_RAGGED_ROWS = 1 << 30  # what ragged descriptors count up to
@@ -19,10 +22,10 @@ def hopper_gemm(
     bias: Optional[Form],
     scales: Optional[Form],
     y: Form,
-    sizes: Tuple[int, int, int],
+    sizes: Sizes,
     zero_rest: bool,
     spec: DeviceSpec,
-    device: int,
+    device: torch.device,
 ) -> Optional[Launch]:
     """`gemm.gemm_launch`, if there is a kernel for it. Descriptors must take x and weight.
 
@@ -61,7 +64,7 @@ def hopper_wgrad(
     dw: Form,
     accumulate: bool,
     spec: DeviceSpec,
-    device: int,
+    device: torch.device,
 ) -> Optional[Launch]:
     """`gemm.wgrad_launch`, if there is a kernel for it. Descriptors must take p, q and dw; p and q are of two bytes."""
     num_experts, m, n = dw.shape

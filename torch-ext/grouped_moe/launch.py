@@ -1,8 +1,8 @@
 """Kernel launches at a fraction of the host time: what Triton works out per call is looked up, or done once.
 
 `Kernel` binds a kernel's constants and finds its compiled variants. `Launch` binds all else but the addresses of the
-tensors; launchers keep one for each set of forms (`Form`) that they were called with, so that a call is: look it up,
-allocate the results, launch.
+tensors, `Plan` several launches and the tensors they make. Launchers and ops keep one for each set of forms (`Form`)
+that they were called with, so that a call is: look it up, allocate, launch.
 """
 
 import logging
@@ -10,7 +10,7 @@ import sys
 from functools import lru_cache
 from inspect import getclosurevars
 from types import FunctionType
-from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ _MAX_MAPS = 256  # of a descriptor, for as many addresses
 MAX_KEPT = 1024  # launches of a launcher, since the number of rows may change with every call
 
 _log = logging.getLogger("grouped_moe")
+_new = tuple.__new__
 
 
 class Form(NamedTuple):
@@ -41,7 +42,23 @@ def form_of(tensor: Optional[Tensor]) -> Optional[Form]:
     """The form of a tensor, None of None."""
     if tensor is None:
         return None
-    return Form(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % _ALIGNMENT == 0)
+    # A third of the time that Form(...) takes.
+    return _new(Form, (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % _ALIGNMENT == 0))
+
+
+def unwritten(dtype: torch.dtype, *shape: int) -> Form:
+    """The form of a contiguous tensor of new memory."""
+    strides, size = [], 1
+    for extent in reversed(shape):
+        strides.append(size)
+        size *= max(1, extent)
+    return Form(dtype, shape, tuple(reversed(strides)), True)
+
+
+def like(form: Form) -> Form:
+    """The form of `torch.empty_like` of such a tensor."""
+    made = torch.empty_like(torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta"))
+    return Form(form.dtype, form.shape, made.stride(), True)
 
 
 class Ref(NamedTuple):
@@ -133,12 +150,17 @@ class Launch:
     aligned, hooks of profilers: by `Kernel`, as is the first call.
     """
 
-    def __init__(self, device: int, kernel: Kernel, grid: Tuple[int, int, int], *arguments):
-        """arguments: before the constants: ints, None, or a `Ref` to a tensor of a call."""
+    def __init__(self, device: torch.device, kernel: Kernel, grid: Tuple[int, int, int], *arguments):
+        """arguments: before the constants: ints, None, or a `Ref` to a tensor of a call. Its dtype, too, is given."""
         self.device, self.kernel, self.grid, self.arguments = device, kernel, grid, arguments
         self.function: Optional[Callable] = None
 
-    def __call__(self, *tensors: Optional[Tensor]) -> None:
+    def numbered(self, *numbers: Optional[int]) -> "Launch":
+        """The same for tensors that have these numbers in a longer sequence."""
+        arguments = [a._replace(tensor=numbers[a.tensor]) if isinstance(a, Ref) else a for a in self.arguments]
+        return Launch(self.device, self.kernel, self.grid, *arguments)
+
+    def __call__(self, tensors: Sequence[Optional[Tensor]]) -> None:
         """Tensors that no argument refers to may be None."""
         if self.function is None or self.kernel.is_watched():
             return self._by_kernel(tensors)
@@ -150,7 +172,7 @@ class Launch:
             values[place] = address if maps is None else maps[address]
         if addresses % _ALIGNMENT:  # of a pointer: boxes are of aligned tensors
             return self._by_kernel(tensors)
-        values[_STREAM] = torch._C._cuda_getCurrentRawStream(self.device)
+        values[_STREAM] = torch._C._cuda_getCurrentRawStream(self.device.index)
         self.function(*values)
 
     def _by_kernel(self, tensors: Sequence[Optional[Tensor]]) -> None:
@@ -186,6 +208,38 @@ class Launch:
         values += self.kernel.values
         self.values, self.places = values, places
         self.function = found.function
+
+
+class Plan:
+    """Launches in a row over the tensors given to a call and those that it makes, numbered in this order."""
+
+    def __init__(self, device: torch.device, num_given: int, *made: Optional[Form]):
+        """made: unwritten tensors, each of which comes with the first launch that refers to it; None: not made."""
+        self.device, self.num_made = device, len(made)
+        self.steps: List[tuple] = []
+        self.unused = {
+            number: (number, tuple(form.shape), tuple(form.strides), form.dtype)
+            for number, form in enumerate(made, num_given)
+            if form is not None
+        }
+
+    def add(self, launch: Launch, *numbers: Optional[int], drop: Sequence[int] = ()) -> None:
+        """Appends a launch over the tensors of these numbers; those to drop make room for what comes next."""
+        makes = [self.unused.pop(number) for number in numbers if number in self.unused]
+        self.steps.append((makes, launch.numbered(*numbers), drop))
+
+    def __call__(self, *given: Optional[Tensor]) -> List[Optional[Tensor]]:
+        """All tensors, None for those that were dropped or not made."""
+        tensors = [*given, *(None,) * self.num_made]
+        for makes, launch, drop in self.steps:
+            for number, shape, strides, dtype in makes:
+                tensors[number] = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+            launch(tensors)
+            for number in drop:
+                tensors[number] = None
+        for number, shape, strides, dtype in self.unused.values():
+            tensors[number] = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+        return tensors
 
 
 class _CLauncher(NamedTuple):

@@ -29,14 +29,14 @@ def launch_combine(
     num_tokens, h = slot_to_row.shape[0] // top_k, y.shape[1]
     out = y.new_empty((num_tokens, h)) if out is None else out
     if num_tokens:
-        kept = _combine_launch(form_of(y), form_of(weights), form_of(slot_to_row), top_k, y.get_device())
-        kept(y, weights, slot_to_row, out)
+        kept = _combine_launch(form_of(y), form_of(weights), form_of(slot_to_row), top_k, y.device)
+        kept((y, weights, slot_to_row, out))
     return out
 
 
 @lru_cache(maxsize=MAX_KEPT)
 def _combine_launch(
-    y: Form, weights: Optional[Form], slot_to_row: Form, top_k: int, device: int
+    y: Form, weights: Optional[Form], slot_to_row: Form, top_k: int, device: torch.device
 ) -> Launch:  # fmt: skip
     """The launch for (y, weights, slot_to_row, out)."""
     from ._triton.rows import combine_kernel

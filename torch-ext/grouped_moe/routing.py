@@ -79,7 +79,7 @@ class _Route(NamedTuple):
 @lru_cache(maxsize=MAX_KEPT)
 def _route_launches(
     num_slots: int, ids_dtype: torch.dtype, num_experts: int, block_m: int, num_rows: int, few: bool, counts: bool,
-    device: int,
+    device: torch.device,
 ) -> _Route:  # fmt: skip
     """few: whether one launch does it all. counts: whether num_routed is asked for."""
     from ._triton import routing as kernels
@@ -113,15 +113,15 @@ def _launch(
     num_slots = ids.numel()
     kept = _route_launches(
         num_slots, ids.dtype, num_experts, block_m, num_rows, num_slots <= _SMALL_SLOTS, num_routed is not None,
-        ids.get_device(),
+        ids.device,
     )  # fmt: skip
     row_to_slot, slot_to_row = offsets.new_empty(num_rows), offsets.new_empty(num_slots)
     counts = totals = None
     if kept.count is not None:
         counts, totals = offsets.new_empty((kept.num_chunks, num_experts)), offsets.new_empty(num_experts)
-        kept.count(ids, counts)
-        kept.scan(counts, totals)
-    kept.place(ids, counts, totals, offsets, row_to_slot, slot_to_row, num_routed)
+        kept.count((ids, counts))
+        kept.scan((counts, totals))
+    kept.place((ids, counts, totals, offsets, row_to_slot, slot_to_row, num_routed))
     return row_to_slot, slot_to_row
 
 

@@ -52,11 +52,14 @@ def needs_autograd(*args) -> bool:
 
 
 def register_autograd(name: str, function) -> None:
-    """Makes an autograd function the op's derivative; it is left out of calls that need no gradient."""
+    """Makes an autograd function the op's derivative; it is left out of calls that need no gradient.
+
+    The function takes the op's arguments and whether the call `is_plain`.
+    """
 
     def autograd(*args):
         if needs_autograd(*args):
-            return function.apply(*args)
+            return function.apply(*args, False)
         with below_autograd():
             return op(*args)
 
@@ -64,6 +67,11 @@ def register_autograd(name: str, function) -> None:
     namespace, base = qualified.split("::")
     op = getattr(getattr(torch.ops, namespace), base).default
     torch.library.impl(qualified, "Autograd")(autograd)
+
+
+def plain_apply(function) -> Callable:
+    """`function.apply` for calls that `is_plain` holds of: it need not look for functorch's transforms again."""
+    return super(torch.autograd.Function, function).apply
 
 
 def once_differentiable(backward: Callable) -> Callable:

@@ -12,7 +12,15 @@ from ._torch.routing import route as _route_torch
 from .activation import Activation, as_activation
 from .block import Block, Grads, Needs, empty_grads, make_block, pack_kind
 from .decode import decode_triton, is_decode
-from .define import below_autograd, define_op, is_plain, needs_autograd, once_differentiable, register_autograd
+from .define import (
+    below_autograd,
+    define_op,
+    is_plain,
+    needs_autograd,
+    once_differentiable,
+    plain_apply,
+    register_autograd,
+)
 from .fused import launch_down_dgrad, launch_up_proj
 from .gemm import launch_bias_grads, launch_gemm, launch_sum_partials, launch_wgrad, nk_strides, unit_rows
 from .permute import launch_combine
@@ -197,14 +205,15 @@ define_op(
 
 
 class _Experts(torch.autograd.Function):
-    """The autograd of the op, whose inputs and outputs these are."""
+    """The autograd of the op, whose inputs, but for the last, and outputs these are."""
 
     @staticmethod
     def forward(ctx, x, top_k_index, top_k_weights, up, down, up_bias, down_bias, *kind):
+        *kind, plain = kind
         *ctx.kind, _ = kind
         ctx.set_materialize_grads(False)
         tensors = x, top_k_index, top_k_weights, up, down, up_bias, down_bias
-        if is_plain(*tensors):
+        if plain:
             out, *others = _experts(*tensors, *kind)
         else:
             with below_autograd():
@@ -224,10 +233,11 @@ class _Experts(torch.autograd.Function):
         backward = _experts_backward if is_plain(dout, *saved) else ops.experts_backward.default
         grads = backward(dout, *saved, *ctx.kind, wanted)
         dx, dweights, dup, ddown, dup_bias, ddown_bias = (g if want else None for g, want in zip(grads, wanted))
-        return (dx, None, dweights, dup, ddown, dup_bias, ddown_bias) + (None,) * 4
+        return (dx, None, dweights, dup, ddown, dup_bias, ddown_bias) + (None,) * 5
 
 
 register_autograd("experts", _Experts)
+_apply_plain = plain_apply(_Experts)
 
 
 def grouped_mm_experts(
@@ -291,5 +301,5 @@ def grouped_mm_experts(
     if not is_plain(*tensors):
         return ops.experts.default(*tensors, *kind, record)[0]
     if record:
-        return _Experts.apply(*tensors, *kind, record)[0]
+        return _apply_plain(*tensors, *kind, record, True)[0]
     return _infer(make_block(*tensors[3:], *kind), x, top_k_index, tensors[2])

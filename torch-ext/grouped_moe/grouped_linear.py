@@ -11,7 +11,15 @@ from ._ops import add_op_namespace_prefix, ops
 from ._torch import grouped_linear as _torch_linear
 from ._torch import without_autocast
 from ._torch.schedule import safe_offsets
-from .define import below_autograd, define_op, is_plain, needs_autograd, once_differentiable, register_autograd
+from .define import (
+    below_autograd,
+    define_op,
+    is_plain,
+    needs_autograd,
+    once_differentiable,
+    plain_apply,
+    register_autograd,
+)
 from .gemm import dot_precision, gemm_launch, launch_bias_backward, launch_wgrad, nk_order, unit_rows, wgrad_launch
 from .launch import MAX_KEPT, Form, Plan, form_of, like, unwritten
 from .schedule import Schedule, Splits, as_splits, map_form, schedule_for, schedule_launch, schedule_sizes
@@ -237,16 +245,16 @@ def _accumulate_wgrad_fake(dw, p, q, splits, overwrite):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The autograd of the op, whose inputs these are."""
+    """The autograd of the op, whose inputs these are, but for the last."""
 
     @staticmethod
-    def forward(ctx, x, weight, splits, bias, scales, transposed):
+    def forward(ctx, x, weight, splits, bias, scales, transposed, plain):
         ctx.transposed = transposed
-        needs_x, needs_weight, _, needs_bias, needs_scales, _ = ctx.needs_input_grad
+        needs_x, needs_weight, _, needs_bias, needs_scales, *_ = ctx.needs_input_grad
         # What the backward does not read may change until then. Of a weight it then needs the shape.
         saved_weight = weight if needs_x or not weight.is_contiguous() else weight.new_empty(1).expand(weight.shape)
         saved_scales = scales if needs_bias or needs_scales else None
-        if is_plain(x, weight, splits, bias, scales):
+        if plain:
             # Beside what is saved: activation checkpointing compares that between calls that take either way.
             y, ctx.schedule = _forward(x, weight, splits, bias, scales, transposed)
         else:
@@ -261,7 +269,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        needs_x, needs_weight, _, needs_bias, needs_scales, _ = ctx.needs_input_grad
+        needs_x, needs_weight, _, needs_bias, needs_scales, *_ = ctx.needs_input_grad
         needs = [needs_x, needs_weight, needs_bias, needs_scales]
         x, weight, splits, bias, scales = ctx.saved_tensors
         if is_plain(dy, x, weight, splits, bias, scales):
@@ -270,10 +278,11 @@ class _GroupedLinear(torch.autograd.Function):
         else:
             grads = ops.grouped_linear_backward.default(dy, x, weight, splits, bias, scales, ctx.transposed, needs)
             dx, dw, dbias, dscales = (grad if need else None for grad, need in zip(grads, needs))
-        return dx, dw, None, dbias, dscales, None
+        return dx, dw, None, dbias, dscales, None, None
 
 
 register_autograd("grouped_linear", _GroupedLinear)
+_apply_plain = plain_apply(_GroupedLinear)
 
 
 def accumulate_wgrad(dw: Tensor, dy: Tensor, x: Tensor, splits: Tensor, overwrite: bool = False) -> None:
@@ -324,5 +333,5 @@ def grouped_linear(
     if not is_plain(*tensors):
         return ops.grouped_linear.default(*tensors, transposed)
     if needs_autograd(*tensors):
-        return _GroupedLinear.apply(*tensors, transposed)
+        return _apply_plain(*tensors, transposed, True)
     return _grouped_linear(*tensors, transposed)

@@ -136,7 +136,7 @@ class Kernel:
             _log_once(f"{self.kernel.__name__} on {_name_of(first)}: {self.choice}")
             self.choice = None
         compiled = self.kernel[grid](*args, **self.constants)
-        if not first.is_cuda or torch.version.hip is not None:
+        if not _keeps_variants(first):
             return None
         self.variants[key] = compiled
         return compiled
@@ -292,6 +292,11 @@ class _Placed:
 
     def data_ptr(self) -> int:
         return self.address
+
+
+def _keeps_variants(tensor: Tensor) -> bool:
+    """Whether Triton specializes kernels on its device by no more than `Kernel` does."""
+    return tensor.is_cuda and torch.version.hip is None
 
 
 @lru_cache(maxsize=None)

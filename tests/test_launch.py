@@ -80,14 +80,15 @@ def both(module, sent, monkeypatch):
             assert self.function is not None
         else:
             direct(self, tensors)
-            self._by_kernel(tensors)
+            self.by_kernel(tensors)
             with mock.patch.dict(self.kernel.variants, clear=True):  # by all of Triton's path
-                self._by_kernel(tensors)
+                self.by_kernel(tensors)
             assert len(sent) == 3 and sent[0] == sent[1] == sent[2]
             counts["direct"] += 1
             counts["maps"] += sum(isinstance(arg, tuple) and arg[:1] == ("map",) for arg in sent[0])
 
     monkeypatch.setattr(launch.Launch, "__call__", call)
+    monkeypatch.setattr(launch.Plan, "__call__", lambda self, *given: self._by_kernels([*given, *self.blank]))
     return counts
 
 
@@ -101,4 +102,4 @@ def test_linear(module, both, rows, transposed):
         _, tile_map = linear.forward_triton(x, weight, sizes, None, None, transposed)
         linear.backward_triton(dy, x, weight, tile_map, None, None, transposed, (True, True, False, False))
     assert both["direct"] == 2 * 4 and both["first"] == 4
-    assert (both["maps"] > 0) == (rows == 2048)
+    assert both["maps"] > 0

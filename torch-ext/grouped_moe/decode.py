@@ -1,7 +1,7 @@
 """The forward of the experts block for a few tokens, without gradients: two launches that stream weights."""
 
 from functools import lru_cache
-from typing import NamedTuple, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from .activation import Activation
 from .block import Block
 from .gemm import unit_rows
-from .launch import MAX_KEPT, Form, Launch, Ref, bias_operand, bind, form_of
+from .launch import MAX_KEPT, Form, Launch, Plan, Ref, bias_operand, bind, form_of, unwritten
 
 _UP_TILE = (4, 2048, 4)  # BLOCK_N, BLOCK_K, num_warps
 _DOWN_TILE = (32, 256, 2)  # rows (BLOCK_N times the choices), BLOCK_K, num_warps
@@ -30,15 +30,8 @@ def _describe(block_n: int, block_k: int, warps: int) -> str:
     return f"Triton for a few tokens, tile {block_n}x{block_k}, {warps} warps, heuristic"
 
 
-class _Decode(NamedTuple):
-    """The launches of both projections for one form of block and tokens."""
-
-    up: Launch  # (x, ids, weight, bias, activations)
-    down: Launch  # (activations, ids, routing weights, weight, bias, out)
-
-
 @lru_cache(maxsize=MAX_KEPT)
-def _decode_launches(
+def _decode_plan(
     x: Form,
     ids: Form,
     weights: Form,
@@ -48,8 +41,11 @@ def _decode_launches(
     down_bias: Optional[Form],
     kind: Tuple[Activation, bool, bool, bool],
     device: torch.device,
-) -> _Decode:
-    """kind: activation, gated, interleaved, transposed."""
+) -> Plan:
+    """x, ids, routing weights, up, down and their biases -> activations as scratch memory, out.
+
+    kind: activation, gated, interleaved, transposed.
+    """
     from ._triton import decode as kernels
 
     (num_tokens, top_k), (activation, gated, interleaved, transposed) = ids.shape, kind
@@ -79,7 +75,11 @@ def _decode_launches(
         device, kernel, (-(-h // block_n), num_tokens, 1),
         Ref(0), Ref(1), Ref(2), Ref(3), *_column_strides(down, transposed), *bias_operand(4, down_bias), Ref(5),
     )  # fmt: skip
-    return _Decode(up_launch, down_launch)
+    made = unwritten(x.dtype, num_tokens * top_k, i), unwritten(x.dtype, num_tokens, h)
+    plan = Plan(device, 7, *made, scratch=(7,))
+    plan.add(up_launch, 0, 1, 3, 5, 7)
+    plan.add(down_launch, 7, 1, 2, 4, 6, 8)
+    return plan
 
 
 def _column_strides(weight: Form, transposed: bool) -> Tuple[int, int]:
@@ -89,14 +89,8 @@ def _column_strides(weight: Form, transposed: bool) -> Tuple[int, int]:
 
 def decode_triton(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
     """out (T, H) by the Triton kernels, for blocks that `is_decode` takes; T above 0."""
-    (num_tokens, top_k), x = top_k_index.shape, unit_rows(x)
+    x = unit_rows(x)
     ids = top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
-    kept = _decode_launches(
-        *map(form_of, (x, ids, weights, *block[:4])),
-        (block.activation, block.gated, block.interleaved, block.transposed), x.device,
-    )  # fmt: skip
-    act = x.new_empty((num_tokens * top_k, block.intermediate))
-    kept.up((x, ids, block.up, block.up_bias, act))
-    out = x.new_empty((num_tokens, x.shape[1]))
-    kept.down((act, ids, weights, block.down, block.down_bias, out))
-    return out
+    kind = block.activation, block.gated, block.interleaved, block.transposed
+    tensors = x, ids, weights, *block[:4]
+    return _decode_plan(*map(form_of, tensors), kind, x.device)(*tensors)[8]

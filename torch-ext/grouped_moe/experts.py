@@ -1,5 +1,6 @@
 """The whole experts block, one op per direction: route, up-projection with activation, down-projection, combine."""
 
+from functools import lru_cache
 from typing import Optional, Sequence, Tuple, Union
 
 import torch
@@ -21,24 +22,61 @@ from .define import (
     plain_apply,
     register_autograd,
 )
-from .fused import launch_down_dgrad, launch_up_proj
-from .gemm import launch_bias_grads, launch_gemm, launch_sum_partials, launch_wgrad, nk_strides, unit_rows
-from .permute import launch_combine
+from .fused import Kind, launch_down_dgrad, launch_up_proj, up_launch
+from .gemm import (
+    gemm_launch,
+    launch_bias_grads,
+    launch_gemm,
+    launch_sum_partials,
+    launch_wgrad,
+    nk_order,
+    nk_strides,
+    unit_rows,
+)
+from .launch import MAX_KEPT, Form, Plan, form_of, unwritten
+from .permute import combine_launch, launch_combine
 from .routing import TiledRouting, route_tiles_triton
-from .schedule import map_size, schedule_of_map
-from .tuning import choose_block_m, on_device_of
+from .schedule import Sizes, map_size, schedule_of_map
+from .tuning import DeviceSpec, choose_block_m, on_device_of, spec_of
 
 
 def forward_triton(
     block: Block, x: Tensor, weights: Tensor, routing: TiledRouting, save: bool
-) -> Tuple[Tensor, Tensor]:
-    """(out (T, H), preact (rows, P) or empty) by the Triton kernels."""
-    schedule, row_to_slot, slot_to_row = routing
-    top_k = weights.shape[1]
-    preact, a = launch_up_proj(block, x, top_k, row_to_slot, schedule, save, activate=True)
-    down_strides = nk_strides(block.down, block.transposed)
-    y = launch_gemm(a, block.down, down_strides, x.shape[1], block.down_bias, schedule)
-    return launch_combine(y, weights, slot_to_row, top_k), preact if save else x.new_empty(0)
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """(out (T, H), preact (rows, P) if save) by the Triton kernels."""
+    (tile_map, *sizes), row_to_slot, slot_to_row = routing
+    spec = spec_of(x)
+    tensors = x, weights, *block[:4]
+    plan = _forward_plan(
+        *map(form_of, tensors), row_to_slot.shape[0], save, block.transposed, block.kind(spec), tuple(sizes),
+        spec, x.device,
+    )  # fmt: skip
+    preact, _, _, out = plan(*tensors, row_to_slot, slot_to_row, tile_map)[9:]
+    return out, preact
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def _forward_plan(
+    x: Form, weights: Form, up: Form, down: Form, up_bias: Optional[Form], down_bias: Optional[Form], rows: int,
+    save: bool, transposed: bool, kind: Kind, sizes: Sizes, spec: DeviceSpec, device: torch.device,
+) -> Plan:  # fmt: skip
+    """x, routing weights, up, down, their biases, row_to_slot, slot_to_row, map -> preact if it is to be saved,
+    activation and rows of the result as scratch memory, out.
+    """
+    (tokens, h), top_k, n = x.shape, weights.shape[1], down.shape[1 if transposed else 2]
+    preact = unwritten(x.dtype, rows, up.shape[2 if transposed else 1]) if save else None
+    a, y, out = unwritten(x.dtype, rows, n), unwritten(x.dtype, rows, h), unwritten(x.dtype, tokens, h)
+    plan = Plan(device, 9, preact, a, y, out, scratch=(10, 11))
+    if rows:
+        given = (save, True, True)
+        up_proj = up_launch(x, up, up_bias, None, given, n, top_k, transposed, kind, sizes, spec, device)
+        plan.add(up_proj, 0, 2, 4, 9, 10, None, 6, 8)
+        strides, precision = nk_order(down.strides, transposed), kind[-1]
+        down_proj = gemm_launch(a, down, strides, h, down_bias, None, sizes, False, spec, precision, device)
+        plan.add(down_proj, 10, 3, 5, None, 11, 8)
+    if tokens:
+        plan.add(combine_launch(y, weights, tokens * top_k, top_k, device), 11, 1, 7, 12)
+    return plan
 
 
 def backward_triton(
@@ -130,6 +168,7 @@ def _experts(
     with on_device_of(x):
         routing = _route_tiles(block, x, top_k_index, specified=True)
         out, preact = forward_triton(block, x, top_k_weights, routing, save)
+        preact = x.new_empty(0) if preact is None else preact
         return out, preact, routing.schedule.map, routing.row_to_slot, routing.slot_to_row
 
 

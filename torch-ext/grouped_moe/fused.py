@@ -77,7 +77,7 @@ def launch_up_proj(
     a = x.new_empty((rows, n)) if activate else None
     if rows:
         spec, kind = spec_of(x), (save, activate, row_to_slot is not None)
-        kept = _up_launch(
+        kept = up_launch(
             form_of(x), form_of(block.up), form_of(block.up_bias), form_of(scales), kind, n, top_k, block.transposed,
             block.kind(spec), schedule[1:], spec, x.device,
         )  # fmt: skip
@@ -86,7 +86,7 @@ def launch_up_proj(
 
 
 @lru_cache(maxsize=MAX_KEPT)
-def _up_launch(
+def up_launch(
     x: Form, up: Form, bias: Optional[Form], scales: Optional[Form], given: Tuple[bool, bool, bool], n: int, top_k: int,
     transposed: bool, kind: Kind, sizes: Sizes, spec: DeviceSpec, device: torch.device,
 ) -> Launch:  # fmt: skip
@@ -130,7 +130,7 @@ def launch_down_dgrad(
     rows, n = preact.shape[0], block.intermediate
     spec, top_k = spec_of(dout), 0 if row_to_slot is None else weights.shape[1]
     given = (dpreact, scaled_act, partials, row_to_slot is not None)
-    kept, n_tiles = _dgrad_launch(
+    kept, n_tiles = dgrad_launch(
         form_of(dout), form_of(block.down), form_of(weights), given, rows, n, top_k, block.transposed,
         block.kind(spec), schedule[1:], spec, dout.device,
     )  # fmt: skip
@@ -147,7 +147,7 @@ def launch_down_dgrad(
 
 
 @lru_cache(maxsize=MAX_KEPT)
-def _dgrad_launch(
+def dgrad_launch(
     dout: Form, down: Form, weights: Optional[Form], given: Tuple[bool, ...], rows: int, n: int, top_k: int,
     transposed: bool, kind: Kind, sizes: Sizes, spec: DeviceSpec, device: torch.device,
 ) -> Tuple[Launch, int]:  # fmt: skip

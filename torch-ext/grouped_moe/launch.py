@@ -6,6 +6,7 @@ that they were called with, so that a call is: look it up, allocate, launch.
 """
 
 import logging
+import math
 import sys
 from functools import lru_cache
 from inspect import getclosurevars
@@ -22,6 +23,7 @@ _ALIGNMENT = 16  # bytes: that of pointers which Triton's variants tell apart, a
 # and dependent launch, two scratch buffers, metadata of the kernel and of the launch, two hooks.
 _C_FORMAT = "iiiKKppOOOOOO"
 _STREAM = 3  # its place there
+_PIECE = 512  # bytes, of which pieces of scratch memory are multiples
 _MAX_MAPS = 256  # of a descriptor, for as many addresses
 MAX_KEPT = 1024  # launches of a launcher, since the number of rows may change with every call
 
@@ -162,20 +164,24 @@ class Launch:
 
     def __call__(self, tensors: Sequence[Optional[Tensor]]) -> None:
         """Tensors that no argument refers to may be None."""
-        if self.function is None or self.kernel.is_watched():
-            return self._by_kernel(tensors)
+        if self.function is not None and not self.kernel.is_watched():
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+            if are_aligned(addresses):
+                self.direct(addresses, torch._C._cuda_getCurrentRawStream(self.device.index))
+                return
+        self.by_kernel(tensors)
+
+    def direct(self, addresses: Sequence[int], stream: int) -> None:
+        """By the function in C, if there is one: with the addresses, all aligned, of the tensors."""
         values = self.values.copy()
-        addresses = 0
-        for index, place, maps in self.places:
-            address = tensors[index].data_ptr()
-            addresses |= address
-            values[place] = address if maps is None else maps[address]
-        if addresses % _ALIGNMENT:  # of a pointer: boxes are of aligned tensors
-            return self._by_kernel(tensors)
-        values[_STREAM] = torch._C._cuda_getCurrentRawStream(self.device.index)
+        values[_STREAM] = stream
+        for number, place, maps in self.places:
+            values[place] = addresses[number] if maps is None else maps[addresses[number]]
         self.function(*values)
 
-    def _by_kernel(self, tensors: Sequence[Optional[Tensor]]) -> None:
+    def by_kernel(self, tensors: Sequence[Optional[Tensor]]) -> None:
+        """By Triton; makes the direct way ready."""
+        refs = [arg for arg in self.arguments if isinstance(arg, Ref)]
         args = [
             (tensors[arg.tensor] if arg.box is None else arg.box.describe(tensors[arg.tensor]))
             if isinstance(arg, Ref)
@@ -183,9 +189,9 @@ class Launch:
             for arg in self.arguments
         ]
         compiled = self.kernel(self.grid, *args)
-        pointers = [tensors[arg.tensor].data_ptr() for arg in self.arguments if isinstance(arg, Ref)]
-        if compiled is not None and self.function is None and not any(p % _ALIGNMENT for p in pointers):
-            self._prepare(compiled)
+        if compiled is not None and self.function is None:
+            if are_aligned([tensors[ref.tensor].data_ptr() for ref in refs]):
+                self._prepare(compiled)
 
     def _prepare(self, compiled) -> None:
         """Makes the list for the function in C, if it is one that is known."""
@@ -210,36 +216,91 @@ class Launch:
         self.function = found.function
 
 
+def are_aligned(addresses: Sequence[int]) -> bool:
+    """Whether all are those that Triton's variants for aligned pointers take."""
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return bits % _ALIGNMENT == 0
+
+
 class Plan:
     """Launches in a row over the tensors given to a call and those that it makes, numbered in this order."""
 
-    def __init__(self, device: torch.device, num_given: int, *made: Optional[Form]):
-        """made: unwritten tensors, each of which comes with the first launch that refers to it; None: not made."""
-        self.device, self.num_made = device, len(made)
-        self.steps: List[tuple] = []
-        self.unused = {
-            number: (number, tuple(form.shape), tuple(form.strides), form.dtype)
-            for number, form in enumerate(made, num_given)
-            if form is not None
-        }
+    def __init__(self, device: torch.device, num_given: int, *made: Optional[Form], scratch: Sequence[int] = ()):
+        """made: unwritten tensors, each of which comes with the first launch that refers to it; None: not made.
+
+        scratch: numbers of contiguous ones that live until the end and are not asked for: they may be one piece.
+        """
+        self.device, self.forms = device, dict(enumerate(made, num_given))
+        self.blank = (None,) * len(made)
+        self.places: Dict[int, int] = {}  # in the scratch memory
+        self.scratch_bytes = 0
+        for number in scratch:
+            if self.forms[number] is not None:
+                self.places[number] = self.scratch_bytes
+                size = math.prod(self.forms[number].shape) * self.forms[number].dtype.itemsize
+                self.scratch_bytes += -(-size // _PIECE) * _PIECE
+        self.steps: List[_Step] = []
+        self.last = [number for number, form in self.forms.items() if form is not None]  # to be made without a launch
+        self.ready = False
 
     def add(self, launch: Launch, *numbers: Optional[int], drop: Sequence[int] = ()) -> None:
         """Appends a launch over the tensors of these numbers; those to drop make room for what comes next."""
-        makes = [self.unused.pop(number) for number in numbers if number in self.unused]
-        self.steps.append((makes, launch.numbered(*numbers), drop))
+        makes = [number for number in numbers if number in self.last]
+        self.last = [number for number in self.last if number not in makes]
+        self.steps.append(_Step(makes, launch.numbered(*numbers), drop))
 
     def __call__(self, *given: Optional[Tensor]) -> List[Optional[Tensor]]:
-        """All tensors, None for those that were dropped or not made."""
-        tensors = [*given, *(None,) * self.num_made]
+        """All tensors, None for those that were dropped, not made or scratch."""
+        tensors = [*given, *self.blank]
+        if not self.ready or self.steps[0].launch.kernel.is_watched():
+            return self._by_kernels(tensors)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if not are_aligned(addresses):
+            return self._by_kernels(tensors)
+        if self.scratch_bytes:
+            scratch = torch.empty_strided((self.scratch_bytes,), (1,), dtype=torch.uint8, device=self.device)
+            start = scratch.data_ptr()
+            for number, place in self.places.items():
+                addresses[number] = start + place
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         for makes, launch, drop in self.steps:
-            for number, shape, strides, dtype in makes:
-                tensors[number] = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+            for number in makes:
+                if number not in self.places:
+                    tensors[number] = made = self._make(number)
+                    addresses[number] = made.data_ptr()
+            launch.direct(addresses, stream)
+            for number in drop:
+                tensors[number] = None
+        for number in self.last:
+            tensors[number] = self._make(number)
+        return tensors
+
+    def _make(self, number: int) -> Tensor:
+        dtype, shape, strides, _ = self.forms[number]
+        return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+
+    def _by_kernels(self, tensors: List[Optional[Tensor]]) -> List[Optional[Tensor]]:
+        """A tensor at a time, a launch at a time."""
+        for makes, launch, drop in self.steps:
+            for number in makes:
+                tensors[number] = self._make(number)
             launch(tensors)
             for number in drop:
                 tensors[number] = None
-        for number, shape, strides, dtype in self.unused.values():
-            tensors[number] = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+        for number in self.last:
+            tensors[number] = self._make(number)
+        self.ready = bool(self.steps) and all(step.launch.function is not None for step in self.steps)
         return tensors
+
+
+class _Step(NamedTuple):
+    """A launch of a plan: which tensors come with it, and which go after it."""
+
+    makes: Sequence[int]
+    launch: Launch
+    drop: Sequence[int]
 
 
 class _CLauncher(NamedTuple):

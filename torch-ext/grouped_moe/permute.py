@@ -29,14 +29,14 @@ def launch_combine(
     num_tokens, h = slot_to_row.shape[0] // top_k, y.shape[1]
     out = y.new_empty((num_tokens, h)) if out is None else out
     if num_tokens:
-        kept = _combine_launch(form_of(y), form_of(weights), form_of(slot_to_row), top_k, y.device)
+        kept = combine_launch(form_of(y), form_of(weights), slot_to_row.shape[0], top_k, y.device)
         kept((y, weights, slot_to_row, out))
     return out
 
 
 @lru_cache(maxsize=MAX_KEPT)
-def _combine_launch(
-    y: Form, weights: Optional[Form], slot_to_row: Form, top_k: int, device: torch.device
+def combine_launch(
+    y: Form, weights: Optional[Form], num_slots: int, top_k: int, device: torch.device
 ) -> Launch:  # fmt: skip
     """The launch for (y, weights, slot_to_row, out)."""
     from ._triton.rows import combine_kernel
@@ -44,7 +44,7 @@ def _combine_launch(
     h = y.shape[1]
     block_h = min(_block_h(h), _COMBINE_BYTES // y.dtype.itemsize)
     kernel = bind(combine_kernel, H=h, TOP_K=top_k, BLOCK_H=block_h, num_warps=1)
-    grid = (slot_to_row.shape[0] // top_k, -(-h // block_h), 1)
+    grid = (num_slots // top_k, -(-h // block_h), 1)
     return Launch(device, kernel, grid, Ref(0), ref(1, weights), Ref(2), Ref(3))
 
 

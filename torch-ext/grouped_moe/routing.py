@@ -22,7 +22,7 @@ from torch import Tensor
 from ._checks import check_routing
 from ._ops import add_op_namespace_prefix, ops
 from ._torch.routing import route as _route_torch
-from .launch import MAX_KEPT, Launch, Ref, bind
+from .launch import MAX_KEPT, Launch, Plan, Ref, bind, unwritten
 from .schedule import Schedule, map_size, schedule_of_map
 from .tuning import on_device_of
 
@@ -67,41 +67,6 @@ def _sizes(num_experts: int) -> dict:
     return {"NUM_EXPERTS": num_experts, "EXPERTS_POW2": max(32, 1 << (num_experts - 1).bit_length())}
 
 
-class _Route(NamedTuple):
-    """The launches of one form of routing; count and scan are None for few slots."""
-
-    num_chunks: int
-    count: Optional[Launch]  # (ids, counts)
-    scan: Optional[Launch]  # (counts, totals)
-    place: Launch  # (ids, counts, totals, offsets, row_to_slot, slot_to_row, num_routed)
-
-
-@lru_cache(maxsize=MAX_KEPT)
-def _route_launches(
-    num_slots: int, ids_dtype: torch.dtype, num_experts: int, block_m: int, num_rows: int, few: bool, counts: bool,
-    device: torch.device,
-) -> _Route:  # fmt: skip
-    """few: whether one launch does it all. counts: whether num_routed is asked for."""
-    from ._triton import routing as kernels
-
-    num_chunks = max(1, -(-num_slots // _CHUNK))
-    grid, sizes = (num_chunks, 1, 1), _sizes(num_experts)
-    count = scan = None
-    if not few:
-        count = Launch(device, bind(kernels.count_slots_kernel, **sizes, CHUNK=_CHUNK), grid, Ref(0), Ref(1), num_slots)
-        block, width, warps = _SCAN_FEW if num_chunks <= _SCAN_FEW[0] else _SCAN_MANY
-        kernel = bind(kernels.scan_counts_kernel, NUM_EXPERTS=num_experts, BLOCK=block, WIDTH=width, num_warps=warps)
-        scan = Launch(device, kernel, (-(-num_experts // width), 1, 1), Ref(0), Ref(1), num_chunks)
-    step = _CHUNK if num_chunks == 1 else _STEP
-    kernel = bind(kernels.place_slots_kernel, **sizes, BLOCK_M=block_m, CHUNK=_CHUNK, STEP=step)
-    counted = (None, None) if few else (Ref(1), Ref(2))
-    place = Launch(
-        device, kernel, grid,
-        Ref(0), *counted, Ref(3), Ref(4), Ref(5), Ref(6) if counts else None, num_slots, num_rows,
-    )  # fmt: skip
-    return _Route(num_chunks, count, scan, place)
-
-
 def _launch(
     top_k_index: Tensor, offsets: Tensor, num_experts: int, block_m: int, num_rows: int, num_routed: Optional[Tensor]
 ) -> Tuple[Tensor, Tensor]:
@@ -110,19 +75,42 @@ def _launch(
     num_routed: (1,), gets R, which may then exceed num_rows; None if num_rows is S.
     """
     ids = top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
-    num_slots = ids.numel()
-    kept = _route_launches(
-        num_slots, ids.dtype, num_experts, block_m, num_rows, num_slots <= _SMALL_SLOTS, num_routed is not None,
-        ids.device,
-    )  # fmt: skip
-    row_to_slot, slot_to_row = offsets.new_empty(num_rows), offsets.new_empty(num_slots)
-    counts = totals = None
-    if kept.count is not None:
-        counts, totals = offsets.new_empty((kept.num_chunks, num_experts)), offsets.new_empty(num_experts)
-        kept.count((ids, counts))
-        kept.scan((counts, totals))
-    kept.place((ids, counts, totals, offsets, row_to_slot, slot_to_row, num_routed))
+    few = ids.numel() <= _SMALL_SLOTS
+    plan = _plan(ids.numel(), ids.dtype, num_experts, block_m, num_rows, few, num_routed is not None, ids.device)
+    row_to_slot, slot_to_row = plan(ids, offsets, num_routed)[3:5]
     return row_to_slot, slot_to_row
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def _plan(
+    num_slots: int, ids_dtype: torch.dtype, num_experts: int, block_m: int, num_rows: int, few: bool, counts: bool,
+    device: torch.device,
+) -> Plan:  # fmt: skip
+    """ids, offsets, num_routed -> row_to_slot, slot_to_row, and counts and their totals as scratch memory.
+
+    few: whether one launch does it all. counts: whether num_routed is asked for.
+    """
+    from ._triton import routing as kernels
+
+    num_chunks = max(1, -(-num_slots // _CHUNK))
+    made = [(num_rows,), (num_slots,)] + ([] if few else [(num_chunks, num_experts), (num_experts,)])
+    plan = Plan(device, 3, *(unwritten(torch.int32, *shape) for shape in made), scratch=() if few else (5, 6))
+    grid, sizes = (num_chunks, 1, 1), _sizes(num_experts)
+    if not few:
+        kernel = bind(kernels.count_slots_kernel, **sizes, CHUNK=_CHUNK)
+        plan.add(Launch(device, kernel, grid, Ref(0), Ref(1), num_slots), 0, 5)
+        block, width, warps = _SCAN_FEW if num_chunks <= _SCAN_FEW[0] else _SCAN_MANY
+        kernel = bind(kernels.scan_counts_kernel, NUM_EXPERTS=num_experts, BLOCK=block, WIDTH=width, num_warps=warps)
+        plan.add(Launch(device, kernel, (-(-num_experts // width), 1, 1), Ref(0), Ref(1), num_chunks), 5, 6)
+    step = _CHUNK if num_chunks == 1 else _STEP
+    kernel = bind(kernels.place_slots_kernel, **sizes, BLOCK_M=block_m, CHUNK=_CHUNK, STEP=step)
+    counted = (None, None) if few else (Ref(1), Ref(2))
+    place = Launch(
+        device, kernel, grid,
+        Ref(0), *counted, Ref(3), Ref(4), Ref(5), Ref(6) if counts else None, num_slots, num_rows,
+    )  # fmt: skip
+    plan.add(place, 0, 5, 6, 1, 3, 4, 2)
+    return plan
 
 
 def route_triton(top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor]:

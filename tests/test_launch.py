@@ -3,6 +3,7 @@
 Runs Triton 3.6's own code without a GPU: a stub stands in for the driver and takes what the launcher would get.
 """
 
+import ctypes
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -88,7 +89,9 @@ def both(module, sent, monkeypatch):
             counts["maps"] += sum(isinstance(arg, tuple) and arg[:1] == ("map",) for arg in sent[0])
 
     monkeypatch.setattr(launch.Launch, "__call__", call)
-    monkeypatch.setattr(launch.Plan, "__call__", lambda self, *given: self._by_kernels([*given, *self.blank]))
+    monkeypatch.setattr(
+        launch.Plan, "__call__", lambda self, *given: self._by_kernels([*given, *(None for _ in self.forms)])
+    )
     return counts
 
 
@@ -103,3 +106,143 @@ def test_linear(module, both, rows, transposed):
         linear.backward_triton(dy, x, weight, tile_map, None, None, transposed, (True, True, False, False))
     assert both["direct"] == 2 * 4 and both["first"] == 4
     assert both["maps"] > 0
+
+
+def experts_inputs(tokens, gated=True, bias=False, transposed=False):
+    e, h, i, top_k = 16, 128, 64, 2
+    p = 2 * i if gated else i
+    up = torch.zeros((e, h, p) if transposed else (e, p, h), dtype=BF16)
+    down = torch.zeros((e, i, h) if transposed else (e, h, i), dtype=BF16)
+    biases = (torch.zeros(e, p, dtype=BF16), torch.zeros(e, h, dtype=BF16)) if bias else (None, None)
+    x, weights = torch.zeros(tokens, h, dtype=BF16), torch.zeros(tokens, top_k)
+    return x, torch.zeros(tokens, top_k, dtype=torch.int64), weights, up, down, *biases
+
+
+KINDS = [{}, {"gated": False}, {"bias": True}, {"transposed": True, "bias": True}]
+
+
+def block_of(module, inputs, kind):
+    flags = kind.get("gated", True), False, kind.get("transposed", False), False
+    return module("block").Block(*inputs[3:], module("activation").Activation(), *flags)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "plain")
+@pytest.mark.parametrize("tokens", [1, 40, 2048])
+def test_experts(module, both, tokens, kind):
+    experts = module("experts")
+    for _ in range(3):
+        inputs = experts_inputs(tokens, **kind)
+        x, ids, weights = inputs[:3]
+        block = block_of(module, inputs, kind)
+        routing = experts._route_tiles(block, x, ids, specified=True)
+        _, preact = experts.forward_triton(block, x, weights, routing, save=True)
+        needs = experts.Needs(*[True] * 4, *[bool(kind.get("bias"))] * 2)
+        grads = experts.empty_grads(needs, block, x, weights)
+        experts.backward_triton(block, torch.zeros_like(x), x, weights, preact, routing, needs, grads)
+    assert both["direct"] >= 2 * 8
+
+
+def at(address, form):
+    """The tensor of a form that lies there."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(form.shape, form.strides))
+    memory = (ctypes.c_char * (span * form.dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=form.dtype).as_strided(form.shape, form.strides)
+
+
+def assert_plan(module, sent, monkeypatch, plan, given):
+    """A plan's direct launches are those that Triton makes of the tensors at its addresses; its memory is its own."""
+    launch, seen = module("launch"), []
+    direct = launch.Launch.direct
+    plan(*given)
+    assert plan.ready
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            launch.Launch, "direct", lambda self, places, stream: seen.append(places) or direct(self, places, stream)
+        )
+        sent.clear()
+        result = plan(*given)
+    got, addresses = list(sent), seen[-1]
+    tensors = [*given, *(None if form is None else at(addresses[n], form) for n, form in plan.forms.items())]
+    sent.clear()
+    for step in plan.steps:
+        step.launch.by_kernel(tensors)
+    assert got == list(sent) and len(got) == len(plan.steps)
+    for number, tensor in enumerate(result):
+        assert tensor is None or tensor.data_ptr() == addresses[number]
+    pieces = sorted((addresses[n], tensors[n].nbytes) for n in plan.pieces)
+    assert all(start + size <= later for (start, size), (later, _) in zip(pieces, pieces[1:]))
+    assert not pieces or pieces[-1][0] + pieces[-1][1] <= pieces[0][0] + plan.scratch_bytes
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "plain")
+@pytest.mark.parametrize("tokens", [1, 40, 2048])
+def test_plan_of_inference(module, sent, monkeypatch, tokens, kind):
+    for _ in range(2):
+        inputs = experts_inputs(tokens, **kind)
+        plan = module("experts")._inference_plan(block_of(module, inputs, kind), *inputs[:3])
+        assert_plan(module, sent, monkeypatch, plan, inputs)
+
+
+def test_plan_of_linear(module, sent, monkeypatch):
+    x, weight, sizes = torch.zeros(2048, 256, dtype=BF16), torch.zeros(4, 512, 256, dtype=BF16), torch.tensor([512] * 4)
+    plan = module("grouped_linear")._plan_of(x, weight, sizes, None, None, False)
+    assert_plan(module, sent, monkeypatch, plan, (x, weight, sizes, None, None))
+
+
+def test_one_address_in_many_forms(module, both):
+    """Tensors of other shapes, strides and dtypes at the same addresses get other maps, and again their own."""
+    linear, memory = module("grouped_linear"), torch.zeros(3 << 20, dtype=torch.uint8)
+    sizes = torch.tensor([512] * 4)
+    for _ in range(3):
+        for dtype in (BF16, torch.float16):
+            for k, stride in ((256, 256), (128, 128), (128, 256)):
+                x = memory[: 1 << 21].view(dtype).as_strided((2048, k), (stride, 1))
+                weight = memory[1 << 21 :].view(dtype).as_strided((4, 256, k), (256 * k, k, 1))
+                linear.forward_triton(x, weight, sizes, None, None, False)
+                linear.backward_triton(x[:, :k], x, weight[:, :k], sizes, None, None, False, (True, True, False, False))
+    assert both["maps"] > 100
+
+
+def test_misaligned_pointers_go_by_triton(module, both):
+    linear, memory = module("grouped_linear"), torch.zeros(64 * 256 + 1, dtype=BF16)
+    weight, sizes = torch.zeros(4, 512, 256, dtype=BF16), torch.tensor([16] * 4)
+    plan = linear._plan_of(memory[1:].view(64, 256), weight, sizes, None, None, False)
+    for x in (memory[1:].view(64, 256),) * 3:
+        with pytest.raises(AssertionError):  # of `both`: no direct way
+            plan(x, weight, sizes, None, None)
+
+
+@pytest.mark.parametrize("change", ["_BASE_ARGS_FORMAT", "scratch", "closure"])
+def test_other_launchers_go_by_triton(module, sent, monkeypatch, change):
+    """What does not look as Triton 3.6 does is not called directly."""
+    nvidia = sys.modules["triton.backends.nvidia.driver"]
+    launcher = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
+    launcher.global_scratch_size = launcher.profile_scratch_size = 0
+    launcher.launch = sent
+    assert module("launch")._c_launcher(launcher).function is sent
+    if change == "scratch":
+        launcher.profile_scratch_size = 64
+    elif change == "closure":
+        launcher.launch = lambda *args: sent(*args)
+    else:
+        monkeypatch.setattr(nvidia, change, "iiiKKppOOOOO")
+    assert module("launch")._c_launcher(launcher) is None
+
+
+def test_hooks_see_launches(module, sent, monkeypatch):
+    from triton import knobs
+
+    x, weight, sizes = torch.zeros(64, 256, dtype=BF16), torch.zeros(4, 512, 256, dtype=BF16), torch.tensor([16] * 4)
+    plan, launch = module("grouped_linear")._plan_of(x, weight, sizes, None, None, False), module("launch")
+    plan(x, weight, sizes, None, None)
+    calls = []
+    monkeypatch.setattr(launch.Launch, "by_kernel", lambda self, tensors: calls.append(self))
+    plan(x, weight, sizes, None, None)
+    assert not calls
+    hook = lambda metadata: None  # noqa: E731
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        plan(x, weight, sizes, None, None)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert len(calls) == 2

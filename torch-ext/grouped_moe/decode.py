@@ -31,7 +31,7 @@ def _describe(block_n: int, block_k: int, warps: int) -> str:
 
 
 @lru_cache(maxsize=MAX_KEPT)
-def _decode_plan(
+def decode_plan(
     x: Form,
     ids: Form,
     weights: Form,
@@ -42,7 +42,7 @@ def _decode_plan(
     kind: Tuple[Activation, bool, bool, bool],
     device: torch.device,
 ) -> Plan:
-    """x, ids, routing weights, up, down and their biases -> activations as scratch memory, out.
+    """x, ids, routing weights, up, down and their biases -> out, the last.
 
     kind: activation, gated, interleaved, transposed.
     """
@@ -75,10 +75,11 @@ def _decode_plan(
         device, kernel, (-(-h // block_n), num_tokens, 1),
         Ref(0), Ref(1), Ref(2), Ref(3), *_column_strides(down, transposed), *bias_operand(4, down_bias), Ref(5),
     )  # fmt: skip
-    made = unwritten(x.dtype, num_tokens * top_k, i), unwritten(x.dtype, num_tokens, h)
-    plan = Plan(device, 7, *made, scratch=(7,))
-    plan.add(up_launch, 0, 1, 3, 5, 7)
-    plan.add(down_launch, 7, 1, 2, 4, 6, 8)
+    plan = Plan(device, 7)
+    act = plan.make(unwritten(x.dtype, num_tokens * top_k, i), scratch=True)
+    out = plan.make(unwritten(x.dtype, num_tokens, h))
+    plan.add(up_launch, 0, 1, 3, 5, act)
+    plan.add(down_launch, act, 1, 2, 4, 6, out)
     return plan
 
 
@@ -93,4 +94,4 @@ def decode_triton(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor)
     ids = top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
     kind = block.activation, block.gated, block.interleaved, block.transposed
     tensors = x, ids, weights, *block[:4]
-    return _decode_plan(*map(form_of, tensors), kind, x.device)(*tensors)[8]
+    return decode_plan(*map(form_of, tensors), kind, x.device)(*tensors)[-1]

@@ -1,5 +1,6 @@
 """The whole experts block, one op per direction: route, up-projection with activation, down-projection, combine."""
 
+import operator
 from functools import lru_cache
 from typing import Optional, Sequence, Tuple, Union
 
@@ -12,7 +13,7 @@ from ._torch import experts as _torch_experts
 from ._torch.routing import route as _route_torch
 from .activation import Activation, as_activation
 from .block import Block, Grads, Needs, empty_grads, make_block, pack_kind
-from .decode import decode_triton, is_decode
+from .decode import decode_plan, decode_triton, is_decode
 from .define import (
     below_autograd,
     define_op,
@@ -20,6 +21,7 @@ from .define import (
     needs_autograd,
     once_differentiable,
     plain_apply,
+    plan_key,
     register_autograd,
 )
 from .fused import Kind, launch_down_dgrad, launch_up_proj, up_launch
@@ -33,10 +35,10 @@ from .gemm import (
     nk_strides,
     unit_rows,
 )
-from .launch import MAX_KEPT, Form, Plan, form_of, unwritten
+from .launch import MAX_KEPT, Form, Plan, Plans, form_of, unwritten
 from .permute import combine_launch, launch_combine
-from .routing import TiledRouting, route_tiles_triton
-from .schedule import Sizes, map_size, schedule_of_map
+from .routing import TiledRouting, route_plan, route_tiles_triton
+from .schedule import Sizes, map_form, map_size, schedule_of_map, schedule_sizes
 from .tuning import DeviceSpec, choose_block_m, on_device_of, spec_of
 
 
@@ -66,16 +68,17 @@ def _forward_plan(
     (tokens, h), top_k, n = x.shape, weights.shape[1], down.shape[1 if transposed else 2]
     preact = unwritten(x.dtype, rows, up.shape[2 if transposed else 1]) if save else None
     a, y, out = unwritten(x.dtype, rows, n), unwritten(x.dtype, rows, h), unwritten(x.dtype, tokens, h)
-    plan = Plan(device, 9, preact, a, y, out, scratch=(10, 11))
+    plan = Plan(device, 9)
+    numbers = plan.make(preact), plan.make(a, scratch=True), plan.make(y, scratch=True), plan.make(out)
     if rows:
         given = (save, True, True)
         up_proj = up_launch(x, up, up_bias, None, given, n, top_k, transposed, kind, sizes, spec, device)
-        plan.add(up_proj, 0, 2, 4, 9, 10, None, 6, 8)
+        plan.add(up_proj, 0, 2, 4, *numbers[:2], None, 6, 8)
         strides, precision = nk_order(down.strides, transposed), kind[-1]
         down_proj = gemm_launch(a, down, strides, h, down_bias, None, sizes, False, spec, precision, device)
-        plan.add(down_proj, 10, 3, 5, None, 11, 8)
+        plan.add(down_proj, numbers[1], 3, 5, None, numbers[2], 8)
     if tokens:
-        plan.add(combine_launch(y, weights, tokens * top_k, top_k, device), 11, 1, 7, 12)
+        plan.add(combine_launch(y, weights, tokens * top_k, top_k, device), numbers[2], 1, 7, numbers[3])
     return plan
 
 
@@ -325,14 +328,13 @@ def grouped_mm_experts(
     Raises TypeError or ValueError that names the argument, before anything is launched.
     """
     kind = as_activation(activation, gated, interleaved)
-    dtype = checks.autocast_dtype(hidden_states.device.type) if isinstance(hidden_states, Tensor) else None
-    x, up, down, up_bias, down_bias = (
-        checks.autocast(tensor, dtype)
-        for tensor in (hidden_states, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
-    )
-    checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed)
-    tensors = x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias
-    checks.check_capacity("capacity", capacity)
+    tensors = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias
+    key = plan_key(tensors, kind, gated, interleaved, transposed, capacity)
+    plan = None if key is None else _inference_plans.get(key)
+    if plan is not None and not needs_autograd(*tensors):
+        with on_device_of(hidden_states):
+            return plan(*tensors)[-1]
+    given, tensors = tensors, _checked(*tensors, gated, transposed, capacity)
     if torch.version.hip is not None:  # no device assertions there: an overflow would go unseen
         capacity = None
     kind = pack_kind(kind, gated, interleaved, transposed, recompute, capacity)
@@ -341,4 +343,45 @@ def grouped_mm_experts(
         return ops.experts.default(*tensors, *kind, record)[0]
     if record:
         return _apply_plain(*tensors, *kind, record, True)[0]
-    return _infer(make_block(*tensors[3:], *kind), x, top_k_index, tensors[2])
+    block, x, ids, weights = make_block(*tensors[3:], *kind), *tensors[:3]
+    if key is not None and all(map(operator.is_, given, tensors)):
+        plan = _inference_plan(block, x, ids, weights)
+        if plan is not None:
+            _inference_plans.keep(key, plan)
+    return _infer(block, x, ids, weights)
+
+
+_inference_plans = Plans()
+
+
+def _checked(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed, capacity):
+    """The op's tensors. Raises what `grouped_mm_experts` raises."""
+    dtype = checks.autocast_dtype(x.device.type) if isinstance(x, Tensor) else None
+    x, up, down, up_bias, down_bias = (checks.autocast(tensor, dtype) for tensor in (x, up, down, up_bias, down_bias))
+    checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed)
+    checks.check_capacity("capacity", capacity)
+    return x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias
+
+
+def _inference_plan(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Optional[Plan]:
+    """The plan of `_infer` for x, ids, routing weights, up, down and their biases -> out, the last.
+
+    None for what is copied first, or counted because of a capacity.
+    """
+    forms = [*map(form_of, (x, top_k_index, weights, *block[:4]))]
+    (num_tokens, top_k), num_experts, num_slots = top_k_index.shape, block.num_experts, top_k_index.numel()
+    if not top_k_index.is_contiguous() or block.num_rows(num_slots) < num_slots:
+        return None
+    if num_tokens and is_decode(block, num_tokens, top_k):
+        kind = block.activation, block.gated, block.interleaved, block.transposed
+        return decode_plan(*forms, kind, x.device) if unit_rows(x) is x else None
+    spec, plan = spec_of(x), Plan(x.device, 7)
+    sizes = schedule_sizes(num_slots, num_experts, x.dtype)
+    tile_map = plan.make(map_form(sizes), scratch=True)
+    route = route_plan(num_slots, top_k_index.dtype, num_experts, sizes[1], num_slots, False, x.device)
+    row_to_slot, slot_to_row = plan.include(route, 1, tile_map, None)[3:5]
+    forward = _forward_plan(
+        forms[0], *forms[2:], num_slots, False, block.transposed, block.kind(spec), sizes, spec, x.device
+    )
+    plan.include(forward, 0, *range(2, 7), row_to_slot, slot_to_row, tile_map, keep=(forward.last,))
+    return plan

@@ -12,6 +12,7 @@ from .launch import MAX_KEPT, Form, Launch, Ref, bias_operand, bind, form_of, la
 from .schedule import Schedule, Sizes
 from .tuning import (
     DeviceSpec,
+    dot_precision,
     gemm_config,
     persistent_grid,
     rows_per_expert,
@@ -33,16 +34,6 @@ def nk_order(strides: Strides, transposed: bool) -> Strides:
 def nk_strides(weight: Tensor, transposed: bool) -> Strides:
     """Strides of a weight over (E, N, K), whether it is laid out (E, N, K) or, transposed, (E, K, N)."""
     return nk_order(weight.stride(), transposed)
-
-
-def dot_precision(dtype: torch.dtype, spec: DeviceSpec) -> str:
-    """tf32 for fp32 where the device has it and PyTorch's own flag, by its new name or its old one, allows it."""
-    if dtype != torch.float32 or not spec.tf32:
-        return "ieee"
-    matmul = torch.backends.cuda.matmul
-    # PyTorch raises when the old name is read after the new one was set.
-    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
-    return "tf32" if allowed else "ieee"
 
 
 def unit_rows(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Linear layer with one weight per group of consecutive rows."""
 
+import operator
 from functools import lru_cache
 from typing import Optional, Sequence, Tuple
 
@@ -18,27 +19,36 @@ from .define import (
     needs_autograd,
     once_differentiable,
     plain_apply,
+    plan_key,
     register_autograd,
 )
-from .gemm import dot_precision, gemm_launch, launch_bias_backward, launch_wgrad, nk_order, unit_rows, wgrad_launch
-from .launch import MAX_KEPT, Form, Plan, form_of, like, unwritten
+from .gemm import gemm_launch, launch_bias_backward, launch_wgrad, nk_order, unit_rows, wgrad_launch
+from .launch import MAX_KEPT, Form, Plan, Plans, form_of, like, unwritten
 from .schedule import Schedule, Splits, as_splits, map_form, schedule_for, schedule_launch, schedule_sizes
-from .tuning import DeviceSpec, on_device_of, spec_of
+from .tuning import DeviceSpec, dot_precision, on_device_of, spec_of
 
 Grads = Tuple[Optional[Tensor], ...]  # of x, weight, bias, bias_scales; None where not asked for
 
 
 def forward_triton(
-    x: Tensor, weight: Tensor, splits: Tensor, bias: Optional[Tensor], scales: Optional[Tensor], transposed: bool
-) -> Tuple[Tensor, Tensor]:
-    """y, and the map of its schedule, by the Triton kernels."""
-    splits, spec = splits if splits.is_contiguous() else splits.contiguous(), spec_of(x)
-    plan = _forward_plan(
-        form_of(x), form_of(weight), form_of(splits), form_of(bias), form_of(scales), transposed,
-        spec, dot_precision(x.dtype, spec), x.device,
-    )  # fmt: skip
+    x: Tensor, weight: Tensor, splits: Tensor, bias: Optional[Tensor], scales: Optional[Tensor], transposed: bool,
+    plan: Optional[Plan] = None,
+) -> Tuple[Tensor, Tensor]:  # fmt: skip
+    """y, and the map of its schedule, by the Triton kernels. plan: that of the call, if it is at hand."""
+    splits = splits if splits.is_contiguous() else splits.contiguous()
+    plan = _plan_of(x, weight, splits, bias, scales, transposed) if plan is None else plan
     tile_map, y = plan(x, weight, splits, bias, scales)[5:]
     return y, tile_map
+
+
+def _plan_of(
+    x: Tensor, weight: Tensor, splits: Tensor, bias: Optional[Tensor], scales: Optional[Tensor], transposed: bool
+) -> Plan:
+    """The plan of the forward; splits and scales are contiguous."""
+    spec = spec_of(x)
+    return _forward_plan(
+        *map(form_of, (x, weight, splits, bias, scales)), transposed, spec, dot_precision(x.dtype, spec), x.device
+    )
 
 
 @lru_cache(maxsize=MAX_KEPT)
@@ -49,12 +59,13 @@ def _forward_plan(
     """x, weight, splits, bias, scales -> map, y."""
     rows, num_groups, n = x.shape[0], weight.shape[0], weight.shape[2 if transposed else 1]
     sizes = schedule_sizes(rows, num_groups, x.dtype)
-    plan = Plan(device, 5, map_form(sizes), unwritten(x.dtype, rows, n))
-    plan.add(schedule_launch(splits, rows, sizes, device), 2, 5)
+    plan = Plan(device, 5)
+    tile_map, y = plan.make(map_form(sizes)), plan.make(unwritten(x.dtype, rows, n))
+    plan.add(schedule_launch(splits, rows, sizes, device), 2, tile_map)
     if rows:
         strides = nk_order(weight.strides, transposed)
         gemm = gemm_launch(x, weight, strides, n, bias, scales, sizes, True, spec, precision, device)
-        plan.add(gemm, 0, 1, 3, 4, 6, 5)
+        plan.add(gemm, 0, 1, 3, 4, y, tile_map)
     return plan
 
 
@@ -96,19 +107,21 @@ def _backward_plan(
     rows, num_groups, k = dy.shape[0], weight.shape[0], weight.shape[1 if transposed else 2]
     sizes = schedule_sizes(rows, num_groups, dy.dtype)
     is_map = splits.shape[0] > num_groups + 1
-    dx, dw = unwritten(dy.dtype, rows, k) if needs_x else None, None if x is None else like(weight)
-    plan = Plan(device, 4, None if is_map else map_form(sizes), dx, dw)
-    tile_map = 3 if is_map else 4
+    plan = Plan(device, 4)
+    made_map = plan.make(None if is_map else map_form(sizes))
+    dx = plan.make(unwritten(dy.dtype, rows, k) if needs_x else None)
+    dw = plan.make(None if x is None else like(weight))
+    tile_map = 3 if is_map else made_map
     if not is_map:
-        plan.add(schedule_launch(splits, rows, sizes, device), 3, 4)
+        plan.add(schedule_launch(splits, rows, sizes, device), 3, tile_map)
     if needs_x and rows:
         strides = nk_order(weight.strides, not transposed)
         gemm = gemm_launch(dy, weight, strides, k, None, None, sizes, True, spec, precision, device)
-        plan.add(gemm, 0, 2, None, None, 5, tile_map)
-    if dw is not None:
+        plan.add(gemm, 0, 2, None, None, dx, tile_map)
+    if x is not None:
         (p, p_number), (q, q_number) = ((x, 1), (dy, 0)) if transposed else ((dy, 0), (x, 1))
-        wgrad = wgrad_launch(p, 0, q, 0, None, dw, False, spec, precision, device)
-        plan.add(wgrad, p_number, q_number, 6, None, tile_map)
+        wgrad = wgrad_launch(p, 0, q, 0, None, like(weight), False, spec, precision, device)
+        plan.add(wgrad, p_number, q_number, dw, None, tile_map)
     return plan
 
 
@@ -171,12 +184,13 @@ def _forward(
     bias: Optional[Tensor],
     bias_scales: Optional[Tensor],
     transposed: bool,
+    plan: Optional[Plan] = None,
 ) -> Tuple[Tensor, Tensor]:
     """y, and what the backward takes as splits at less cost."""
     if x.device.type == "cpu":
         return forward_torch(x, weight, splits, bias, bias_scales, transposed)
     with on_device_of(x):
-        return forward_triton(x, weight, splits, bias, bias_scales, transposed)
+        return forward_triton(x, weight, splits, bias, bias_scales, transposed, plan)
 
 
 def _backward(
@@ -245,7 +259,7 @@ def _accumulate_wgrad_fake(dw, p, q, splits, overwrite):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The autograd of the op, whose inputs these are, but for the last."""
+    """The autograd of the op, whose inputs these are, but for the last: whether the call is plain, or its plan."""
 
     @staticmethod
     def forward(ctx, x, weight, splits, bias, scales, transposed, plain):
@@ -256,7 +270,8 @@ class _GroupedLinear(torch.autograd.Function):
         saved_scales = scales if needs_bias or needs_scales else None
         if plain:
             # Beside what is saved: activation checkpointing compares that between calls that take either way.
-            y, ctx.schedule = _forward(x, weight, splits, bias, scales, transposed)
+            plan = None if plain is True else plain
+            y, ctx.schedule = _forward(x, weight, splits, bias, scales, transposed, plan)
         else:
             ctx.schedule = None
             with below_autograd():
@@ -316,6 +331,25 @@ def grouped_linear(
     bias and bias_scales, each only when asked for, in its own dtype; fp32 accumulation; bitwise repeatable; autocast
     applies as to `F.linear`, scales stay as they are. Raises TypeError or ValueError that names the argument.
     """
+    tensors = x, weight, splits, bias, bias_scales
+    key = plan_key(tensors, transposed)
+    plan = None if key is None else _plans.get(key)
+    if plan is None:
+        given, tensors = tensors, _checked(*tensors, transposed)
+        if not is_plain(*tensors):
+            return ops.grouped_linear.default(*tensors, transposed)
+        if key is not None and all(map(operator.is_, given, tensors)) and tensors[2].is_contiguous():
+            plan = _plans.keep(key, _plan_of(*tensors, transposed))
+    if needs_autograd(*tensors):
+        return _apply_plain(*tensors, transposed, plan or True)
+    return _forward(*tensors, transposed, plan)[0]
+
+
+_plans = Plans()
+
+
+def _checked(x, weight, splits, bias, bias_scales, transposed) -> Tuple[Tensor, ...]:
+    """The op's tensors. Raises what `grouped_linear` raises."""
     checks.check_tensor("x", x)
     checks.check_tensor("weight", weight)
     if bias is not None:
@@ -327,11 +361,4 @@ def grouped_linear(
         x, weight, bias = (checks.autocast(tensor, dtype) for tensor in (x, weight, bias))
     checks.check_linear(x, weight, bias, bias_scales, transposed)
     splits = as_splits(splits, weight.shape[0], x.device)
-    if bias_scales is not None:
-        bias_scales = bias_scales.contiguous()
-    tensors = x, weight, splits, bias, bias_scales
-    if not is_plain(*tensors):
-        return ops.grouped_linear.default(*tensors, transposed)
-    if needs_autograd(*tensors):
-        return _apply_plain(*tensors, transposed, True)
-    return _grouped_linear(*tensors, transposed)
+    return x, weight, splits, bias, None if bias_scales is None else bias_scales.contiguous()

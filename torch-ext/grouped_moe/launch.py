@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _OPTIONS = ("num_warps", "num_stages")
-_ALIGNMENT = 16  # bytes: that of pointers which Triton's variants tell apart, and of what descriptors take
+ALIGNMENT = 16  # bytes: that of pointers which Triton's variants tell apart, and of what descriptors take
 
 # How the launchers in C of Triton 3.6 parse what comes before a kernel's arguments: grid, stream, function, cooperative
 # and dependent launch, two scratch buffers, metadata of the kernel and of the launch, two hooks.
@@ -45,7 +45,7 @@ def form_of(tensor: Optional[Tensor]) -> Optional[Form]:
     if tensor is None:
         return None
     # A third of the time that Form(...) takes.
-    return _new(Form, (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % _ALIGNMENT == 0))
+    return _new(Form, (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNMENT == 0))
 
 
 def unwritten(dtype: torch.dtype, *shape: int) -> Form:
@@ -122,7 +122,7 @@ class Kernel:
                 key.append(None)
             elif isinstance(arg, Tensor):
                 address = arg.data_ptr()
-                key += (arg.dtype, address % _ALIGNMENT)
+                key += (arg.dtype, address % ALIGNMENT)
                 arg = address  # which Triton's launcher would ask for again
             else:
                 key.append(arg.base.dtype)  # a descriptor's block is among the constants
@@ -162,6 +162,10 @@ class Launch:
         arguments = [a._replace(tensor=numbers[a.tensor]) if isinstance(a, Ref) else a for a in self.arguments]
         return Launch(self.device, self.kernel, self.grid, *arguments)
 
+    def refs(self) -> List[Ref]:
+        """Its arguments that are tensors."""
+        return [arg for arg in self.arguments if isinstance(arg, Ref)]
+
     def __call__(self, tensors: Sequence[Optional[Tensor]]) -> None:
         """Tensors that no argument refers to may be None."""
         if self.function is not None and not self.kernel.is_watched():
@@ -181,7 +185,6 @@ class Launch:
 
     def by_kernel(self, tensors: Sequence[Optional[Tensor]]) -> None:
         """By Triton; makes the direct way ready."""
-        refs = [arg for arg in self.arguments if isinstance(arg, Ref)]
         args = [
             (tensors[arg.tensor] if arg.box is None else arg.box.describe(tensors[arg.tensor]))
             if isinstance(arg, Ref)
@@ -190,13 +193,13 @@ class Launch:
         ]
         compiled = self.kernel(self.grid, *args)
         if compiled is not None and self.function is None:
-            if are_aligned([tensors[ref.tensor].data_ptr() for ref in refs]):
+            if are_aligned([tensors[ref.tensor].data_ptr() for ref in self.refs()]):
                 self._prepare(compiled)
 
     def _prepare(self, compiled) -> None:
         """Makes the list for the function in C, if it is one that is known."""
         found = _c_launcher(compiled.run)
-        boxes = [arg.box for arg in self.arguments if isinstance(arg, Ref) and arg.box is not None]
+        boxes = [ref.box for ref in self.refs() if ref.box is not None]
         if found is None or len(found.maps) != len(boxes):
             return
         run, encoders = compiled.run, iter(found.maps)
@@ -221,39 +224,62 @@ def are_aligned(addresses: Sequence[int]) -> bool:
     bits = 0
     for address in addresses:
         bits |= address
-    return bits % _ALIGNMENT == 0
+    return bits % ALIGNMENT == 0
 
 
 class Plan:
     """Launches in a row over the tensors given to a call and those that it makes, numbered in this order."""
 
-    def __init__(self, device: torch.device, num_given: int, *made: Optional[Form], scratch: Sequence[int] = ()):
-        """made: unwritten tensors, each of which comes with the first launch that refers to it; None: not made.
-
-        scratch: numbers of contiguous ones that live until the end and are not asked for: they may be one piece.
-        """
-        self.device, self.forms = device, dict(enumerate(made, num_given))
-        self.blank = (None,) * len(made)
-        self.places: Dict[int, int] = {}  # in the scratch memory
+    def __init__(self, device: torch.device, num_given: int):
+        self.device, self.num_given = device, num_given
+        self.forms: Dict[int, Form] = {}  # of the tensors that are made
+        self.pieces: Dict[int, int] = {}  # of those in scratch memory their places
         self.scratch_bytes = 0
-        for number in scratch:
-            if self.forms[number] is not None:
-                self.places[number] = self.scratch_bytes
-                size = math.prod(self.forms[number].shape) * self.forms[number].dtype.itemsize
-                self.scratch_bytes += -(-size // _PIECE) * _PIECE
+        self.unused: List[int] = []
         self.steps: List[_Step] = []
-        self.last = [number for number, form in self.forms.items() if form is not None]  # to be made without a launch
         self.ready = False
+
+    def make(self, form: Optional[Form], scratch: bool = False) -> int:
+        """Numbers a tensor that comes, unwritten, with the first launch that refers to it; None: that is not made.
+
+        scratch: it is contiguous, lives until the end and is not asked for: all such may be one piece of memory.
+        """
+        number = self.num_given + len(self.forms)
+        self.forms[number] = form
+        if form is not None:
+            self.unused.append(number)
+            if scratch:
+                self.pieces[number] = self.scratch_bytes
+                self.scratch_bytes += -(-math.prod(form.shape) * form.dtype.itemsize // _PIECE) * _PIECE
+        return number
+
+    @property
+    def last(self) -> int:
+        """The number of the last tensor."""
+        return self.num_given + len(self.forms) - 1
 
     def add(self, launch: Launch, *numbers: Optional[int], drop: Sequence[int] = ()) -> None:
         """Appends a launch over the tensors of these numbers; those to drop make room for what comes next."""
-        makes = [number for number in numbers if number in self.last]
-        self.last = [number for number in self.last if number not in makes]
+        makes = [number for number in numbers if number in self.unused]
+        self.unused = [number for number in self.unused if number not in makes]
         self.steps.append(_Step(makes, launch.numbered(*numbers), drop))
+
+    def include(self, plan: "Plan", *given: Optional[int], keep: Sequence[int] = ()) -> List[Optional[int]]:
+        """Appends a plan for the tensors of these numbers. Returns the numbers of all its tensors.
+
+        keep: of what it makes the numbers, there, of what is asked for; the rest is scratch memory.
+        """
+        numbers = [*given, *(self.make(form, scratch=number not in keep) for number, form in plan.forms.items())]
+        for _, launch, _ in plan.steps:
+            used = [number for number in numbers if number in self.unused]
+            makes = [number for number in used if any(number == numbers[ref.tensor] for ref in launch.refs())]
+            self.unused = [number for number in self.unused if number not in makes]
+            self.steps.append(_Step(makes, launch.numbered(*numbers), ()))
+        return numbers
 
     def __call__(self, *given: Optional[Tensor]) -> List[Optional[Tensor]]:
         """All tensors, None for those that were dropped, not made or scratch."""
-        tensors = [*given, *self.blank]
+        tensors = [*given, *(None for _ in self.forms)]
         if not self.ready or self.steps[0].launch.kernel.is_watched():
             return self._by_kernels(tensors)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -262,18 +288,18 @@ class Plan:
         if self.scratch_bytes:
             scratch = torch.empty_strided((self.scratch_bytes,), (1,), dtype=torch.uint8, device=self.device)
             start = scratch.data_ptr()
-            for number, place in self.places.items():
+            for number, place in self.pieces.items():
                 addresses[number] = start + place
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         for makes, launch, drop in self.steps:
             for number in makes:
-                if number not in self.places:
+                if number not in self.pieces:
                     tensors[number] = made = self._make(number)
                     addresses[number] = made.data_ptr()
             launch.direct(addresses, stream)
             for number in drop:
                 tensors[number] = None
-        for number in self.last:
+        for number in self.unused:
             tensors[number] = self._make(number)
         return tensors
 
@@ -289,10 +315,21 @@ class Plan:
             launch(tensors)
             for number in drop:
                 tensors[number] = None
-        for number in self.last:
+        for number in self.unused:
             tensors[number] = self._make(number)
         self.ready = bool(self.steps) and all(step.launch.function is not None for step in self.steps)
         return tensors
+
+
+class Plans(dict):
+    """The plans of an op, by `define.plan_key`."""
+
+    def keep(self, key: tuple, plan: Plan) -> Plan:
+        """Returns the plan."""
+        if len(self) >= MAX_KEPT:
+            self.clear()
+        self[key] = plan
+        return plan
 
 
 class _Step(NamedTuple):

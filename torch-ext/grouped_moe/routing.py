@@ -75,33 +75,43 @@ def _launch(
     num_routed: (1,), gets R, which may then exceed num_rows; None if num_rows is S.
     """
     ids = top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
-    few = ids.numel() <= _SMALL_SLOTS
-    plan = _plan(ids.numel(), ids.dtype, num_experts, block_m, num_rows, few, num_routed is not None, ids.device)
+    plan = route_plan(ids.numel(), ids.dtype, num_experts, block_m, num_rows, num_routed is not None, ids.device)
     row_to_slot, slot_to_row = plan(ids, offsets, num_routed)[3:5]
     return row_to_slot, slot_to_row
 
 
-@lru_cache(maxsize=MAX_KEPT)
-def _plan(
-    num_slots: int, ids_dtype: torch.dtype, num_experts: int, block_m: int, num_rows: int, few: bool, counts: bool,
+def route_plan(
+    num_slots: int, ids_dtype: torch.dtype, num_experts: int, block_m: int, num_rows: int, counts: bool,
     device: torch.device,
 ) -> Plan:  # fmt: skip
-    """ids, offsets, num_routed -> row_to_slot, slot_to_row, and counts and their totals as scratch memory.
+    """ids, offsets or a schedule's map, num_routed -> row_to_slot, slot_to_row.
 
-    few: whether one launch does it all. counts: whether num_routed is asked for.
+    counts: whether num_routed is asked for.
     """
+    few = num_slots <= _SMALL_SLOTS
+    return _route_plan(num_slots, ids_dtype, num_experts, block_m, num_rows, counts, device, few)
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def _route_plan(
+    num_slots: int, ids_dtype: torch.dtype, num_experts: int, block_m: int, num_rows: int, counts: bool,
+    device: torch.device, few: bool,
+) -> Plan:  # fmt: skip
+    """few: whether one launch does it all."""
     from ._triton import routing as kernels
 
     num_chunks = max(1, -(-num_slots // _CHUNK))
-    made = [(num_rows,), (num_slots,)] + ([] if few else [(num_chunks, num_experts), (num_experts,)])
-    plan = Plan(device, 3, *(unwritten(torch.int32, *shape) for shape in made), scratch=() if few else (5, 6))
+    plan = Plan(device, 3)
+    row_to_slot, slot_to_row = (plan.make(unwritten(torch.int32, size)) for size in (num_rows, num_slots))
+    matrix = None if few else plan.make(unwritten(torch.int32, num_chunks, num_experts), scratch=True)
+    totals = None if few else plan.make(unwritten(torch.int32, num_experts), scratch=True)
     grid, sizes = (num_chunks, 1, 1), _sizes(num_experts)
     if not few:
         kernel = bind(kernels.count_slots_kernel, **sizes, CHUNK=_CHUNK)
-        plan.add(Launch(device, kernel, grid, Ref(0), Ref(1), num_slots), 0, 5)
+        plan.add(Launch(device, kernel, grid, Ref(0), Ref(1), num_slots), 0, matrix)
         block, width, warps = _SCAN_FEW if num_chunks <= _SCAN_FEW[0] else _SCAN_MANY
         kernel = bind(kernels.scan_counts_kernel, NUM_EXPERTS=num_experts, BLOCK=block, WIDTH=width, num_warps=warps)
-        plan.add(Launch(device, kernel, (-(-num_experts // width), 1, 1), Ref(0), Ref(1), num_chunks), 5, 6)
+        plan.add(Launch(device, kernel, (-(-num_experts // width), 1, 1), Ref(0), Ref(1), num_chunks), matrix, totals)
     step = _CHUNK if num_chunks == 1 else _STEP
     kernel = bind(kernels.place_slots_kernel, **sizes, BLOCK_M=block_m, CHUNK=_CHUNK, STEP=step)
     counted = (None, None) if few else (Ref(1), Ref(2))
@@ -109,7 +119,7 @@ def _plan(
         device, kernel, grid,
         Ref(0), *counted, Ref(3), Ref(4), Ref(5), Ref(6) if counts else None, num_slots, num_rows,
     )  # fmt: skip
-    plan.add(place, 0, 5, 6, 1, 3, 4, 2)
+    plan.add(place, 0, matrix, totals, 1, row_to_slot, slot_to_row, 2)
     return plan
 
 

@@ -90,7 +90,7 @@ def both(module, sent, monkeypatch):
 
     monkeypatch.setattr(launch.Launch, "__call__", call)
     monkeypatch.setattr(
-        launch.Plan, "__call__", lambda self, *given: self._by_kernels([*given, *(None for _ in self.forms)])
+        module("plan").Plan, "__call__", lambda self, *given: self._by_kernels([*given, *(None for _ in self.forms)])
     )
     return counts
 

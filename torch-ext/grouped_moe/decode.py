@@ -9,7 +9,8 @@ from torch import Tensor
 from .activation import Activation
 from .block import Block
 from .gemm import unit_rows
-from .launch import MAX_KEPT, Form, Launch, Plan, Ref, bias_operand, bind, form_of, unwritten
+from .launch import MAX_KEPT, Form, Launch, Ref, bias_operand, bind, form_of
+from .plan import Plan, unwritten
 
 _UP_TILE = (4, 2048, 4)  # BLOCK_N, BLOCK_K, num_warps
 _DOWN_TILE = (32, 256, 2)  # rows (BLOCK_N times the choices), BLOCK_K, num_warps

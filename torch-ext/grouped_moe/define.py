@@ -25,7 +25,7 @@ def below_autograd():
 
 
 def is_unwatched() -> bool:
-    """Whether no tracing, mode of dispatch or of functions, functorch transform or profiler is there to look for ops."""
+    """Whether no tracing, mode of dispatch or functions, functorch transform or profiler is there to look for ops."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()

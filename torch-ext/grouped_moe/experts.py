@@ -35,8 +35,9 @@ from .gemm import (
     nk_strides,
     unit_rows,
 )
-from .launch import MAX_KEPT, Form, Plan, Plans, form_of, unwritten
+from .launch import MAX_KEPT, Form, form_of
 from .permute import combine_launch, launch_combine
+from .plan import Plan, Plans, unwritten
 from .routing import TiledRouting, route_plan, route_tiles_triton
 from .schedule import Sizes, map_form, map_size, schedule_of_map, schedule_sizes
 from .tuning import DeviceSpec, choose_block_m, on_device_of, spec_of

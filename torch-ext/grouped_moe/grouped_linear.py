@@ -23,7 +23,8 @@ from .define import (
     register_autograd,
 )
 from .gemm import gemm_launch, launch_bias_backward, launch_wgrad, nk_order, unit_rows, wgrad_launch
-from .launch import MAX_KEPT, Form, Plan, Plans, form_of, like, unwritten
+from .launch import MAX_KEPT, Form, form_of
+from .plan import Plan, Plans, like, unwritten
 from .schedule import Schedule, Splits, as_splits, map_form, schedule_for, schedule_launch, schedule_sizes
 from .tuning import DeviceSpec, dot_precision, on_device_of, spec_of
 

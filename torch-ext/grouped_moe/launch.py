@@ -1,12 +1,11 @@
 """Kernel launches at a fraction of the host time: what Triton works out per call is looked up, or done once.
 
 `Kernel` binds a kernel's constants and finds its compiled variants. `Launch` binds all else but the addresses of the
-tensors, `Plan` several launches and the tensors they make. Launchers and ops keep one for each set of forms (`Form`)
-that they were called with, so that a call is: look it up, allocate, launch.
+tensors, `plan.Plan` several launches and the tensors they make. Launchers and ops keep one for each set of forms
+(`Form`) that they were called with, so that a call is: look it up, allocate, launch.
 """
 
 import logging
-import math
 import sys
 from functools import lru_cache
 from inspect import getclosurevars
@@ -23,7 +22,6 @@ ALIGNMENT = 16  # bytes: that of pointers which Triton's variants tell apart, an
 # and dependent launch, two scratch buffers, metadata of the kernel and of the launch, two hooks.
 _C_FORMAT = "iiiKKppOOOOOO"
 _STREAM = 3  # its place there
-_PIECE = 512  # bytes, of which pieces of scratch memory are multiples
 _MAX_MAPS = 256  # of a descriptor, for as many addresses
 MAX_KEPT = 1024  # launches of a launcher, since the number of rows may change with every call
 
@@ -48,26 +46,20 @@ def form_of(tensor: Optional[Tensor]) -> Optional[Form]:
     return _new(Form, (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNMENT == 0))
 
 
-def unwritten(dtype: torch.dtype, *shape: int) -> Form:
-    """The form of a contiguous tensor of new memory."""
-    strides, size = [], 1
-    for extent in reversed(shape):
-        strides.append(size)
-        size *= max(1, extent)
-    return Form(dtype, shape, tuple(reversed(strides)), True)
-
-
-def like(form: Form) -> Form:
-    """The form of `torch.empty_like` of such a tensor."""
-    made = torch.empty_like(torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta"))
-    return Form(form.dtype, form.shape, made.stride(), True)
-
-
 class Ref(NamedTuple):
-    """An argument of a kernel: that tensor of a call, by pointer or, with a box, by descriptor (`descriptors.Box`)."""
+    """An argument of a kernel: that tensor of a call, by pointer or, with a box, by descriptor (`descriptors.Box`).
+
+    offset: elements of a contiguous tensor before what the kernel gets.
+    """
 
     tensor: int
     box: Any = None
+    offset: int = 0
+
+    def of(self, tensors: Sequence[Optional[Tensor]]) -> Any:
+        """What Triton takes."""
+        tensor = tensors[self.tensor].view(-1)[self.offset :] if self.offset else tensors[self.tensor]
+        return tensor if self.box is None else self.box.describe(tensor)
 
 
 def ref(index: int, form: Optional[Form]) -> Optional[Ref]:
@@ -162,6 +154,14 @@ class Launch:
         arguments = [a._replace(tensor=numbers[a.tensor]) if isinstance(a, Ref) else a for a in self.arguments]
         return Launch(self.device, self.kernel, self.grid, *arguments)
 
+    def shifted(self, tensor: int, offset: int) -> "Launch":
+        """The same for what begins so many elements into the contiguous tensor of that number."""
+        arguments = [
+            a._replace(offset=a.offset + offset) if isinstance(a, Ref) and a.tensor == tensor else a
+            for a in self.arguments
+        ]
+        return Launch(self.device, self.kernel, self.grid, *arguments)
+
     def refs(self) -> List[Ref]:
         """Its arguments that are tensors."""
         return [arg for arg in self.arguments if isinstance(arg, Ref)]
@@ -179,24 +179,19 @@ class Launch:
         """By the function in C, if there is one: with the addresses, all aligned, of the tensors."""
         values = self.values.copy()
         values[_STREAM] = stream
-        for number, place, maps in self.places:
-            values[place] = addresses[number] if maps is None else maps[addresses[number]]
+        for number, offset, place, maps in self.places:
+            address = addresses[number] + offset
+            values[place] = address if maps is None else maps[address]
         self.function(*values)
 
     def by_kernel(self, tensors: Sequence[Optional[Tensor]]) -> None:
         """By Triton; makes the direct way ready."""
-        args = [
-            (tensors[arg.tensor] if arg.box is None else arg.box.describe(tensors[arg.tensor]))
-            if isinstance(arg, Ref)
-            else arg
-            for arg in self.arguments
-        ]
-        compiled = self.kernel(self.grid, *args)
+        compiled = self.kernel(self.grid, *(arg.of(tensors) if isinstance(arg, Ref) else arg for arg in self.arguments))
         if compiled is not None and self.function is None:
             if are_aligned([tensors[ref.tensor].data_ptr() for ref in self.refs()]):
-                self._prepare(compiled)
+                self._prepare(compiled, tensors)
 
-    def _prepare(self, compiled) -> None:
+    def _prepare(self, compiled, tensors: Sequence[Optional[Tensor]]) -> None:
         """Makes the list for the function in C, if it is one that is known."""
         found = _c_launcher(compiled.run)
         boxes = [ref.box for ref in self.refs() if ref.box is not None]
@@ -210,7 +205,7 @@ class Launch:
                 values.append(arg)
                 continue
             maps = None if arg.box is None else _Maps(arg.box, next(encoders))
-            places.append((arg.tensor, len(values), maps))
+            places.append((arg.tensor, arg.offset * tensors[arg.tensor].element_size(), len(values), maps))
             values.append(None)
             if arg.box is not None:
                 values += (*arg.box.shape, *arg.box.strides)
@@ -225,119 +220,6 @@ def are_aligned(addresses: Sequence[int]) -> bool:
     for address in addresses:
         bits |= address
     return bits % ALIGNMENT == 0
-
-
-class Plan:
-    """Launches in a row over the tensors given to a call and those that it makes, numbered in this order."""
-
-    def __init__(self, device: torch.device, num_given: int):
-        self.device, self.num_given = device, num_given
-        self.forms: Dict[int, Form] = {}  # of the tensors that are made
-        self.pieces: Dict[int, int] = {}  # of those in scratch memory their places
-        self.scratch_bytes = 0
-        self.unused: List[int] = []
-        self.steps: List[_Step] = []
-        self.ready = False
-
-    def make(self, form: Optional[Form], scratch: bool = False) -> int:
-        """Numbers a tensor that comes, unwritten, with the first launch that refers to it; None: that is not made.
-
-        scratch: it is contiguous, lives until the end and is not asked for: all such may be one piece of memory.
-        """
-        number = self.num_given + len(self.forms)
-        self.forms[number] = form
-        if form is not None:
-            self.unused.append(number)
-            if scratch:
-                self.pieces[number] = self.scratch_bytes
-                self.scratch_bytes += -(-math.prod(form.shape) * form.dtype.itemsize // _PIECE) * _PIECE
-        return number
-
-    @property
-    def last(self) -> int:
-        """The number of the last tensor."""
-        return self.num_given + len(self.forms) - 1
-
-    def add(self, launch: Launch, *numbers: Optional[int], drop: Sequence[int] = ()) -> None:
-        """Appends a launch over the tensors of these numbers; those to drop make room for what comes next."""
-        makes = [number for number in numbers if number in self.unused]
-        self.unused = [number for number in self.unused if number not in makes]
-        self.steps.append(_Step(makes, launch.numbered(*numbers), drop))
-
-    def include(self, plan: "Plan", *given: Optional[int], keep: Sequence[int] = ()) -> List[Optional[int]]:
-        """Appends a plan for the tensors of these numbers. Returns the numbers of all its tensors.
-
-        keep: of what it makes the numbers, there, of what is asked for; the rest is scratch memory.
-        """
-        numbers = [*given, *(self.make(form, scratch=number not in keep) for number, form in plan.forms.items())]
-        for _, launch, _ in plan.steps:
-            used = [number for number in numbers if number in self.unused]
-            makes = [number for number in used if any(number == numbers[ref.tensor] for ref in launch.refs())]
-            self.unused = [number for number in self.unused if number not in makes]
-            self.steps.append(_Step(makes, launch.numbered(*numbers), ()))
-        return numbers
-
-    def __call__(self, *given: Optional[Tensor]) -> List[Optional[Tensor]]:
-        """All tensors, None for those that were dropped, not made or scratch."""
-        tensors = [*given, *(None for _ in self.forms)]
-        if not self.ready or self.steps[0].launch.kernel.is_watched():
-            return self._by_kernels(tensors)
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        if not are_aligned(addresses):
-            return self._by_kernels(tensors)
-        if self.scratch_bytes:
-            scratch = torch.empty_strided((self.scratch_bytes,), (1,), dtype=torch.uint8, device=self.device)
-            start = scratch.data_ptr()
-            for number, place in self.pieces.items():
-                addresses[number] = start + place
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        for makes, launch, drop in self.steps:
-            for number in makes:
-                if number not in self.pieces:
-                    tensors[number] = made = self._make(number)
-                    addresses[number] = made.data_ptr()
-            launch.direct(addresses, stream)
-            for number in drop:
-                tensors[number] = None
-        for number in self.unused:
-            tensors[number] = self._make(number)
-        return tensors
-
-    def _make(self, number: int) -> Tensor:
-        dtype, shape, strides, _ = self.forms[number]
-        return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
-
-    def _by_kernels(self, tensors: List[Optional[Tensor]]) -> List[Optional[Tensor]]:
-        """A tensor at a time, a launch at a time."""
-        for makes, launch, drop in self.steps:
-            for number in makes:
-                tensors[number] = self._make(number)
-            launch(tensors)
-            for number in drop:
-                tensors[number] = None
-        for number in self.unused:
-            tensors[number] = self._make(number)
-        self.ready = bool(self.steps) and all(step.launch.function is not None for step in self.steps)
-        return tensors
-
-
-class Plans(dict):
-    """The plans of an op, by `define.plan_key`."""
-
-    def keep(self, key: tuple, plan: Plan) -> Plan:
-        """Returns the plan."""
-        if len(self) >= MAX_KEPT:
-            self.clear()
-        self[key] = plan
-        return plan
-
-
-class _Step(NamedTuple):
-    """A launch of a plan: which tensors come with it, and which go after it."""
-
-    makes: Sequence[int]
-    launch: Launch
-    drop: Sequence[int]
 
 
 class _CLauncher(NamedTuple):

@@ -22,7 +22,8 @@ from torch import Tensor
 from ._checks import check_routing
 from ._ops import add_op_namespace_prefix, ops
 from ._torch.routing import route as _route_torch
-from .launch import MAX_KEPT, Launch, Plan, Ref, bind, unwritten
+from .launch import MAX_KEPT, Launch, Ref, bind
+from .plan import Plan, unwritten
 from .schedule import Schedule, map_size, schedule_of_map
 from .tuning import on_device_of
 

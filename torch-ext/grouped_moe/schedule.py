@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from . import _checks as checks
-from .launch import MAX_KEPT, Form, Launch, Ref, bind, form_of, unwritten
+from .launch import MAX_KEPT, Form, Launch, Ref, bind, form_of
+from .plan import unwritten
 from .tuning import choose_block_m
 
 _BLOCK = 128  # tiles that schedule_kernel writes together

@@ -1,7 +1,6 @@
 """The whole experts block, one op per direction: route, up-projection with activation, down-projection, combine."""
 
 import operator
-from functools import lru_cache
 from typing import Optional, Sequence, Tuple, Union
 
 import torch
@@ -12,8 +11,8 @@ from ._ops import ops
 from ._torch import experts as _torch_experts
 from ._torch.routing import route as _route_torch
 from .activation import Activation, as_activation
-from .block import Block, Grads, Needs, empty_grads, make_block, pack_kind
-from .decode import decode_plan, decode_triton, is_decode
+from .block import Block, Needs, empty_grads, make_block, pack_kind
+from .decode import decode_triton, is_decode
 from .define import (
     below_autograd,
     define_op,
@@ -24,23 +23,13 @@ from .define import (
     plan_key,
     register_autograd,
 )
-from .fused import Kind, launch_down_dgrad, launch_up_proj, up_launch
-from .gemm import (
-    gemm_launch,
-    launch_bias_grads,
-    launch_gemm,
-    launch_sum_partials,
-    launch_wgrad,
-    nk_order,
-    nk_strides,
-    unit_rows,
-)
-from .launch import MAX_KEPT, Form, form_of
-from .permute import combine_launch, launch_combine
-from .plan import Plan, Plans, unwritten
-from .routing import TiledRouting, route_plan, route_tiles_triton
-from .schedule import Sizes, map_form, map_size, schedule_of_map, schedule_sizes
-from .tuning import DeviceSpec, choose_block_m, on_device_of, spec_of
+from .experts_plans import backward_plan, forward_plan, inference_plan
+from .gemm import unit_rows
+from .launch import form_of
+from .plan import Plans
+from .routing import TiledRouting, route_tiles_triton
+from .schedule import map_size, schedule_of_map
+from .tuning import choose_block_m, on_device_of, spec_of
 
 
 def forward_triton(
@@ -50,7 +39,7 @@ def forward_triton(
     (tile_map, *sizes), row_to_slot, slot_to_row = routing
     spec = spec_of(x)
     tensors = x, weights, *block[:4]
-    plan = _forward_plan(
+    plan = forward_plan(
         *map(form_of, tensors), row_to_slot.shape[0], save, block.transposed, block.kind(spec), tuple(sizes),
         spec, x.device,
     )  # fmt: skip
@@ -58,74 +47,28 @@ def forward_triton(
     return out, preact
 
 
-@lru_cache(maxsize=MAX_KEPT)
-def _forward_plan(
-    x: Form, weights: Form, up: Form, down: Form, up_bias: Optional[Form], down_bias: Optional[Form], rows: int,
-    save: bool, transposed: bool, kind: Kind, sizes: Sizes, spec: DeviceSpec, device: torch.device,
-) -> Plan:  # fmt: skip
-    """x, routing weights, up, down, their biases, row_to_slot, slot_to_row, map -> preact if it is to be saved,
-    activation and rows of the result as scratch memory, out.
-    """
-    (tokens, h), top_k, n = x.shape, weights.shape[1], down.shape[1 if transposed else 2]
-    preact = unwritten(x.dtype, rows, up.shape[2 if transposed else 1]) if save else None
-    a, y, out = unwritten(x.dtype, rows, n), unwritten(x.dtype, rows, h), unwritten(x.dtype, tokens, h)
-    plan = Plan(device, 9)
-    numbers = plan.make(preact), plan.make(a, scratch=True), plan.make(y, scratch=True), plan.make(out)
-    if rows:
-        given = (save, True, True)
-        up_proj = up_launch(x, up, up_bias, None, given, n, top_k, transposed, kind, sizes, spec, device)
-        plan.add(up_proj, 0, 2, 4, *numbers[:2], None, 6, 8)
-        strides, precision = nk_order(down.strides, transposed), kind[-1]
-        down_proj = gemm_launch(a, down, strides, h, down_bias, None, sizes, False, spec, precision, device)
-        plan.add(down_proj, numbers[1], 3, 5, None, numbers[2], 8)
-    if tokens:
-        plan.add(combine_launch(y, weights, tokens * top_k, top_k, device), numbers[2], 1, 7, numbers[3])
-    return plan
-
-
 def backward_triton(
     block: Block,
     dout: Tensor,
     x: Optional[Tensor],
     weights: Tensor,
-    preact: Tensor,
+    preact: Optional[Tensor],
     routing: TiledRouting,
     needs: Needs,
-    grads: Grads,
-) -> None:
-    """Fills `grads` by the Triton kernels, in an order that lets each buffer go before the next one comes.
+) -> Tuple[Optional[Tensor], ...]:
+    """The gradients in the order of `Needs` by the Triton kernels, None where not asked for.
 
-    x is for the gradient of the up-projection and for recomputing alone.
+    x is for the gradient of the up-projection and for recomputing alone, preact for a block that does not recompute.
     """
-    schedule, row_to_slot, slot_to_row = routing
-    top_k, dout = weights.shape[1], unit_rows(dout)
-    if block.recompute:
-        preact, _ = launch_up_proj(block, x, top_k, row_to_slot, schedule, save=True, activate=False)
-    has_bias = block.down_bias is not None
-    dpreact, scaled_act, partials, bias_dots = launch_down_dgrad(
-        block, dout, weights, preact, row_to_slot, schedule,
-        dpreact=needs.x or needs.up or needs.up_bias, scaled_act=needs.down, partials=needs.weights,
-        bias_dots=needs.weights and has_bias,
+    (tile_map, *sizes), row_to_slot, slot_to_row = routing
+    dout, spec = unit_rows(dout), spec_of(dout)
+    x = unit_rows(x) if needs.up else x
+    tensors = dout, x, weights, *block[:4]
+    plan = backward_plan(
+        *map(form_of, tensors), row_to_slot.shape[0], needs, block.recompute, block.transposed, block.kind(spec),
+        tuple(sizes), spec, dout.device,
     )  # fmt: skip
-    del preact
-    if needs.down_bias or bias_dots is not None:
-        dbias = grads.down_bias if needs.down_bias else None
-        launch_bias_grads(dout, top_k, weights, row_to_slot, schedule, dbias, block.down_bias, bias_dots)
-    if needs.weights:
-        launch_sum_partials(partials, slot_to_row, schedule, grads.weights)
-    if needs.down:
-        dw = grads.down.transpose(1, 2) if block.transposed else grads.down
-        launch_wgrad(dout, top_k, scaled_act, 0, row_to_slot, schedule.map, dw)
-    del scaled_act, partials, bias_dots
-    if needs.up:
-        dw = grads.up.transpose(1, 2) if block.transposed else grads.up
-        launch_wgrad(dpreact, 0, x, top_k, row_to_slot, schedule.map, dw)
-    if needs.up_bias:
-        launch_bias_grads(dpreact, 0, None, None, schedule, grads.up_bias)
-    if needs.x:
-        up_strides = nk_strides(block.up, not block.transposed)
-        dx_rows = launch_gemm(dpreact, block.up, up_strides, dout.shape[1], None, schedule)
-        launch_combine(dx_rows, None, slot_to_row, top_k, out=grads.x)
+    return plan(*tensors, None if block.recompute else preact, row_to_slot, slot_to_row, tile_map)[11:17]
 
 
 def _route_tiles(block: Block, x: Tensor, top_k_index: Tensor, specified: bool) -> TiledRouting:
@@ -189,7 +132,7 @@ def _experts_fake(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, a
     )
 
 
-def _experts_backward(
+def _backward(
     dout: Tensor,
     x: Optional[Tensor],
     top_k_weights: Tensor,
@@ -205,12 +148,13 @@ def _experts_backward(
     parameters: Sequence[float],
     flags: Sequence[int],
     needs: Sequence[bool],
-) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Tuple[Optional[Tensor], ...]:
+    """The gradients in the order of `Needs`, None or empty where not asked for."""
     block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
     wanted = Needs(*needs)
-    grads = empty_grads(wanted, block, dout, top_k_weights)
     num_rows, num_experts = row_to_slot.shape[0], block.num_experts
     if dout.device.type == "cpu":
+        grads = empty_grads(wanted, block, dout, top_k_weights)
         indices = (tile_map[: num_experts + 1], row_to_slot, slot_to_row)
         _torch_experts.backward(block, dout, x, top_k_weights, preact, indices, wanted, grads)
         return tuple(grads)
@@ -218,8 +162,11 @@ def _experts_backward(
         block_m = choose_block_m(slot_to_row.shape[0], num_experts, dout.dtype)
         schedule = schedule_of_map(tile_map, num_experts, num_rows, block_m)
         routing = TiledRouting(schedule, row_to_slot, slot_to_row)
-        backward_triton(block, dout, x, top_k_weights, preact, routing, wanted, grads)
-    return tuple(grads)
+        return backward_triton(block, dout, x, top_k_weights, preact, routing, wanted)
+
+
+def _experts_backward(dout, *args):
+    return tuple(dout.new_empty(0) if grad is None else grad for grad in _backward(dout, *args))
 
 
 def _experts_backward_fake(
@@ -273,7 +220,7 @@ class _Experts(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 6)]
         saved = ctx.saved_tensors
-        backward = _experts_backward if is_plain(dout, *saved) else ops.experts_backward.default
+        backward = _backward if is_plain(dout, *saved) else ops.experts_backward.default
         grads = backward(dout, *saved, *ctx.kind, wanted)
         dx, dweights, dup, ddown, dup_bias, ddown_bias = (g if want else None for g, want in zip(grads, wanted))
         return (dx, None, dweights, dup, ddown, dup_bias, ddown_bias) + (None,) * 5
@@ -331,7 +278,7 @@ def grouped_mm_experts(
     kind = as_activation(activation, gated, interleaved)
     tensors = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias
     key = plan_key(tensors, kind, gated, interleaved, transposed, capacity)
-    plan = None if key is None else _inference_plans.get(key)
+    plan = None if key is None else _plans.get(key)
     if plan is not None and not needs_autograd(*tensors):
         with on_device_of(hidden_states):
             return plan(*tensors)[-1]
@@ -346,13 +293,13 @@ def grouped_mm_experts(
         return _apply_plain(*tensors, *kind, record, True)[0]
     block, x, ids, weights = make_block(*tensors[3:], *kind), *tensors[:3]
     if key is not None and all(map(operator.is_, given, tensors)):
-        plan = _inference_plan(block, x, ids, weights)
+        plan = inference_plan(block, x, ids, weights)
         if plan is not None:
-            _inference_plans.keep(key, plan)
+            _plans.keep(key, plan)
     return _infer(block, x, ids, weights)
 
 
-_inference_plans = Plans()
+_plans = Plans()
 
 
 def _checked(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed, capacity):
@@ -362,27 +309,3 @@ def _checked(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated,
     checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed)
     checks.check_capacity("capacity", capacity)
     return x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias
-
-
-def _inference_plan(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Optional[Plan]:
-    """The plan of `_infer` for x, ids, routing weights, up, down and their biases -> out, the last.
-
-    None for what is copied first, or counted because of a capacity.
-    """
-    forms = [*map(form_of, (x, top_k_index, weights, *block[:4]))]
-    (num_tokens, top_k), num_experts, num_slots = top_k_index.shape, block.num_experts, top_k_index.numel()
-    if not top_k_index.is_contiguous() or block.num_rows(num_slots) < num_slots:
-        return None
-    if num_tokens and is_decode(block, num_tokens, top_k):
-        kind = block.activation, block.gated, block.interleaved, block.transposed
-        return decode_plan(*forms, kind, x.device) if unit_rows(x) is x else None
-    spec, plan = spec_of(x), Plan(x.device, 7)
-    sizes = schedule_sizes(num_slots, num_experts, x.dtype)
-    tile_map = plan.make(map_form(sizes), scratch=True)
-    route = route_plan(num_slots, top_k_index.dtype, num_experts, sizes[1], num_slots, False, x.device)
-    row_to_slot, slot_to_row = plan.include(route, 1, tile_map, None)[3:5]
-    forward = _forward_plan(
-        forms[0], *forms[2:], num_slots, False, block.transposed, block.kind(spec), sizes, spec, x.device
-    )
-    plan.include(forward, 0, *range(2, 7), row_to_slot, slot_to_row, tile_map, keep=(forward.last,))
-    return plan

@@ -9,6 +9,7 @@ from torch import Tensor
 from .descriptors import Strides, box, rows_tma, tma_fits, weight_tma
 from .hopper import hopper_gemm, hopper_wgrad
 from .launch import MAX_KEPT, Form, Launch, Ref, bias_operand, bind, form_of, launch, ref
+from .plan import Plan, unwritten
 from .schedule import Schedule, Sizes
 from .tuning import (
     DeviceSpec,
@@ -39,11 +40,6 @@ def nk_strides(weight: Tensor, transposed: bool) -> Strides:
 def unit_rows(x: Tensor) -> Tensor:
     """x itself if its columns are contiguous, else a contiguous copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def bias_strides(bias: Optional[Tensor]) -> Tuple[int, int]:
-    """Strides of a bias over (E, N); zeros without one."""
-    return (0, 0) if bias is None else bias.stride()
 
 
 def launch_gemm(
@@ -217,25 +213,44 @@ def launch_bias_grads(
     dbias: (E, N) contiguous, or None; with accumulate it is added to. dots: (`num_dots(N)`, rows) fp32.
     top_k: 0 where dy has one row per routed row, else the top_k by which token rows are gathered.
     """
+    dy = unit_rows(dy)
+    plan = bias_grads_plan(
+        form_of(dy), top_k, form_of(scales), form_of(bias), None if dots is None else dots.stride(0),
+        row_to_slot is not None, form_of(dbias), schedule[1:], accumulate, dy.device,
+    )  # fmt: skip
+    plan(dy, scales, bias, dots, row_to_slot, schedule.map, dbias)
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def bias_grads_plan(
+    dy: Form, top_k: int, scales: Optional[Form], bias: Optional[Form], dots_stride: Optional[int], gathered: bool,
+    dbias: Optional[Form], sizes: Sizes, accumulate: bool, device: torch.device,
+) -> Plan:  # fmt: skip
+    """The plan of `launch_bias_grads` for (dy, scales, bias, dots, row_to_slot, the schedule's map, dbias).
+
+    Columns of dy are contiguous. dots_stride: None without dots. gathered: whether row_to_slot is given.
+    """
     from ._triton.sums import bias_grads_kernel, sum_tiles_kernel
 
-    dy = unit_rows(dy)
-    n = dy.shape[1]
-    sums = None
-    if dbias is not None:
-        sums = dy.new_empty((schedule.max_tiles, n), dtype=torch.float32)
-    if schedule.max_tiles:
-        launch(
-            bias_grads_kernel, (schedule.max_tiles, num_dots(n)),
-            dy, dy.stride(0), scales, bias, *bias_strides(bias), sums, dots, 0 if dots is None else dots.stride(0),
-            row_to_slot, schedule.map,
-            NUM_EXPERTS=schedule.num_groups, N=n, TOP_K=top_k, BLOCK_M=schedule.block_m, BLOCK_N=_BIAS_BLOCK_N,
+    (num_groups, block_m, tiles), n, plan = sizes, dy.shape[1], Plan(device, 7)
+    sums = plan.make(None if dbias is None else unwritten(torch.float32, tiles, n), scratch=True)
+    if tiles:
+        kernel = bind(
+            bias_grads_kernel, NUM_EXPERTS=num_groups, N=n, TOP_K=top_k, BLOCK_M=block_m, BLOCK_N=_BIAS_BLOCK_N
         )  # fmt: skip
-    if dbias is not None:
-        launch(
-            sum_tiles_kernel, (schedule.num_groups, num_dots(n)), sums, dbias, schedule.map,
-            NUM_EXPERTS=schedule.num_groups, N=n, ACCUMULATE=accumulate, BLOCK_R=32, BLOCK_N=_BIAS_BLOCK_N,
+        dots = (None, 0) if dots_stride is None else (Ref(3), dots_stride)
+        launch_dots = Launch(
+            device, kernel, (tiles, num_dots(n), 1),
+            Ref(0), dy.strides[0], ref(1, scales), *bias_operand(2, bias), None if dbias is None else Ref(6), *dots,
+            Ref(4) if gathered else None, Ref(5),
         )  # fmt: skip
+        plan.add(launch_dots, 0, 1, 2, 3, 4, 5, sums)
+    if dbias is not None:
+        kernel = bind(
+            sum_tiles_kernel, NUM_EXPERTS=num_groups, N=n, ACCUMULATE=accumulate, BLOCK_R=32, BLOCK_N=_BIAS_BLOCK_N
+        )  # fmt: skip
+        plan.add(Launch(device, kernel, (num_groups, num_dots(n), 1), Ref(0), Ref(1), Ref(2)), sums, 6, 5)
+    return plan
 
 
 def launch_bias_backward(
@@ -268,14 +283,29 @@ def launch_sum_partials(
     partials: Tensor, slot_to_row: Optional[Tensor], schedule: Schedule, out: Tensor, accumulate: bool = False
 ) -> None:
     """out[s] = sum of partials[:, row of s], in order, or is added to it; 0 for a slot without a row."""
+    if out.numel():
+        kept = sum_partials_launch(
+            partials.shape, slot_to_row is not None, out.dtype, out.numel(), schedule.num_groups, accumulate, out.device
+        )
+        kept((partials, slot_to_row, schedule.map, out))
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def sum_partials_launch(
+    shape: Tuple[int, int], gathered: bool, dtype: torch.dtype, size: int, num_groups: int, accumulate: bool,
+    device: torch.device,
+) -> Launch:  # fmt: skip
+    """The launch of `launch_sum_partials` for (partials, slot_to_row, the schedule's map, out).
+
+    shape: of the partial sums, contiguous. gathered: whether slot_to_row is given. dtype, size: of out.
+    """
     from ._triton.sums import sum_partials_kernel
 
-    if out.numel():
-        launch(
-            sum_partials_kernel, (-(-out.numel() // 256),),
-            partials, partials.stride(0), slot_to_row, schedule.map, out, out.numel(),
-            NUM_EXPERTS=schedule.num_groups, NUM_PARTIALS=partials.shape[0], ACCUMULATE=accumulate, BLOCK=256,
-        )  # fmt: skip
+    kernel = bind(
+        sum_partials_kernel, NUM_EXPERTS=num_groups, NUM_PARTIALS=shape[0], ACCUMULATE=accumulate, BLOCK=256
+    )  # fmt: skip
+    slots = Ref(1) if gathered else None
+    return Launch(device, kernel, (-(-size // 256), 1, 1), Ref(0), shape[1], slots, Ref(2), Ref(3), size)
 
 
 def zero_ungrouped(y: Tensor, offsets: Tensor) -> Tensor:

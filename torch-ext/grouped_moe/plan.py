@@ -1,7 +1,7 @@
 """Plans: what a call launches and allocates, worked out once for each set of forms that it comes with."""
 
 import math
-from typing import Dict, List, NamedTuple, Optional, Sequence
+from typing import Dict, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -24,6 +24,13 @@ def like(form: Form) -> Form:
     """The form of `torch.empty_like` of such a tensor."""
     made = torch.empty_like(torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta"))
     return Form(form.dtype, form.shape, made.stride(), True)
+
+
+class Within(NamedTuple):
+    """What begins so many elements into a contiguous tensor that a plan makes."""
+
+    number: int
+    offset: int
 
 
 class Plan:
@@ -57,22 +64,33 @@ class Plan:
         """The number of the last tensor."""
         return self.num_given + len(self.forms) - 1
 
-    def add(self, launch: Launch, *numbers: Optional[int], drop: Sequence[int] = ()) -> None:
-        """Appends a launch over the tensors of these numbers; those to drop make room for what comes next."""
+    def add(self, launch: Launch, *numbers: Optional[int]) -> None:
+        """Appends a launch over the tensors of these numbers."""
         makes = [number for number in numbers if number in self.unused]
         self.unused = [number for number in self.unused if number not in makes]
-        self.steps.append(_Step(makes, launch.numbered(*numbers), drop))
+        self.steps.append(_Step(makes, launch.numbered(*numbers), ()))
 
-    def include(self, plan: "Plan", *given: Optional[int], keep: Sequence[int] = ()) -> List[Optional[int]]:
+    def drop(self, *numbers: int) -> None:
+        """What was made is not needed after the last launch so far, and makes room for what comes next."""
+        if self.steps:
+            self.steps[-1] = self.steps[-1]._replace(drop=(*self.steps[-1].drop, *numbers))
+
+    def include(
+        self, plan: "Plan", *given: Union[int, Within, None], keep: Sequence[int] = ()
+    ) -> List[Optional[int]]:  # fmt: skip
         """Appends a plan that drops nothing, for the tensors of these numbers. Returns the numbers of all its tensors.
 
         keep: of what it makes the numbers, there, of what is asked for; the rest is scratch memory.
         """
-        numbers = [*given, *(self.make(form, scratch=number not in keep) for number, form in plan.forms.items())]
+        offsets = {place: within.offset for place, within in enumerate(given) if isinstance(within, Within)}
+        numbers = [within.number if isinstance(within, Within) else within for within in given]
+        numbers += [self.make(form, scratch=number not in keep) for number, form in plan.forms.items()]
         for _, launch, _ in plan.steps:
-            used = [number for number in numbers if number in self.unused]
-            makes = [number for number in used if any(number == numbers[ref.tensor] for ref in launch.refs())]
+            used = {numbers[ref.tensor] for ref in launch.refs()}
+            makes = [number for number in self.unused if number in used]
             self.unused = [number for number in self.unused if number not in makes]
+            for place, offset in offsets.items():
+                launch = launch.shifted(place, offset)
             self.steps.append(_Step(makes, launch.numbered(*numbers), ()))
         return numbers
 

@@ -215,10 +215,11 @@ def test_misaligned_pointers_go_by_triton(module, both):
 def test_other_launchers_go_by_triton(module, sent, monkeypatch, change):
     """What does not look as Triton 3.6 does is not called directly."""
     nvidia = sys.modules["triton.backends.nvidia.driver"]
-    launcher = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
-    launcher.global_scratch_size = launcher.profile_scratch_size = 0
-    launcher.launch = sent
-    assert module("launch")._c_launcher(launcher).function is sent
+    known, launcher = (nvidia.CudaLauncher.__new__(nvidia.CudaLauncher) for _ in range(2))
+    for made in (known, launcher):
+        made.global_scratch_size = made.profile_scratch_size = 0
+        made.launch = sent
+    assert module("launch")._c_launcher(known).function is sent
     if change == "scratch":
         launcher.profile_scratch_size = 64
     elif change == "closure":

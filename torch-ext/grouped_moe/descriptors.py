@@ -6,7 +6,7 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .launch import Form, form_of
+from .launch import MAX_KEPT, Form
 from .tuning import DeviceSpec
 
 _BYTES = 16  # of which addresses and strides are multiples
@@ -15,6 +15,7 @@ _RAGGED_EXTENT = 0x7FFF0000
 Strides = Tuple[int, int, int]
 
 
+@lru_cache(maxsize=MAX_KEPT)
 def descriptor_strides(form: Form) -> Optional[Tuple[int, ...]]:
     """The strides of a tensor with contiguous columns if the accelerator takes them, else None.
 
@@ -82,11 +83,6 @@ def ragged_box(form: Form, block_rows: int, block_columns: int) -> Box:
     stride, end = descriptor_strides(form)[0], _gluon().RAGGED_END.value
     shape = (_RAGGED_EXTENT, _RAGGED_EXTENT, end, form.shape[1])
     return Box(form.dtype, shape, (2**34 - stride, stride, stride, 1), (1, 1, block_rows, block_columns), True)
-
-
-def descriptor(tensor: Tensor, *block: int):
-    """A descriptor of the tensor in such blocks, for Triton's kernels; `tma_fits` must hold."""
-    return box(form_of(tensor), *block).describe(tensor)
 
 
 @lru_cache(maxsize=None)

@@ -229,6 +229,7 @@ class _CLauncher(NamedTuple):
     maps: Sequence[Callable]
 
 
+@lru_cache(maxsize=None)
 def _c_launcher(run) -> Optional[_CLauncher]:
     """What is behind the launcher in Python of a compiled variant, None if it is not that of Triton 3.6."""
     module = sys.modules[type(run).__module__]

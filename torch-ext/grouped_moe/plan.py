@@ -1,6 +1,7 @@
 """Plans: what a call launches and allocates, worked out once for each set of forms that it comes with."""
 
 import math
+from functools import lru_cache
 from typing import Dict, List, NamedTuple, Optional, Sequence, Union
 
 import torch
@@ -20,6 +21,7 @@ def unwritten(dtype: torch.dtype, *shape: int) -> Form:
     return Form(dtype, shape, tuple(reversed(strides)), True)
 
 
+@lru_cache(maxsize=MAX_KEPT)
 def like(form: Form) -> Form:
     """The form of `torch.empty_like` of such a tensor."""
     made = torch.empty_like(torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta"))

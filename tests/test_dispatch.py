@@ -1,6 +1,7 @@
 """Plain eager calls pass the dispatcher by; whoever watches ops still sees them, and nothing else changes."""
 
 import contextlib
+import sys
 
 import pytest
 import torch
@@ -122,3 +123,42 @@ def test_differentiable_once(linear, device):
     dx, dw = torch.autograd.grad(y, (x, weight), dy.requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         (dx.sum() + dw.sum()).backward()
+
+
+@pytest.fixture
+def key_of(grouped_moe, monkeypatch):
+    """`plan_key` on a machine whose CPU counts as an accelerator."""
+    module = sys.modules[f"{grouped_moe.__name__}.define"]
+    monkeypatch.setattr(module, "is_accelerated", lambda tensor: True)
+    monkeypatch.setattr(
+        module, "spec_of", lambda tensor: sys.modules[f"{grouped_moe.__name__}.tuning"].DeviceSpec(1, 1)
+    )
+    return module.plan_key
+
+
+def test_a_key_holds_all_that_a_plan_depends_on(key_of):
+    memory = torch.zeros(1025)
+    x = memory[:1024].view(32, 32)
+    others = [
+        x[:16], x.t(), x.view(16, 64), x.half(), memory[1:].view(32, 32), x[:, :31], x.view(torch.int32), None,
+    ]  # fmt: skip
+    keys = {key_of((x, other), False) for other in [x, *others]}
+    assert None not in keys and len(keys) == 1 + len(others)
+    assert key_of((x, x), True) not in keys
+    assert key_of((x, memory[:1024].view(32, 32)), False) == key_of((x, torch.zeros(32, 32)), False)
+    assert key_of((x, torch.nn.Parameter(x)), False) == key_of((x, x), False)
+
+
+def test_what_is_looked_at_has_no_key(key_of):
+    x = torch.zeros(4, 4)
+    assert key_of((x,)) is not None
+    assert key_of(([1],)) is None and key_of((x, [1])) is None
+    assert key_of((x, torch.Tensor._make_subclass(Sub, x))) is None
+    assert key_of((x, x.to_sparse())) is None and key_of((x, torch.zeros(1, device="meta"))) is None
+    assert key_of((x, torch.zeros(2, dtype=torch.complex64).conj().imag)) is None
+    with torch.autocast("cpu"):
+        assert key_of((x,)) is None
+    with Log():
+        assert key_of((x,)) is None
+    with torch.profiler.profile():
+        assert key_of((x,)) is None

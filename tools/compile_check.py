@@ -187,8 +187,7 @@ def run_layer(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> Non
     _, preact = experts.forward_triton(block, x, weights, tiled, save=True)
     needs = experts.Needs(True, True, True, True, layer.bias, layer.bias)
     dout = empty(num_tokens, h)
-    grads = experts.empty_grads(needs, block, dout, weights)
-    experts.backward_triton(block, dout, x, weights, preact, tiled, needs, grads)
+    experts.backward_triton(block, dout, x, weights, preact, tiled, needs)
     decode = modules("decode")
     if decode.is_decode(block, 1, layer.top_k):
         decode.decode_triton(block, x[:1], ids[:1], weights[:1])

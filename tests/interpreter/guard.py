@@ -6,7 +6,7 @@ from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import InterpreterBuilder
 
 MARGIN = 517
-ALLOCATIONS = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+ALLOCATIONS = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
 
 
 def poison_value(dtype: torch.dtype):

@@ -46,10 +46,10 @@ def test_several_tiles(module, grouped_moe, monkeypatch):
     monkeypatch.setattr(module("decode"), "_UP_TILE", (4, 16, 4))
     monkeypatch.setattr(module("decode"), "_DOWN_TILE", (8, 16, 4))
     for case_id in ("silu-bias", "silu-interleaved", "relu2-not-gated"):
-        module("decode")._decode_kernels.cache_clear()
+        module("decode").decode_plan.cache_clear()
         case = BY_ID[case_id]._replace(T=2, top_k=3, E=5, H=70, I=45, transposed=False)
         check(module, grouped_moe, case, torch.float32)
-    module("decode")._decode_kernels.cache_clear()
+    module("decode").decode_plan.cache_clear()
 
 
 def test_transposed_views(module, grouped_moe):

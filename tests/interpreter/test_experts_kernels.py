@@ -22,7 +22,7 @@ def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1, capacity
     x, ids, weights, up, down, up_bias, down_bias, dout = inputs
     kind = (grouped_moe.Activation(*case.activation), case.gated, case.interleaved, case.transposed, case.recompute)
     block = experts.Block(up, down, up_bias, down_bias, *kind)
-    tensors = dict(zip(experts.Grads._fields, (x, weights, up, down, up_bias, down_bias)))
+    tensors = dict(zip(experts.Needs._fields, (x, weights, up, down, up_bias, down_bias)))
     names = ("hidden_states", "top_k_weights", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
     needs = experts.Needs(*(t is not None and name not in frozen for name, t in zip(names, tensors.values())))
     with GuardedAllocations(*inputs):
@@ -30,9 +30,8 @@ def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1, capacity
         routing = module("routing").route_tiles_triton(ids, case.E, block_m, capacity)
         out, preact = experts.forward_triton(block, x, weights, routing, save=not case.recompute)
         for _ in range(passes):
-            grads = experts.empty_grads(needs, block, dout, weights)
-            experts.backward_triton(block, dout, x, weights, preact, routing, needs, grads)
-        out, grads = out.clone(), [grad.clone() for grad in grads]
+            grads = experts.backward_triton(block, dout, x, weights, preact, routing, needs)
+        out, grads = out.clone(), [None if grad is None else grad.clone() for grad in grads]
     return Result(out, {name: grad for name, grad, need in zip(names, grads, needs) if need})
 
 

@@ -24,8 +24,9 @@ WIDE = [
 @pytest.fixture
 def descriptors(module, monkeypatch):
     """Counts the descriptors that launchers make."""
-    made, function = [], module("gemm").descriptor
-    monkeypatch.setattr(module("gemm"), "descriptor", lambda *args: made.append(args) or function(*args))
+    made, kind = [], module("descriptors").Box
+    function = kind.describe
+    monkeypatch.setattr(kind, "describe", lambda *args: made.append(args) or function(*args))
     return made
 
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from .activation import Activation
-from .gemm import dot_precision
-from .tuning import DeviceSpec
+from .tuning import DeviceSpec, dot_precision
 
 
 class Block(NamedTuple):

@@ -1,10 +1,12 @@
 """Ops for paths where the host's time counts: registered directly, and passed by where nothing watches them."""
 
-from typing import Callable
+from typing import Callable, Optional, Sequence
 
 import torch
 
 from ._ops import add_op_namespace_prefix
+from .launch import ALIGNMENT
+from .tuning import dot_precision, spec_of
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -22,22 +24,58 @@ def below_autograd():
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def is_unwatched() -> bool:
+    """Whether no tracing, mode of dispatch or functions, functorch transform or profiler is there to look for ops."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_function_stack()
+        or torch.autograd._profiler_enabled()
+    )
+
+
 def is_plain(*args) -> bool:
     """Whether an op's implementation may be called in the op's stead, at a fraction of the host's time.
 
-    That is where nobody looks for the op: no tracing, no mode of dispatch or of functions, no functorch transform, no
-    profiler, no tensor subclass; and where every tensor has memory that holds its values.
+    That is where nobody looks for the op, no tensor subclass either, and every tensor has memory that holds its values.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_function_stack():
-        return False
-    if torch.autograd._profiler_enabled():
+    if not is_unwatched():
         return False
     for arg in args:
         if isinstance(arg, torch.Tensor) and (type(arg) not in _PLAIN_TYPES or arg.is_meta or arg.is_neg()):
             return False
     return True
+
+
+def plan_key(tensors: Sequence[object], *options) -> Optional[tuple]:
+    """What a checked call's plan is kept by: all that the checks and the plan depend on.
+
+    None if the call is not plain, under autocast, or of other arguments than None and dense tensors on one accelerator,
+    the first of them a tensor.
+    """
+    first = tensors[0]
+    if type(first) not in _PLAIN_TYPES or not is_accelerated(first) or not is_unwatched():
+        return None
+    device, spec = first.device, spec_of(first)
+    if torch.is_autocast_enabled(device.type):
+        return None
+    key = [device, spec, dot_precision(first.dtype, spec), *options]
+    for tensor in tensors:
+        if tensor is None:
+            key.append(None)
+        elif type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and tensor.device == device:
+            if tensor.is_neg():
+                return None
+            key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNMENT == 0)
+        else:
+            return None
+    return tuple(key)
+
+
+def is_accelerated(tensor: torch.Tensor) -> bool:
+    """Whether Triton's kernels take it."""
+    return tensor.is_cuda or tensor.is_xpu
 
 
 def needs_autograd(*args) -> bool:
@@ -52,11 +90,14 @@ def needs_autograd(*args) -> bool:
 
 
 def register_autograd(name: str, function) -> None:
-    """Makes an autograd function the op's derivative; it is left out of calls that need no gradient."""
+    """Makes an autograd function the op's derivative; it is left out of calls that need no gradient.
+
+    The function takes the op's arguments and whether the call `is_plain`.
+    """
 
     def autograd(*args):
         if needs_autograd(*args):
-            return function.apply(*args)
+            return function.apply(*args, False)
         with below_autograd():
             return op(*args)
 
@@ -64,6 +105,11 @@ def register_autograd(name: str, function) -> None:
     namespace, base = qualified.split("::")
     op = getattr(getattr(torch.ops, namespace), base).default
     torch.library.impl(qualified, "Autograd")(autograd)
+
+
+def plain_apply(function) -> Callable:
+    """`function.apply` for calls that `is_plain` holds of: it need not look for functorch's transforms again."""
+    return super(torch.autograd.Function, function).apply
 
 
 def once_differentiable(backward: Callable) -> Callable:

@@ -1,5 +1,6 @@
 """The whole experts block, one op per direction: route, up-projection with activation, down-projection, combine."""
 
+import operator
 from typing import Optional, Sequence, Tuple, Union
 
 import torch
@@ -10,27 +11,40 @@ from ._ops import ops
 from ._torch import experts as _torch_experts
 from ._torch.routing import route as _route_torch
 from .activation import Activation, as_activation
-from .block import Block, Grads, Needs, empty_grads, make_block, pack_kind
+from .block import Block, Needs, empty_grads, make_block, pack_kind
 from .decode import decode_triton, is_decode
-from .define import below_autograd, define_op, is_plain, needs_autograd, once_differentiable, register_autograd
-from .fused import launch_down_dgrad, launch_up_proj
-from .gemm import launch_bias_grads, launch_gemm, launch_sum_partials, launch_wgrad, nk_strides, unit_rows
-from .permute import launch_combine
+from .define import (
+    below_autograd,
+    define_op,
+    is_plain,
+    needs_autograd,
+    once_differentiable,
+    plain_apply,
+    plan_key,
+    register_autograd,
+)
+from .experts_plans import backward_plan, forward_plan, inference_plan
+from .gemm import unit_rows
+from .launch import form_of
+from .plan import Plans
 from .routing import TiledRouting, route_tiles_triton
 from .schedule import map_size, schedule_of_map
-from .tuning import choose_block_m, on_device_of
+from .tuning import choose_block_m, on_device_of, spec_of
 
 
 def forward_triton(
     block: Block, x: Tensor, weights: Tensor, routing: TiledRouting, save: bool
-) -> Tuple[Tensor, Tensor]:
-    """(out (T, H), preact (rows, P) or empty) by the Triton kernels."""
-    schedule, row_to_slot, slot_to_row = routing
-    top_k = weights.shape[1]
-    preact, a = launch_up_proj(block, x, top_k, row_to_slot, schedule, save, activate=True)
-    down_strides = nk_strides(block.down, block.transposed)
-    y = launch_gemm(a, block.down, down_strides, x.shape[1], block.down_bias, schedule)
-    return launch_combine(y, weights, slot_to_row, top_k), preact if save else x.new_empty(0)
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """(out (T, H), preact (rows, P) if save) by the Triton kernels."""
+    (tile_map, *sizes), row_to_slot, slot_to_row = routing
+    spec = spec_of(x)
+    tensors = x, weights, *block[:4]
+    plan = forward_plan(
+        *map(form_of, tensors), row_to_slot.shape[0], save, block.transposed, block.kind(spec), tuple(sizes),
+        spec, x.device,
+    )  # fmt: skip
+    preact, _, _, out = plan(*tensors, row_to_slot, slot_to_row, tile_map)[9:]
+    return out, preact
 
 
 def backward_triton(
@@ -38,44 +52,23 @@ def backward_triton(
     dout: Tensor,
     x: Optional[Tensor],
     weights: Tensor,
-    preact: Tensor,
+    preact: Optional[Tensor],
     routing: TiledRouting,
     needs: Needs,
-    grads: Grads,
-) -> None:
-    """Fills `grads` by the Triton kernels, in an order that lets each buffer go before the next one comes.
+) -> Tuple[Optional[Tensor], ...]:
+    """The gradients in the order of `Needs` by the Triton kernels, None where not asked for.
 
-    x is for the gradient of the up-projection and for recomputing alone.
+    x is for the gradient of the up-projection and for recomputing alone, preact for a block that does not recompute.
     """
-    schedule, row_to_slot, slot_to_row = routing
-    top_k, dout = weights.shape[1], unit_rows(dout)
-    if block.recompute:
-        preact, _ = launch_up_proj(block, x, top_k, row_to_slot, schedule, save=True, activate=False)
-    has_bias = block.down_bias is not None
-    dpreact, scaled_act, partials, bias_dots = launch_down_dgrad(
-        block, dout, weights, preact, row_to_slot, schedule,
-        dpreact=needs.x or needs.up or needs.up_bias, scaled_act=needs.down, partials=needs.weights,
-        bias_dots=needs.weights and has_bias,
+    (tile_map, *sizes), row_to_slot, slot_to_row = routing
+    dout, spec = unit_rows(dout), spec_of(dout)
+    x = unit_rows(x) if needs.up else x
+    tensors = dout, x, weights, *block[:4]
+    plan = backward_plan(
+        *map(form_of, tensors), row_to_slot.shape[0], needs, block.recompute, block.transposed, block.kind(spec),
+        tuple(sizes), spec, dout.device,
     )  # fmt: skip
-    del preact
-    if needs.down_bias or bias_dots is not None:
-        dbias = grads.down_bias if needs.down_bias else None
-        launch_bias_grads(dout, top_k, weights, row_to_slot, schedule, dbias, block.down_bias, bias_dots)
-    if needs.weights:
-        launch_sum_partials(partials, slot_to_row, schedule, grads.weights)
-    if needs.down:
-        dw = grads.down.transpose(1, 2) if block.transposed else grads.down
-        launch_wgrad(dout, top_k, scaled_act, 0, row_to_slot, schedule.map, dw)
-    del scaled_act, partials, bias_dots
-    if needs.up:
-        dw = grads.up.transpose(1, 2) if block.transposed else grads.up
-        launch_wgrad(dpreact, 0, x, top_k, row_to_slot, schedule.map, dw)
-    if needs.up_bias:
-        launch_bias_grads(dpreact, 0, None, None, schedule, grads.up_bias)
-    if needs.x:
-        up_strides = nk_strides(block.up, not block.transposed)
-        dx_rows = launch_gemm(dpreact, block.up, up_strides, dout.shape[1], None, schedule)
-        launch_combine(dx_rows, None, slot_to_row, top_k, out=grads.x)
+    return plan(*tensors, None if block.recompute else preact, row_to_slot, slot_to_row, tile_map)[11:17]
 
 
 def _route_tiles(block: Block, x: Tensor, top_k_index: Tensor, specified: bool) -> TiledRouting:
@@ -122,6 +115,7 @@ def _experts(
     with on_device_of(x):
         routing = _route_tiles(block, x, top_k_index, specified=True)
         out, preact = forward_triton(block, x, top_k_weights, routing, save)
+        preact = x.new_empty(0) if preact is None else preact
         return out, preact, routing.schedule.map, routing.row_to_slot, routing.slot_to_row
 
 
@@ -138,7 +132,7 @@ def _experts_fake(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, a
     )
 
 
-def _experts_backward(
+def _backward(
     dout: Tensor,
     x: Optional[Tensor],
     top_k_weights: Tensor,
@@ -154,12 +148,13 @@ def _experts_backward(
     parameters: Sequence[float],
     flags: Sequence[int],
     needs: Sequence[bool],
-) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Tuple[Optional[Tensor], ...]:
+    """The gradients in the order of `Needs`, None or empty where not asked for."""
     block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
     wanted = Needs(*needs)
-    grads = empty_grads(wanted, block, dout, top_k_weights)
     num_rows, num_experts = row_to_slot.shape[0], block.num_experts
     if dout.device.type == "cpu":
+        grads = empty_grads(wanted, block, dout, top_k_weights)
         indices = (tile_map[: num_experts + 1], row_to_slot, slot_to_row)
         _torch_experts.backward(block, dout, x, top_k_weights, preact, indices, wanted, grads)
         return tuple(grads)
@@ -167,8 +162,11 @@ def _experts_backward(
         block_m = choose_block_m(slot_to_row.shape[0], num_experts, dout.dtype)
         schedule = schedule_of_map(tile_map, num_experts, num_rows, block_m)
         routing = TiledRouting(schedule, row_to_slot, slot_to_row)
-        backward_triton(block, dout, x, top_k_weights, preact, routing, wanted, grads)
-    return tuple(grads)
+        return backward_triton(block, dout, x, top_k_weights, preact, routing, wanted)
+
+
+def _experts_backward(dout, *args):
+    return tuple(dout.new_empty(0) if grad is None else grad for grad in _backward(dout, *args))
 
 
 def _experts_backward_fake(
@@ -197,14 +195,15 @@ define_op(
 
 
 class _Experts(torch.autograd.Function):
-    """The autograd of the op, whose inputs and outputs these are."""
+    """The autograd of the op, whose inputs, but for the last, and outputs these are."""
 
     @staticmethod
     def forward(ctx, x, top_k_index, top_k_weights, up, down, up_bias, down_bias, *kind):
+        *kind, plain = kind
         *ctx.kind, _ = kind
         ctx.set_materialize_grads(False)
         tensors = x, top_k_index, top_k_weights, up, down, up_bias, down_bias
-        if is_plain(*tensors):
+        if plain:
             out, *others = _experts(*tensors, *kind)
         else:
             with below_autograd():
@@ -221,13 +220,14 @@ class _Experts(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 6)]
         saved = ctx.saved_tensors
-        backward = _experts_backward if is_plain(dout, *saved) else ops.experts_backward.default
+        backward = _backward if is_plain(dout, *saved) else ops.experts_backward.default
         grads = backward(dout, *saved, *ctx.kind, wanted)
         dx, dweights, dup, ddown, dup_bias, ddown_bias = (g if want else None for g, want in zip(grads, wanted))
-        return (dx, None, dweights, dup, ddown, dup_bias, ddown_bias) + (None,) * 4
+        return (dx, None, dweights, dup, ddown, dup_bias, ddown_bias) + (None,) * 5
 
 
 register_autograd("experts", _Experts)
+_apply_plain = plain_apply(_Experts)
 
 
 def grouped_mm_experts(
@@ -276,14 +276,13 @@ def grouped_mm_experts(
     Raises TypeError or ValueError that names the argument, before anything is launched.
     """
     kind = as_activation(activation, gated, interleaved)
-    dtype = checks.autocast_dtype(hidden_states.device.type) if isinstance(hidden_states, Tensor) else None
-    x, up, down, up_bias, down_bias = (
-        checks.autocast(tensor, dtype)
-        for tensor in (hidden_states, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
-    )
-    checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed)
-    tensors = x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias
-    checks.check_capacity("capacity", capacity)
+    tensors = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias
+    key = plan_key(tensors, kind, gated, interleaved, transposed, capacity)
+    plan = None if key is None else _plans.get(key)
+    if plan is not None and not needs_autograd(*tensors):
+        with on_device_of(hidden_states):
+            return plan(*tensors)[-1]
+    given, tensors = tensors, _checked(*tensors, gated, transposed, capacity)
     if torch.version.hip is not None:  # no device assertions there: an overflow would go unseen
         capacity = None
     kind = pack_kind(kind, gated, interleaved, transposed, recompute, capacity)
@@ -291,5 +290,22 @@ def grouped_mm_experts(
     if not is_plain(*tensors):
         return ops.experts.default(*tensors, *kind, record)[0]
     if record:
-        return _Experts.apply(*tensors, *kind, record)[0]
-    return _infer(make_block(*tensors[3:], *kind), x, top_k_index, tensors[2])
+        return _apply_plain(*tensors, *kind, record, True)[0]
+    block, x, ids, weights = make_block(*tensors[3:], *kind), *tensors[:3]
+    if key is not None and all(map(operator.is_, given, tensors)):
+        plan = inference_plan(block, x, ids, weights)
+        if plan is not None:
+            _plans.keep(key, plan)
+    return _infer(block, x, ids, weights)
+
+
+_plans = Plans()
+
+
+def _checked(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed, capacity):
+    """The op's tensors. Raises what `grouped_mm_experts` raises."""
+    dtype = checks.autocast_dtype(x.device.type) if isinstance(x, Tensor) else None
+    x, up, down, up_bias, down_bias = (checks.autocast(tensor, dtype) for tensor in (x, up, down, up_bias, down_bias))
+    checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed)
+    checks.check_capacity("capacity", capacity)
+    return x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias

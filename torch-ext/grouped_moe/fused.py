@@ -8,63 +8,54 @@ from torch import Tensor
 
 from .activation import Activation
 from .block import Block
-from .descriptors import Strides, descriptor, weight_tma
-from .gemm import bias_strides, nk_strides, num_dots
-from .launch import Kernel
-from .schedule import Schedule
+from .descriptors import Strides, box, weight_tma
+from .gemm import nk_order, num_dots
+from .launch import MAX_KEPT, Form, Kernel, Launch, Ref, bias_operand, bind, form_of, ref
+from .schedule import Schedule, Sizes
 from .tuning import DeviceSpec, GemmConfig, dgrad_config, persistent_grid, spec_of, triton_path, up_config
 
+Kind = Tuple[bool, bool, Activation, str]  # `Block.kind`
 
-@lru_cache(maxsize=None)
-def _fused_kernel(
-    up: bool, block_m: int, num_experts: int, n: int, k: int, top_k: int, dtype: torch.dtype, w_kn: Optional[bool],
-    kind: Tuple[bool, bool, Activation, str], spec: DeviceSpec,
-) -> Tuple[Kernel, GemmConfig]:  # fmt: skip
-    """The up-projection, or else the down-projection's dgrad, with its constants and its tile.
 
-    w_kn: as `_weight_by_tma` says. kind: `Block.kind`.
-    """
-    from ._triton import experts as kernels
-
+def _bind(
+    kernel, config: GemmConfig, w_kn: Optional[bool], num_experts: int, n: int, k: int, top_k: int, kind: Kind
+) -> Kernel:
+    """Either kernel with its constants."""
     (gated, interleaved, activation, precision), tma = kind, w_kn is not None
-    if up:
-        function, config = kernels.up_proj_kernel, up_config(block_m, n, dtype, spec, gated, tma)
-    else:
-        function, config = kernels.down_dgrad_kernel, dgrad_config(block_m, n, dtype, spec, interleaved, tma)
-    kernel = Kernel(
-        function, config.describe(triton_path(tma)),
+    return bind(
+        kernel, config.describe(triton_path(tma)),
         NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, TMA=tma, W_KN=bool(w_kn), GATED=gated, INTERLEAVED=interleaved,
         ACTIVATION=activation.name, ALPHA=activation.alpha, LIMIT=activation.limit, UP_OFFSET=activation.up_offset,
         PRECISION=precision, **config.launch_options(),
     )  # fmt: skip
-    return kernel, config
 
 
-def _weight_by_tma(weight: Tensor, strides: Strides, block_m: int, spec: DeviceSpec) -> Optional[bool]:
+def _weight_by_tma(weight: Form, strides: Strides, block_m: int, spec: DeviceSpec) -> Optional[bool]:
     """None if the weight comes by pointer; else whether it lies (E, K, N) in memory, not (E, N, K).
 
-    Descriptors cost the host some time, which row tiles that stream weights do not earn back.
+    Row tiles that stream weights do not earn back what descriptors cost.
     """
     if block_m < 128 or not spec.wide_tiles or weight.dtype.itemsize != 2:
         return None
     return weight_tma(weight, strides)
 
 
-def _weight_operand(weight: Tensor, strides: Strides, w_kn: Optional[bool], width: int, config) -> Tuple[Any, ...]:
+def _weight_operand(weight: Form, strides: Strides, w_kn: Optional[bool], width: int, config) -> Tuple[Any, ...]:
     """The kernels' arguments for a weight: itself and its strides, or its descriptor in tiles of so many columns."""
     if w_kn is None:
-        return (weight, *strides)
+        return (Ref(1), *strides)
     block = (config.block_k, width) if w_kn else (width, config.block_k)
-    return descriptor(weight, 1, *block), 0, 0, 0
+    return Ref(1, box(weight, 1, *block)), 0, 0, 0
 
 
-def _up_operand(block: Block, strides: Strides, w_kn: Optional[bool], config) -> Tuple[Any, ...]:
-    """`_weight_operand` of the up-projection, whose tiles hold both gate and up."""
-    if block.gated and not block.interleaved and w_kn is False:
-        weight = block.up.unflatten(1, (2, block.intermediate))
-        return descriptor(weight, 1, 2, config.block_n, config.block_k), 0, 0, 0
-    width = 2 * config.block_n if block.gated and block.interleaved else config.block_n
-    return _weight_operand(block.up, strides, w_kn, width, config)
+def _up_operand(up: Form, n: int, strides: Strides, w_kn: Optional[bool], kind: Kind, config) -> Tuple[Any, ...]:
+    """`_weight_operand` of the up-projection, whose tiles hold both gate and up, of N columns each."""
+    gated, interleaved = kind[:2]
+    if gated and not interleaved and w_kn is False:
+        (num_experts, _, k), (stride_e, stride_n, stride_k) = up.shape, up.strides
+        up = up._replace(shape=(num_experts, 2, n, k), strides=(stride_e, n * stride_n, stride_n, stride_k))
+        return Ref(1, box(up, 1, 2, config.block_n, config.block_k)), 0, 0, 0
+    return _weight_operand(up, strides, w_kn, (2 if gated and interleaved else 1) * config.block_n, config)
 
 
 def launch_up_proj(
@@ -84,19 +75,38 @@ def launch_up_proj(
     rows, n = x.shape[0] if row_to_slot is None else row_to_slot.shape[0], block.intermediate
     preact = x.new_empty((rows, block.preact_width)) if save else None
     a = x.new_empty((rows, n)) if activate else None
-    spec = spec_of(x)
-    strides = nk_strides(block.up, block.transposed)
-    w_kn = _weight_by_tma(block.up, strides, schedule.block_m, spec)
     if rows:
-        kernel, config = _fused_kernel(
-            True, schedule.block_m, block.num_experts, n, x.shape[1], top_k, x.dtype, w_kn, block.kind(spec), spec
-        )
-        kernel(
-            persistent_grid(config, schedule.max_tiles, n, spec),
-            x, *x.stride(), *_up_operand(block, strides, w_kn, config),
-            block.up_bias, *bias_strides(block.up_bias), preact, a, scales, row_to_slot, schedule.map,
+        spec, kind = spec_of(x), (save, activate, row_to_slot is not None)
+        kept = up_launch(
+            form_of(x), form_of(block.up), form_of(block.up_bias), form_of(scales), kind, n, top_k, block.transposed,
+            block.kind(spec), schedule[1:], spec, x.device,
         )  # fmt: skip
+        kept((x, block.up, block.up_bias, preact, a, scales, row_to_slot, schedule.map))
     return preact, a
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def up_launch(
+    x: Form, up: Form, bias: Optional[Form], scales: Optional[Form], given: Tuple[bool, bool, bool], n: int, top_k: int,
+    transposed: bool, kind: Kind, sizes: Sizes, spec: DeviceSpec, device: torch.device,
+) -> Launch:  # fmt: skip
+    """The launch for (x, weight, bias, preact, activation, scales, row_to_slot, the schedule's map).
+
+    given: whether preact, activation and row_to_slot are. sizes: of the schedule.
+    """
+    from ._triton.experts import up_proj_kernel
+
+    num_experts, block_m, max_tiles = sizes
+    strides = nk_order(up.strides, transposed)
+    w_kn = _weight_by_tma(up, strides, block_m, spec)
+    config = up_config(block_m, n, x.dtype, spec, kind[0], w_kn is not None)
+    kernel = _bind(up_proj_kernel, config, w_kn, num_experts, n, x.shape[1], top_k, kind)
+    preact, a, row_to_slot = (Ref(index) if there else None for index, there in zip((3, 4, 6), given))
+    return Launch(
+        device, kernel, persistent_grid(config, max_tiles, n, spec),
+        Ref(0), *x.strides, *_up_operand(up, n, strides, w_kn, kind, config), *bias_operand(2, bias), preact, a,
+        ref(5, scales), row_to_slot, Ref(7),
+    )  # fmt: skip
 
 
 def launch_down_dgrad(
@@ -118,14 +128,12 @@ def launch_down_dgrad(
     is left for `launch_bias_grads` to fill.
     """
     rows, n = preact.shape[0], block.intermediate
-    spec = spec_of(dout)
-    strides = nk_strides(block.down, not block.transposed)
-    w_kn = _weight_by_tma(block.down, strides, schedule.block_m, spec)
-    top_k = 0 if row_to_slot is None else weights.shape[1]
-    kernel, config = _fused_kernel(
-        False, schedule.block_m, block.num_experts, n, dout.shape[1], top_k, dout.dtype, w_kn, block.kind(spec), spec
-    )
-    n_tiles = -(-n // config.block_n)
+    spec, top_k = spec_of(dout), 0 if row_to_slot is None else weights.shape[1]
+    given = (dpreact, scaled_act, partials, row_to_slot is not None)
+    kept, n_tiles = dgrad_launch(
+        form_of(dout), form_of(block.down), form_of(weights), given, rows, n, top_k, block.transposed,
+        block.kind(spec), schedule[1:], spec, dout.device,
+    )  # fmt: skip
     d_preact = (preact if block.recompute else torch.empty_like(preact)) if dpreact else None
     a = dout.new_empty((rows, n)) if scaled_act else None
     sums = dots = None
@@ -134,9 +142,31 @@ def launch_down_dgrad(
         sums = dout.new_empty((n_tiles + extra, rows), dtype=torch.float32)
         dots = sums[n_tiles:] if bias_dots else None
     if rows:
-        kernel(
-            persistent_grid(config, schedule.max_tiles, n, spec),
-            dout, *dout.stride(), *_weight_operand(block.down, strides, w_kn, config.block_n, config), weights,
-            preact, d_preact, a, sums, rows, row_to_slot, schedule.map,
-        )  # fmt: skip
+        kept((dout, block.down, weights, preact, d_preact, a, sums, row_to_slot, schedule.map))
     return d_preact, a, sums, dots
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def dgrad_launch(
+    dout: Form, down: Form, weights: Optional[Form], given: Tuple[bool, ...], rows: int, n: int, top_k: int,
+    transposed: bool, kind: Kind, sizes: Sizes, spec: DeviceSpec, device: torch.device,
+) -> Tuple[Launch, int]:  # fmt: skip
+    """The launch for (dout, weight, routing weights, preact, dpreact, activation, sums, row_to_slot, the schedule's
+    map), and how many partial sums there are.
+
+    given: whether dpreact, activation, sums and row_to_slot are. sizes: of the schedule.
+    """
+    from ._triton.experts import down_dgrad_kernel
+
+    num_experts, block_m, max_tiles = sizes
+    strides = nk_order(down.strides, not transposed)
+    w_kn = _weight_by_tma(down, strides, block_m, spec)
+    config = dgrad_config(block_m, n, dout.dtype, spec, kind[1], w_kn is not None)
+    kernel = _bind(down_dgrad_kernel, config, w_kn, num_experts, n, dout.shape[1], top_k, kind)
+    d_preact, a, sums, row_to_slot = (Ref(index) if there else None for index, there in zip((4, 5, 6, 7), given))
+    made = Launch(
+        device, kernel, persistent_grid(config, max_tiles, n, spec),
+        Ref(0), *dout.strides, *_weight_operand(down, strides, w_kn, config.block_n, config),
+        ref(2, weights), Ref(3), d_preact, a, sums, rows, row_to_slot, Ref(8),
+    )  # fmt: skip
+    return made, -(-n // config.block_n)

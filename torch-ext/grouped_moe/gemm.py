@@ -6,13 +6,14 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from .descriptors import Strides, descriptor, rows_tma, tma_fits, weight_tma
-from .hopper import launch_hopper_gemm, launch_hopper_wgrad
-from .launch import Kernel, launch
-from .schedule import Schedule
+from .descriptors import Strides, box, rows_tma, tma_fits, weight_tma
+from .hopper import hopper_gemm, hopper_wgrad
+from .launch import MAX_KEPT, Form, Launch, Ref, bias_operand, bind, form_of, launch, ref
+from .plan import Plan, unwritten
+from .schedule import Schedule, Sizes
 from .tuning import (
     DeviceSpec,
-    GemmConfig,
+    dot_precision,
     gemm_config,
     persistent_grid,
     rows_per_expert,
@@ -26,30 +27,19 @@ _ZERO_CHUNK = 4096  # elements
 _BIAS_BLOCK_N = 64
 
 
+def nk_order(strides: Strides, transposed: bool) -> Strides:
+    """Strides over (E, N, K) of those of a weight that is laid out (E, N, K) or, transposed, (E, K, N)."""
+    return (strides[0], strides[2], strides[1]) if transposed else strides
+
+
 def nk_strides(weight: Tensor, transposed: bool) -> Strides:
     """Strides of a weight over (E, N, K), whether it is laid out (E, N, K) or, transposed, (E, K, N)."""
-    stride_e, first, second = weight.stride()
-    return (stride_e, second, first) if transposed else (stride_e, first, second)
-
-
-def dot_precision(dtype: torch.dtype, spec: DeviceSpec) -> str:
-    """tf32 for fp32 where the device has it and PyTorch's own flag, by its new name or its old one, allows it."""
-    if dtype != torch.float32 or not spec.tf32:
-        return "ieee"
-    matmul = torch.backends.cuda.matmul
-    # PyTorch raises when the old name is read after the new one was set.
-    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
-    return "tf32" if allowed else "ieee"
+    return nk_order(weight.stride(), transposed)
 
 
 def unit_rows(x: Tensor) -> Tensor:
     """x itself if its columns are contiguous, else a contiguous copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def bias_strides(bias: Optional[Tensor]) -> Tuple[int, int]:
-    """Strides of a bias over (E, N); zeros without one."""
-    return (0, 0) if bias is None else bias.stride()
 
 
 def launch_gemm(
@@ -66,55 +56,62 @@ def launch_gemm(
 
     x: (rows, K), any strides. weight: (E, N, K) or (E, K, N), read by its strides over (E, N, K).
     """
-    rows, k = x.shape
-    y = x.new_empty((rows, n))
-    if rows == 0:
-        return y
-    spec = spec_of(x)
-    w_kn = None
-    # Descriptors cost the host some time, which row tiles that stream weights do not earn back.
-    if schedule.block_m >= 64 and rows_tma(x, spec):
-        w_kn = weight_tma(weight, strides)
-    if w_kn is not None and spec.hopper:
-        bias_operand = (bias, *bias_strides(bias))
-        if launch_hopper_gemm(x, weight, w_kn, bias_operand, schedule, scales, y, zero_rest, spec):
-            return y
-    precision = dot_precision(x.dtype, spec)
-    kernel, config = _gemm_kernel(
-        schedule.block_m, schedule.num_groups, n, k, x.dtype, spec, zero_rest, w_kn, precision
-    )
-    if w_kn is None:
-        operands = (x, *x.stride(), weight, *strides)
-    else:
-        block = (config.block_k, config.block_n) if w_kn else (config.block_n, config.block_k)
-        operands = (descriptor(x, config.block_m, config.block_k), 0, 0, descriptor(weight, 1, *block), 0, 0, 0)
-    grid = persistent_grid(config, schedule.max_tiles, n, spec)
-    kernel(grid, *operands, bias, *bias_strides(bias), scales, y, schedule.map, rows)
+    y = x.new_empty((x.shape[0], n))
+    if x.shape[0]:
+        spec = spec_of(x)
+        kept = gemm_launch(
+            form_of(x), form_of(weight), strides, n, form_of(bias), form_of(scales), schedule[1:], zero_rest,
+            spec, dot_precision(x.dtype, spec), x.device,
+        )  # fmt: skip
+        kept((x, weight, bias, scales, y, schedule.map))
     return y
 
 
-@lru_cache(maxsize=None)
-def _gemm_kernel(
-    block_m: int,
-    num_groups: int,
+@lru_cache(maxsize=MAX_KEPT)
+def gemm_launch(
+    x: Form,
+    weight: Form,
+    strides: Strides,
     n: int,
-    k: int,
-    dtype: torch.dtype,
-    spec: DeviceSpec,
+    bias: Optional[Form],
+    scales: Optional[Form],
+    sizes: Sizes,
     zero_rest: bool,
-    w_kn: Optional[bool],
+    spec: DeviceSpec,
     precision: str,
-) -> Tuple[Kernel, GemmConfig]:
-    """The GEMM with its constants. w_kn: how a weight that comes by descriptor lies in memory, None for pointers."""
+    device: torch.device,
+) -> Launch:
+    """The launch of `launch_gemm` for (x, weight, bias, scales, y, the schedule's map).
+
+    sizes: of the schedule: groups, rows of a tile, an upper bound of the tiles.
+    """
+    (rows, k), (num_groups, block_m, max_tiles) = x.shape, sizes
+    w_kn = None
+    # Row tiles that stream weights do not earn back what descriptors cost.
+    if block_m >= 64 and rows_tma(x, spec):
+        w_kn = weight_tma(weight, strides)
+    if w_kn is not None and spec.hopper:
+        y = Form(x.dtype, (rows, n), (n, 1), True)
+        found = hopper_gemm(x, weight, w_kn, bias, scales, y, sizes, zero_rest, spec, device)
+        if found is not None:
+            return found
     from ._triton.gemm import grouped_gemm_kernel
 
-    config = gemm_config(block_m, n, dtype, spec, tma=w_kn is not None)
-    kernel = Kernel(
-        grouped_gemm_kernel, config.describe(triton_path(w_kn is not None)),
-        NUM_EXPERTS=num_groups, N=n, K=k, ZERO_UNGROUPED=zero_rest, TMA=w_kn is not None, W_KN=bool(w_kn),
-        PRECISION=precision, **config.launch_options(),
+    # w_kn: how a weight that comes by descriptor lies in memory, None for pointers.
+    tma = w_kn is not None
+    config = gemm_config(block_m, n, x.dtype, spec, tma)
+    kernel = bind(
+        grouped_gemm_kernel, config.describe(triton_path(tma)),
+        NUM_EXPERTS=num_groups, N=n, K=k, ZERO_UNGROUPED=zero_rest, TMA=tma, W_KN=bool(w_kn), PRECISION=precision,
+        **config.launch_options(),
     )  # fmt: skip
-    return kernel, config
+    if tma:
+        block = (config.block_k, config.block_n) if w_kn else (config.block_n, config.block_k)
+        operands = (Ref(0, box(x, config.block_m, config.block_k)), 0, 0, Ref(1, box(weight, 1, *block)), 0, 0, 0)
+    else:
+        operands = (Ref(0), *x.strides, Ref(1), *strides)
+    grid = persistent_grid(config, max_tiles, n, spec)
+    return Launch(device, kernel, grid, *operands, *bias_operand(2, bias), ref(3, scales), Ref(4), Ref(5), rows)
 
 
 def launch_wgrad(
@@ -132,59 +129,72 @@ def launch_wgrad(
     p_top_k, q_top_k: 0 where the operand has one row per routed row, else the top_k by which token rows are gathered.
     offsets: (E + 1,) int32, or a schedule's map, which begins with them.
     """
-    if dw.stride(2) != 1 and dw.stride(1) == 1:
-        p, p_top_k, q, q_top_k, dw = q, q_top_k, p, p_top_k, dw.transpose(1, 2)
     p, q = unit_rows(p), unit_rows(q)
-    num_experts, m, n = dw.shape
-    gathered = row_to_slot is not None
-    num_rows = row_to_slot.shape[0] if gathered else p.shape[0]
     spec = spec_of(p)
-    aligned = num_rows > 0 and rows_tma(p, spec) and rows_tma(q, spec)
-    if spec.hopper and aligned and dw.stride(2) == 1 and dw.dtype.itemsize <= 4 and tma_fits(dw):
-        if launch_hopper_wgrad(p, p_top_k, q, q_top_k, row_to_slot, offsets, dw, accumulate, spec):
-            return dw
-    tma = aligned and not gathered
-    kernel, config, grid = _wgrad_kernel(
-        num_experts, m, n, rows_per_expert(num_rows, num_experts), p.dtype, spec, p_top_k, q_top_k, accumulate, tma,
-        dot_precision(p.dtype, spec),
+    kept = wgrad_launch(
+        form_of(p), p_top_k, form_of(q), q_top_k, None if row_to_slot is None else row_to_slot.shape[0], form_of(dw),
+        accumulate, spec, dot_precision(p.dtype, spec), p.device,
     )  # fmt: skip
-    descriptors = (None, None)
-    if tma:
-        descriptors = (descriptor(p, config.block_k, config.block_m), descriptor(q, config.block_k, config.block_n))
-    dw_descriptor = None
-    # A whole tile passes through shared memory, which small tiles, two programs to a processor, have not left.
-    if tma and config.block_n == 256 and not accumulate and dw.dtype == p.dtype and dw.stride(2) == 1 and tma_fits(dw):
-        dw_descriptor = descriptor(dw, 1, config.block_m, config.block_n)
-    kernel(grid, p, p.stride(0), q, q.stride(0), *descriptors, dw, *dw.stride(), dw_descriptor, row_to_slot, offsets)
+    kept((p, q, dw, row_to_slot, offsets))
     return dw
 
 
-@lru_cache(maxsize=None)
-def _wgrad_kernel(
-    num_experts: int,
-    m: int,
-    n: int,
-    rows: int,
-    dtype: torch.dtype,
-    spec: DeviceSpec,
+@lru_cache(maxsize=MAX_KEPT)
+def wgrad_launch(
+    p: Form,
     p_top_k: int,
+    q: Form,
     q_top_k: int,
+    gathered_rows: Optional[int],
+    dw: Form,
     accumulate: bool,
-    tma: bool,
+    spec: DeviceSpec,
     precision: str,
-) -> Tuple[Kernel, GemmConfig, Tuple[int, int, int]]:
-    """The weight gradient with its constants, its tile and its grid."""
+    device: torch.device,
+) -> Launch:
+    """The launch of `launch_wgrad` for (p, q, dw, row_to_slot, offsets); columns of p and q are contiguous.
+
+    gathered_rows: None without row_to_slot.
+    """
+    num_experts, m, n = dw.shape
+    if dw.strides[2] != 1 and dw.strides[1] == 1:
+        (stride_e, stride_m, stride_n), transposed = dw.strides, (num_experts, n, m)
+        dw = dw._replace(shape=transposed, strides=(stride_e, stride_n, stride_m))
+        swapped = wgrad_launch(
+            q, q_top_k, p, p_top_k, gathered_rows, dw, accumulate, spec, precision, device
+        )  # fmt: skip
+        return swapped.numbered(1, 0, 2, 3, 4)
+    gathered = gathered_rows is not None
+    num_rows = gathered_rows if gathered else p.shape[0]
+    aligned = num_rows > 0 and rows_tma(p, spec) and rows_tma(q, spec)
+    if spec.hopper and aligned and dw.strides[2] == 1 and dw.dtype.itemsize <= 4 and tma_fits(dw):
+        found = hopper_wgrad(p, p_top_k, q, q_top_k, gathered_rows, dw, accumulate, spec, device)
+        if found is not None:
+            return found
     from ._triton.gemm import wgrad_kernel
 
-    config = wgrad_config(m, n, rows, dtype, spec, p_top_k + q_top_k > 0, tma)
-    kernel = Kernel(
+    tma = aligned and not gathered
+    config = wgrad_config(
+        m, n, rows_per_expert(num_rows, num_experts), p.dtype, spec, p_top_k + q_top_k > 0, tma
+    )  # fmt: skip
+    kernel = bind(
         wgrad_kernel, config.describe(triton_path(tma)),
         NUM_EXPERTS=num_experts, M=m, N=n, P_TOP_K=p_top_k, Q_TOP_K=q_top_k, ACCUMULATE=accumulate, TMA=tma,
         PRECISION=precision, **config.launch_options(),
     )  # fmt: skip
+    boxes = (None, None)
+    if tma:
+        boxes = (Ref(0, box(p, config.block_k, config.block_m)), Ref(1, box(q, config.block_k, config.block_n)))
+    dw_box = None
+    # A whole tile passes through shared memory, which small tiles, two programs to a processor, have not left.
+    if tma and config.block_n == 256 and not accumulate and dw.dtype == p.dtype and dw.strides[2] == 1 and tma_fits(dw):
+        dw_box = Ref(2, box(dw, 1, config.block_m, config.block_n))
     tiles = num_experts * -(-m // config.block_m) * -(-n // config.block_n)
     programs = min(tiles, spec.num_sms * config.programs_per_sm) if config.programs_per_sm else tiles
-    return kernel, config, (programs, 1, 1)
+    return Launch(
+        device, kernel, (programs, 1, 1), Ref(0), p.strides[0], Ref(1), q.strides[0], *boxes, Ref(2), *dw.strides,
+        dw_box, Ref(3) if gathered else None, Ref(4),
+    )  # fmt: skip
 
 
 def launch_bias_grads(
@@ -203,25 +213,44 @@ def launch_bias_grads(
     dbias: (E, N) contiguous, or None; with accumulate it is added to. dots: (`num_dots(N)`, rows) fp32.
     top_k: 0 where dy has one row per routed row, else the top_k by which token rows are gathered.
     """
+    dy = unit_rows(dy)
+    plan = bias_grads_plan(
+        form_of(dy), top_k, form_of(scales), form_of(bias), None if dots is None else dots.stride(0),
+        row_to_slot is not None, form_of(dbias), schedule[1:], accumulate, dy.device,
+    )  # fmt: skip
+    plan(dy, scales, bias, dots, row_to_slot, schedule.map, dbias)
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def bias_grads_plan(
+    dy: Form, top_k: int, scales: Optional[Form], bias: Optional[Form], dots_stride: Optional[int], gathered: bool,
+    dbias: Optional[Form], sizes: Sizes, accumulate: bool, device: torch.device,
+) -> Plan:  # fmt: skip
+    """The plan of `launch_bias_grads` for (dy, scales, bias, dots, row_to_slot, the schedule's map, dbias).
+
+    Columns of dy are contiguous. dots_stride: None without dots. gathered: whether row_to_slot is given.
+    """
     from ._triton.sums import bias_grads_kernel, sum_tiles_kernel
 
-    dy = unit_rows(dy)
-    n = dy.shape[1]
-    sums = None
-    if dbias is not None:
-        sums = dy.new_empty((schedule.max_tiles, n), dtype=torch.float32)
-    if schedule.max_tiles:
-        launch(
-            bias_grads_kernel, (schedule.max_tiles, num_dots(n)),
-            dy, dy.stride(0), scales, bias, *bias_strides(bias), sums, dots, 0 if dots is None else dots.stride(0),
-            row_to_slot, schedule.map,
-            NUM_EXPERTS=schedule.num_groups, N=n, TOP_K=top_k, BLOCK_M=schedule.block_m, BLOCK_N=_BIAS_BLOCK_N,
+    (num_groups, block_m, tiles), n, plan = sizes, dy.shape[1], Plan(device, 7)
+    sums = plan.make(None if dbias is None else unwritten(torch.float32, tiles, n), scratch=True)
+    if tiles:
+        kernel = bind(
+            bias_grads_kernel, NUM_EXPERTS=num_groups, N=n, TOP_K=top_k, BLOCK_M=block_m, BLOCK_N=_BIAS_BLOCK_N
         )  # fmt: skip
-    if dbias is not None:
-        launch(
-            sum_tiles_kernel, (schedule.num_groups, num_dots(n)), sums, dbias, schedule.map,
-            NUM_EXPERTS=schedule.num_groups, N=n, ACCUMULATE=accumulate, BLOCK_R=32, BLOCK_N=_BIAS_BLOCK_N,
+        dots = (None, 0) if dots_stride is None else (Ref(3), dots_stride)
+        launch_dots = Launch(
+            device, kernel, (tiles, num_dots(n), 1),
+            Ref(0), dy.strides[0], ref(1, scales), *bias_operand(2, bias), None if dbias is None else Ref(6), *dots,
+            Ref(4) if gathered else None, Ref(5),
         )  # fmt: skip
+        plan.add(launch_dots, 0, 1, 2, 3, 4, 5, sums)
+    if dbias is not None:
+        kernel = bind(
+            sum_tiles_kernel, NUM_EXPERTS=num_groups, N=n, ACCUMULATE=accumulate, BLOCK_R=32, BLOCK_N=_BIAS_BLOCK_N
+        )  # fmt: skip
+        plan.add(Launch(device, kernel, (num_groups, num_dots(n), 1), Ref(0), Ref(1), Ref(2)), sums, 6, 5)
+    return plan
 
 
 def launch_bias_backward(
@@ -254,14 +283,29 @@ def launch_sum_partials(
     partials: Tensor, slot_to_row: Optional[Tensor], schedule: Schedule, out: Tensor, accumulate: bool = False
 ) -> None:
     """out[s] = sum of partials[:, row of s], in order, or is added to it; 0 for a slot without a row."""
+    if out.numel():
+        kept = sum_partials_launch(
+            partials.shape, slot_to_row is not None, out.dtype, out.numel(), schedule.num_groups, accumulate, out.device
+        )
+        kept((partials, slot_to_row, schedule.map, out))
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def sum_partials_launch(
+    shape: Tuple[int, int], gathered: bool, dtype: torch.dtype, size: int, num_groups: int, accumulate: bool,
+    device: torch.device,
+) -> Launch:  # fmt: skip
+    """The launch of `launch_sum_partials` for (partials, slot_to_row, the schedule's map, out).
+
+    shape: of the partial sums, contiguous. gathered: whether slot_to_row is given. dtype, size: of out.
+    """
     from ._triton.sums import sum_partials_kernel
 
-    if out.numel():
-        launch(
-            sum_partials_kernel, (-(-out.numel() // 256),),
-            partials, partials.stride(0), slot_to_row, schedule.map, out, out.numel(),
-            NUM_EXPERTS=schedule.num_groups, NUM_PARTIALS=partials.shape[0], ACCUMULATE=accumulate, BLOCK=256,
-        )  # fmt: skip
+    kernel = bind(
+        sum_partials_kernel, NUM_EXPERTS=num_groups, NUM_PARTIALS=shape[0], ACCUMULATE=accumulate, BLOCK=256
+    )  # fmt: skip
+    slots = Ref(1) if gathered else None
+    return Launch(device, kernel, (-(-size // 256), 1, 1), Ref(0), shape[1], slots, Ref(2), Ref(3), size)
 
 
 def zero_ungrouped(y: Tensor, offsets: Tensor) -> Tensor:

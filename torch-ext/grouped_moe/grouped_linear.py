@@ -1,5 +1,7 @@
 """Linear layer with one weight per group of consecutive rows."""
 
+import operator
+from functools import lru_cache
 from typing import Optional, Sequence, Tuple
 
 import torch
@@ -10,22 +12,62 @@ from ._ops import add_op_namespace_prefix, ops
 from ._torch import grouped_linear as _torch_linear
 from ._torch import without_autocast
 from ._torch.schedule import safe_offsets
-from .define import below_autograd, define_op, is_plain, needs_autograd, once_differentiable, register_autograd
-from .gemm import launch_bias_backward, launch_gemm, launch_wgrad, nk_strides, unit_rows
-from .schedule import Splits, as_splits, schedule_for
-from .tuning import on_device_of
+from .define import (
+    below_autograd,
+    define_op,
+    is_plain,
+    needs_autograd,
+    once_differentiable,
+    plain_apply,
+    plan_key,
+    register_autograd,
+)
+from .gemm import gemm_launch, launch_bias_backward, launch_wgrad, nk_order, unit_rows, wgrad_launch
+from .launch import MAX_KEPT, Form, form_of
+from .plan import Plan, Plans, like, unwritten
+from .schedule import Schedule, Splits, as_splits, map_form, schedule_for, schedule_launch, schedule_sizes
+from .tuning import DeviceSpec, dot_precision, on_device_of, spec_of
 
 Grads = Tuple[Optional[Tensor], ...]  # of x, weight, bias, bias_scales; None where not asked for
 
 
 def forward_triton(
+    x: Tensor, weight: Tensor, splits: Tensor, bias: Optional[Tensor], scales: Optional[Tensor], transposed: bool,
+    plan: Optional[Plan] = None,
+) -> Tuple[Tensor, Tensor]:  # fmt: skip
+    """y, and the map of its schedule, by the Triton kernels. plan: that of the call, if it is at hand."""
+    splits = splits if splits.is_contiguous() else splits.contiguous()
+    plan = _plan_of(x, weight, splits, bias, scales, transposed) if plan is None else plan
+    tile_map, y = plan(x, weight, splits, bias, scales)[5:]
+    return y, tile_map
+
+
+def _plan_of(
     x: Tensor, weight: Tensor, splits: Tensor, bias: Optional[Tensor], scales: Optional[Tensor], transposed: bool
-) -> Tuple[Tensor, Tensor]:
-    """y, and the map of its schedule, by the Triton kernels."""
-    n = weight.shape[2] if transposed else weight.shape[1]
-    schedule = schedule_for(splits, weight.shape[0], x.shape[0], x.dtype)
-    y = launch_gemm(x, weight, nk_strides(weight, transposed), n, bias, schedule, scales, zero_rest=True)
-    return y, schedule.map
+) -> Plan:
+    """The plan of the forward; splits and scales are contiguous."""
+    spec = spec_of(x)
+    return _forward_plan(
+        *map(form_of, (x, weight, splits, bias, scales)), transposed, spec, dot_precision(x.dtype, spec), x.device
+    )
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def _forward_plan(
+    x: Form, weight: Form, splits: Form, bias: Optional[Form], scales: Optional[Form], transposed: bool,
+    spec: DeviceSpec, precision: str, device: torch.device,
+) -> Plan:  # fmt: skip
+    """x, weight, splits, bias, scales -> map, y."""
+    rows, num_groups, n = x.shape[0], weight.shape[0], weight.shape[2 if transposed else 1]
+    sizes = schedule_sizes(rows, num_groups, x.dtype)
+    plan = Plan(device, 5)
+    tile_map, y = plan.make(map_form(sizes)), plan.make(unwritten(x.dtype, rows, n))
+    plan.add(schedule_launch(splits, rows, sizes, device), 2, tile_map)
+    if rows:
+        strides = nk_order(weight.strides, transposed)
+        gemm = gemm_launch(x, weight, strides, n, bias, scales, sizes, True, spec, precision, device)
+        plan.add(gemm, 0, 1, 3, 4, y, tile_map)
+    return plan
 
 
 def backward_triton(
@@ -38,19 +80,50 @@ def backward_triton(
     transposed: bool,
     needs: Sequence[bool],
 ) -> Grads:
-    """The backward by the Triton kernels."""
-    dx, dw, dbias, dscales = _empty_grads(dy, weight, scales, transposed, (False, *needs[1:]))
-    dy = unit_rows(dy)
-    schedule = schedule_for(splits, weight.shape[0], dy.shape[0], dy.dtype)
-    if needs[0]:
-        k = weight.shape[1] if transposed else weight.shape[2]
-        dx = launch_gemm(dy, weight, nk_strides(weight, not transposed), k, None, schedule, zero_rest=True)
-    if needs[1]:
-        p, q = (x, dy) if transposed else (dy, x)
-        launch_wgrad(p, 0, q, 0, None, schedule.map, dw)
-    if needs[2] or needs[3]:
+    """The backward by the Triton kernels. splits may also be the map that `forward_triton` made of them."""
+    needs_x, needs_weight, needs_bias, needs_scales = needs
+    dy, spec = unit_rows(dy), spec_of(dy)
+    x = unit_rows(x) if needs_weight else None
+    splits = splits if splits.is_contiguous() else splits.contiguous()
+    plan = _backward_plan(
+        form_of(dy), form_of(x), form_of(weight), form_of(splits), transposed, needs_x,
+        spec, dot_precision(dy.dtype, spec), dy.device,
+    )  # fmt: skip
+    tile_map, dx, dw = plan(dy, x, weight, splits)[4:]
+    dbias = dscales = None
+    if needs_bias or needs_scales:
+        dbias, dscales = _empty_grads(dy, weight, scales, transposed, (False, False, needs_bias, needs_scales))[2:]
+        sizes = schedule_sizes(dy.shape[0], weight.shape[0], dy.dtype)
+        schedule = Schedule(splits if tile_map is None else tile_map, *sizes)
         launch_bias_backward(dy, scales, bias, schedule, dbias, dscales)
     return dx, dw, dbias, dscales
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def _backward_plan(
+    dy: Form, x: Optional[Form], weight: Form, splits: Form, transposed: bool, needs_x: bool,
+    spec: DeviceSpec, precision: str, device: torch.device,
+) -> Plan:  # fmt: skip
+    """dy, x, weight, splits -> map, unless splits are one, dx, dw; dx and dw None where not asked for, dw without x."""
+    rows, num_groups, k = dy.shape[0], weight.shape[0], weight.shape[1 if transposed else 2]
+    sizes = schedule_sizes(rows, num_groups, dy.dtype)
+    is_map = splits.shape[0] > num_groups + 1
+    plan = Plan(device, 4)
+    made_map = plan.make(None if is_map else map_form(sizes))
+    dx = plan.make(unwritten(dy.dtype, rows, k) if needs_x else None)
+    dw = plan.make(None if x is None else like(weight))
+    tile_map = 3 if is_map else made_map
+    if not is_map:
+        plan.add(schedule_launch(splits, rows, sizes, device), 3, tile_map)
+    if needs_x and rows:
+        strides = nk_order(weight.strides, not transposed)
+        gemm = gemm_launch(dy, weight, strides, k, None, None, sizes, True, spec, precision, device)
+        plan.add(gemm, 0, 2, None, None, dx, tile_map)
+    if x is not None:
+        (p, p_number), (q, q_number) = ((x, 1), (dy, 0)) if transposed else ((dy, 0), (x, 1))
+        wgrad = wgrad_launch(p, 0, q, 0, None, like(weight), False, spec, precision, device)
+        plan.add(wgrad, p_number, q_number, dw, None, tile_map)
+    return plan
 
 
 @without_autocast
@@ -112,12 +185,13 @@ def _forward(
     bias: Optional[Tensor],
     bias_scales: Optional[Tensor],
     transposed: bool,
+    plan: Optional[Plan] = None,
 ) -> Tuple[Tensor, Tensor]:
     """y, and what the backward takes as splits at less cost."""
     if x.device.type == "cpu":
         return forward_torch(x, weight, splits, bias, bias_scales, transposed)
     with on_device_of(x):
-        return forward_triton(x, weight, splits, bias, bias_scales, transposed)
+        return forward_triton(x, weight, splits, bias, bias_scales, transposed, plan)
 
 
 def _backward(
@@ -186,18 +260,19 @@ def _accumulate_wgrad_fake(dw, p, q, splits, overwrite):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The autograd of the op, whose inputs these are."""
+    """The autograd of the op, whose inputs these are, but for the last: whether the call is plain, or its plan."""
 
     @staticmethod
-    def forward(ctx, x, weight, splits, bias, scales, transposed):
+    def forward(ctx, x, weight, splits, bias, scales, transposed, plain):
         ctx.transposed = transposed
-        needs_x, needs_weight, _, needs_bias, needs_scales, _ = ctx.needs_input_grad
+        needs_x, needs_weight, _, needs_bias, needs_scales, *_ = ctx.needs_input_grad
         # What the backward does not read may change until then. Of a weight it then needs the shape.
         saved_weight = weight if needs_x or not weight.is_contiguous() else weight.new_empty(1).expand(weight.shape)
         saved_scales = scales if needs_bias or needs_scales else None
-        if is_plain(x, weight, splits, bias, scales):
+        if plain:
             # Beside what is saved: activation checkpointing compares that between calls that take either way.
-            y, ctx.schedule = _forward(x, weight, splits, bias, scales, transposed)
+            plan = None if plain is True else plain
+            y, ctx.schedule = _forward(x, weight, splits, bias, scales, transposed, plan)
         else:
             ctx.schedule = None
             with below_autograd():
@@ -210,7 +285,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        needs_x, needs_weight, _, needs_bias, needs_scales, _ = ctx.needs_input_grad
+        needs_x, needs_weight, _, needs_bias, needs_scales, *_ = ctx.needs_input_grad
         needs = [needs_x, needs_weight, needs_bias, needs_scales]
         x, weight, splits, bias, scales = ctx.saved_tensors
         if is_plain(dy, x, weight, splits, bias, scales):
@@ -219,10 +294,11 @@ class _GroupedLinear(torch.autograd.Function):
         else:
             grads = ops.grouped_linear_backward.default(dy, x, weight, splits, bias, scales, ctx.transposed, needs)
             dx, dw, dbias, dscales = (grad if need else None for grad, need in zip(grads, needs))
-        return dx, dw, None, dbias, dscales, None
+        return dx, dw, None, dbias, dscales, None, None
 
 
 register_autograd("grouped_linear", _GroupedLinear)
+_apply_plain = plain_apply(_GroupedLinear)
 
 
 def accumulate_wgrad(dw: Tensor, dy: Tensor, x: Tensor, splits: Tensor, overwrite: bool = False) -> None:
@@ -256,6 +332,25 @@ def grouped_linear(
     bias and bias_scales, each only when asked for, in its own dtype; fp32 accumulation; bitwise repeatable; autocast
     applies as to `F.linear`, scales stay as they are. Raises TypeError or ValueError that names the argument.
     """
+    tensors = x, weight, splits, bias, bias_scales
+    key = plan_key(tensors, transposed)
+    plan = None if key is None else _plans.get(key)
+    if plan is None:
+        given, tensors = tensors, _checked(*tensors, transposed)
+        if not is_plain(*tensors):
+            return ops.grouped_linear.default(*tensors, transposed)
+        if key is not None and all(map(operator.is_, given, tensors)) and tensors[2].is_contiguous():
+            plan = _plans.keep(key, _plan_of(*tensors, transposed))
+    if needs_autograd(*tensors):
+        return _apply_plain(*tensors, transposed, plan or True)
+    return _forward(*tensors, transposed, plan)[0]
+
+
+_plans = Plans()
+
+
+def _checked(x, weight, splits, bias, bias_scales, transposed) -> Tuple[Tensor, ...]:
+    """The op's tensors. Raises what `grouped_linear` raises."""
     checks.check_tensor("x", x)
     checks.check_tensor("weight", weight)
     if bias is not None:
@@ -267,11 +362,4 @@ def grouped_linear(
         x, weight, bias = (checks.autocast(tensor, dtype) for tensor in (x, weight, bias))
     checks.check_linear(x, weight, bias, bias_scales, transposed)
     splits = as_splits(splits, weight.shape[0], x.device)
-    if bias_scales is not None:
-        bias_scales = bias_scales.contiguous()
-    tensors = x, weight, splits, bias, bias_scales
-    if not is_plain(*tensors):
-        return ops.grouped_linear.default(*tensors, transposed)
-    if needs_autograd(*tensors):
-        return _GroupedLinear.apply(*tensors, transposed)
-    return _grouped_linear(*tensors, transposed)
+    return x, weight, splits, bias, None if bias_scales is None else bias_scales.contiguous()

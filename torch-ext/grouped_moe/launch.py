@@ -1,15 +1,75 @@
-"""Kernel launches at a fraction of the host time: what Triton works out per call is looked up by a smaller key."""
+"""Kernel launches at a fraction of the host time: what Triton works out per call is looked up, or done once.
+
+`Kernel` binds a kernel's constants and finds its compiled variants. `Launch` binds all else but the addresses of the
+tensors, `plan.Plan` several launches and the tensors they make. Launchers and ops keep one for each set of forms
+(`Form`) that they were called with, so that a call is: look it up, allocate, launch.
+"""
 
 import logging
+import sys
 from functools import lru_cache
-from typing import Any, Dict, Optional, Tuple
+from inspect import getclosurevars
+from types import FunctionType
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 _OPTIONS = ("num_warps", "num_stages")
+ALIGNMENT = 16  # bytes: that of pointers which Triton's variants tell apart, and of what descriptors take
+
+# How the launchers in C of Triton 3.6 parse what comes before a kernel's arguments: grid, stream, function, cooperative
+# and dependent launch, two scratch buffers, metadata of the kernel and of the launch, two hooks.
+_C_FORMAT = "iiiKKppOOOOOO"
+_STREAM = 3  # its place there
+_MAX_MAPS = 256  # of a descriptor, for as many addresses
+MAX_KEPT = 1024  # launches of a launcher, since the number of rows may change with every call
 
 _log = logging.getLogger("grouped_moe")
+_new = tuple.__new__
+
+
+class Form(NamedTuple):
+    """Of a tensor what a launcher may decide by: all but the address, which is a multiple of 16 bytes or is not."""
+
+    dtype: torch.dtype
+    shape: Tuple[int, ...]
+    strides: Tuple[int, ...]
+    aligned: bool
+
+
+def form_of(tensor: Optional[Tensor]) -> Optional[Form]:
+    """The form of a tensor, None of None."""
+    if tensor is None:
+        return None
+    # A third of the time that Form(...) takes.
+    return _new(Form, (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNMENT == 0))
+
+
+class Ref(NamedTuple):
+    """An argument of a kernel: that tensor of a call, by pointer or, with a box, by descriptor (`descriptors.Box`).
+
+    offset: elements of a contiguous tensor before what the kernel gets.
+    """
+
+    tensor: int
+    box: Any = None
+    offset: int = 0
+
+    def of(self, tensors: Sequence[Optional[Tensor]]) -> Any:
+        """What Triton takes."""
+        tensor = tensors[self.tensor].view(-1)[self.offset :] if self.offset else tensors[self.tensor]
+        return tensor if self.box is None else self.box.describe(tensor)
+
+
+def ref(index: int, form: Optional[Form]) -> Optional[Ref]:
+    """By pointer, or None for a tensor that is not there."""
+    return None if form is None else Ref(index)
+
+
+def bias_operand(index: int, bias: Optional[Form]) -> Tuple[Optional[Ref], int, int]:
+    """A bias (E, N) and its strides as arguments of a kernel; zeros without one. index: of the bias in a call."""
+    return (None, 0, 0) if bias is None else (Ref(index), *bias.strides)
 
 
 class Kernel:
@@ -42,19 +102,19 @@ class Kernel:
         hook = self.runtime.launch_enter_hook
         return hook is not None and bool(getattr(hook, "calls", True))
 
-    def __call__(self, grid: Tuple[int, int, int], *args) -> None:
-        """The first argument is a tensor or a descriptor."""
+    def __call__(self, grid: Tuple[int, int, int], *args) -> Any:
+        """The first argument is a tensor or a descriptor. Returns the compiled variant, None other than on CUDA."""
         first = args[0] if isinstance(args[0], Tensor) else args[0].base
         device = first.get_device()
         key, operands = [device], []
         for arg in args:
             if type(arg) is int:
-                key += (-1 if arg == 1 else arg & 15, arg >> 31)
+                key += (-1 if arg == 1 else arg % 16, arg >> 31)
             elif arg is None:
                 key.append(None)
             elif isinstance(arg, Tensor):
                 address = arg.data_ptr()
-                key += (arg.dtype, address & 15)
+                key += (arg.dtype, address % ALIGNMENT)
                 arg = address  # which Triton's launcher would ask for again
             else:
                 key.append(arg.base.dtype)  # a descriptor's block is among the constants
@@ -65,13 +125,159 @@ class Kernel:
             stream = torch._C._cuda_getCurrentRawStream(device)
             launch_arguments = (stream, variant.function, variant.packed_metadata, None, None, None)
             variant.run(*grid, *launch_arguments, *operands, *self.values)
-            return
+            return variant
         if self.choice is not None and _log.isEnabledFor(logging.INFO):
             _log_once(f"{self.kernel.__name__} on {_name_of(first)}: {self.choice}")
             self.choice = None
         compiled = self.kernel[grid](*args, **self.constants)
-        if first.is_cuda and torch.version.hip is None:
-            self.variants[key] = compiled
+        if not _keeps_variants(first):
+            return None
+        self.variants[key] = compiled
+        return compiled
+
+
+class Launch:
+    """A kernel with its grid and all its arguments but the addresses of tensors of given forms on a given device.
+
+    Where Triton's launcher is as in version 3.6, calls go to its function in C, which takes a list that is ready but
+    for the stream, addresses and, encoded once per address, descriptors. Other launchers, pointers that are not
+    aligned, hooks of profilers: by `Kernel`, as is the first call.
+    """
+
+    def __init__(self, device: torch.device, kernel: Kernel, grid: Tuple[int, int, int], *arguments):
+        """arguments: before the constants: ints, None, or a `Ref` to a tensor of a call. Its dtype, too, is given."""
+        self.device, self.kernel, self.grid, self.arguments = device, kernel, grid, arguments
+        self.function: Optional[Callable] = None
+
+    def numbered(self, *numbers: Optional[int]) -> "Launch":
+        """The same for tensors that have these numbers in a longer sequence."""
+        arguments = [a._replace(tensor=numbers[a.tensor]) if isinstance(a, Ref) else a for a in self.arguments]
+        return Launch(self.device, self.kernel, self.grid, *arguments)
+
+    def shifted(self, tensor: int, offset: int) -> "Launch":
+        """The same for what begins so many elements into the contiguous tensor of that number."""
+        arguments = [
+            a._replace(offset=a.offset + offset) if isinstance(a, Ref) and a.tensor == tensor else a
+            for a in self.arguments
+        ]
+        return Launch(self.device, self.kernel, self.grid, *arguments)
+
+    def refs(self) -> List[Ref]:
+        """Its arguments that are tensors."""
+        return [arg for arg in self.arguments if isinstance(arg, Ref)]
+
+    def __call__(self, tensors: Sequence[Optional[Tensor]]) -> None:
+        """Tensors that no argument refers to may be None."""
+        if self.function is not None and not self.kernel.is_watched():
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+            if are_aligned(addresses):
+                self.direct(addresses, torch._C._cuda_getCurrentRawStream(self.device.index))
+                return
+        self.by_kernel(tensors)
+
+    def direct(self, addresses: Sequence[int], stream: int) -> None:
+        """By the function in C, if there is one: with the addresses, all aligned, of the tensors."""
+        values = self.values.copy()
+        values[_STREAM] = stream
+        for number, offset, place, maps in self.places:
+            address = addresses[number] + offset
+            values[place] = address if maps is None else maps[address]
+        self.function(*values)
+
+    def by_kernel(self, tensors: Sequence[Optional[Tensor]]) -> None:
+        """By Triton; makes the direct way ready."""
+        compiled = self.kernel(self.grid, *(arg.of(tensors) if isinstance(arg, Ref) else arg for arg in self.arguments))
+        if compiled is not None and self.function is None:
+            if are_aligned([tensors[ref.tensor].data_ptr() for ref in self.refs()]):
+                self._prepare(compiled, tensors)
+
+    def _prepare(self, compiled, tensors: Sequence[Optional[Tensor]]) -> None:
+        """Makes the list for the function in C, if it is one that is known."""
+        found = _c_launcher(compiled.run)
+        boxes = [ref.box for ref in self.refs() if ref.box is not None]
+        if found is None or len(found.maps) != len(boxes):
+            return
+        run, encoders = compiled.run, iter(found.maps)
+        options = (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
+        values, places = [*self.grid, 0, compiled.function, *options], []
+        for arg in self.arguments:
+            if not isinstance(arg, Ref):
+                values.append(arg)
+                continue
+            maps = None if arg.box is None else _Maps(arg.box, next(encoders))
+            places.append((arg.tensor, arg.offset * tensors[arg.tensor].element_size(), len(values), maps))
+            values.append(None)
+            if arg.box is not None:
+                values += (*arg.box.shape, *arg.box.strides)
+        values += self.kernel.values
+        self.values, self.places = values, places
+        self.function = found.function
+
+
+def are_aligned(addresses: Sequence[int]) -> bool:
+    """Whether all are those that Triton's variants for aligned pointers take."""
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return bits % ALIGNMENT == 0
+
+
+class _CLauncher(NamedTuple):
+    """A variant's launcher in C, and for each of its descriptors the function that encodes it at an address."""
+
+    function: Callable
+    maps: Sequence[Callable]
+
+
+@lru_cache(maxsize=None)
+def _c_launcher(run) -> Optional[_CLauncher]:
+    """What is behind the launcher in Python of a compiled variant, None if it is not that of Triton 3.6."""
+    module = sys.modules[type(run).__module__]
+    if getattr(module, "_BASE_ARGS_FORMAT", None) != _C_FORMAT:
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    if not isinstance(run.launch, FunctionType):
+        return _CLauncher(run.launch, ())
+    inner = getclosurevars(run.launch).nonlocals  # of the function that encodes descriptors, then calls the launcher
+    metas, encode = inner.get("tensordesc_meta"), getattr(module, "make_tensordesc_arg", None)
+    if "launcher" not in inner or not metas or None in metas or encode is None:
+        return None
+    return _CLauncher(inner["launcher"], [lambda descriptor, meta=meta: encode(descriptor, meta)[0] for meta in metas])
+
+
+class _Maps(dict):
+    """Address -> the box's tensor map there, as the hardware wants it: a value of nothing else.
+
+    Layout in shared memory and type of the elements are the variant's.
+    """
+
+    def __init__(self, box, encode: Callable):
+        super().__init__()
+        self.box, self.encode = box, encode
+
+    def __missing__(self, address: int):
+        if len(self) >= _MAX_MAPS:
+            self.clear()
+        self[address] = made = self.encode(_Placed(self.box, address))
+        return made
+
+
+class _Placed:
+    """A descriptor of what lies at an address, as Triton reads it."""
+
+    padding = "zero"
+
+    def __init__(self, box, address: int):
+        self.shape, self.strides, self.address, self.base = box.shape, box.strides, address, self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _keeps_variants(tensor: Tensor) -> bool:
+    """Whether Triton specializes kernels on its device by no more than `Kernel` does."""
+    return tensor.is_cuda and torch.version.hip is None
 
 
 @lru_cache(maxsize=None)
@@ -87,10 +293,15 @@ def _name_of(tensor: Tensor) -> str:
 
 
 @lru_cache(maxsize=None)
-def _bind(kernel, names: Tuple[str, ...], values: Tuple[Any, ...]) -> Kernel:
-    return Kernel(kernel, **dict(zip(names, values)))
+def _bound(kernel, choice: Optional[str], names: Tuple[str, ...], values: Tuple[Any, ...]) -> Kernel:
+    return Kernel(kernel, choice, **dict(zip(names, values)))
+
+
+def bind(kernel, choice: Optional[str] = None, **constants) -> Kernel:
+    """The `Kernel` of these constants, one for all who ask."""
+    return _bound(kernel, choice, tuple(constants), tuple(constants.values()))
 
 
 def launch(kernel, grid: Tuple[int, ...], *args, **constants) -> None:
     """kernel[grid](*args, **constants), through a `Kernel` that is kept."""
-    _bind(kernel, tuple(constants), tuple(constants.values()))((*grid, 1, 1)[:3], *args)
+    bind(kernel, **constants)((*grid, 1, 1)[:3], *args)

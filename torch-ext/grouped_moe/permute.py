@@ -10,7 +10,7 @@ from . import _checks as checks
 from ._ops import add_op_namespace_prefix, ops
 from ._torch import permute as _torch_permute
 from .gemm import unit_rows, zero_ungrouped
-from .launch import Kernel, launch
+from .launch import MAX_KEPT, Form, Launch, Ref, bind, form_of, launch, ref
 from .routing import Routing
 from .tuning import on_device_of
 
@@ -22,15 +22,6 @@ def _block_h(h: int) -> int:
     return min(_MAX_BLOCK_H, 1 << max(0, h - 1).bit_length())
 
 
-@lru_cache(maxsize=None)
-def _combine_kernel(h: int, top_k: int, itemsize: int) -> Tuple[Kernel, int]:
-    """The kernel with its constants, and how many tiles of columns there are."""
-    from ._triton.rows import combine_kernel
-
-    block_h = min(_block_h(h), _COMBINE_BYTES // itemsize)
-    return Kernel(combine_kernel, H=h, TOP_K=top_k, BLOCK_H=block_h, num_warps=1), -(-h // block_h)
-
-
 def launch_combine(
     y: Tensor, weights: Optional[Tensor], slot_to_row: Tensor, top_k: int, out: Optional[Tensor] = None
 ) -> Tensor:
@@ -38,9 +29,23 @@ def launch_combine(
     num_tokens, h = slot_to_row.shape[0] // top_k, y.shape[1]
     out = y.new_empty((num_tokens, h)) if out is None else out
     if num_tokens:
-        kernel, tiles = _combine_kernel(h, top_k, y.dtype.itemsize)
-        kernel((num_tokens, tiles, 1), y, weights, slot_to_row, out)
+        kept = combine_launch(form_of(y), form_of(weights), slot_to_row.shape[0], top_k, y.device)
+        kept((y, weights, slot_to_row, out))
     return out
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def combine_launch(
+    y: Form, weights: Optional[Form], num_slots: int, top_k: int, device: torch.device
+) -> Launch:  # fmt: skip
+    """The launch for (y, weights, slot_to_row, out)."""
+    from ._triton.rows import combine_kernel
+
+    h = y.shape[1]
+    block_h = min(_block_h(h), _COMBINE_BYTES // y.dtype.itemsize)
+    kernel = bind(combine_kernel, H=h, TOP_K=top_k, BLOCK_H=block_h, num_warps=1)
+    grid = (num_slots // top_k, -(-h // block_h), 1)
+    return Launch(device, kernel, grid, Ref(0), ref(1, weights), Ref(2), Ref(3))
 
 
 def gather_rows_triton(x: Tensor, row_to_slot: Tensor, expert_offsets: Tensor, top_k: int) -> Tensor:

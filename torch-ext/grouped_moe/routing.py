@@ -22,7 +22,8 @@ from torch import Tensor
 from ._checks import check_routing
 from ._ops import add_op_namespace_prefix, ops
 from ._torch.routing import route as _route_torch
-from .launch import Kernel
+from .launch import MAX_KEPT, Launch, Ref, bind
+from .plan import Plan, unwritten
 from .schedule import Schedule, map_size, schedule_of_map
 from .tuning import on_device_of
 
@@ -67,31 +68,6 @@ def _sizes(num_experts: int) -> dict:
     return {"NUM_EXPERTS": num_experts, "EXPERTS_POW2": max(32, 1 << (num_experts - 1).bit_length())}
 
 
-@lru_cache(maxsize=None)
-def _count_kernel(num_experts: int) -> Kernel:
-    from ._triton.routing import count_slots_kernel
-
-    return Kernel(count_slots_kernel, **_sizes(num_experts), CHUNK=_CHUNK)
-
-
-@lru_cache(maxsize=None)
-def _scan_kernel(num_experts: int, few: bool) -> Tuple[Kernel, int]:
-    """The scan, and how many blocks of experts there are."""
-    from ._triton.routing import scan_counts_kernel
-
-    block, width, warps = _SCAN_FEW if few else _SCAN_MANY
-    kernel = Kernel(scan_counts_kernel, NUM_EXPERTS=num_experts, BLOCK=block, WIDTH=width, num_warps=warps)
-    return kernel, -(-num_experts // width)
-
-
-@lru_cache(maxsize=None)
-def _place_kernel(num_experts: int, block_m: int, one_chunk: bool) -> Kernel:
-    from ._triton.routing import place_slots_kernel
-
-    step = _CHUNK if one_chunk else _STEP
-    return Kernel(place_slots_kernel, **_sizes(num_experts), BLOCK_M=block_m, CHUNK=_CHUNK, STEP=step)
-
-
 def _launch(
     top_k_index: Tensor, offsets: Tensor, num_experts: int, block_m: int, num_rows: int, num_routed: Optional[Tensor]
 ) -> Tuple[Tensor, Tensor]:
@@ -100,20 +76,52 @@ def _launch(
     num_routed: (1,), gets R, which may then exceed num_rows; None if num_rows is S.
     """
     ids = top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
-    num_slots = ids.numel()
-    row_to_slot = offsets.new_empty(num_rows)
-    slot_to_row = offsets.new_empty(num_slots)
-    num_chunks = max(1, -(-num_slots // _CHUNK))
-    grid = (num_chunks, 1, 1)
-    counts = totals = None
-    if num_slots > _SMALL_SLOTS:
-        counts, totals = offsets.new_empty((num_chunks, num_experts)), offsets.new_empty(num_experts)
-        _count_kernel(num_experts)(grid, ids, counts, num_slots)
-        scan, blocks = _scan_kernel(num_experts, num_chunks <= _SCAN_FEW[0])
-        scan((blocks, 1, 1), counts, totals, num_chunks)
-    place = _place_kernel(num_experts, block_m, num_chunks == 1)
-    place(grid, ids, counts, totals, offsets, row_to_slot, slot_to_row, num_routed, num_slots, num_rows)
+    plan = route_plan(ids.numel(), ids.dtype, num_experts, block_m, num_rows, num_routed is not None, ids.device)
+    row_to_slot, slot_to_row = plan(ids, offsets, num_routed)[3:5]
     return row_to_slot, slot_to_row
+
+
+def route_plan(
+    num_slots: int, ids_dtype: torch.dtype, num_experts: int, block_m: int, num_rows: int, counts: bool,
+    device: torch.device,
+) -> Plan:  # fmt: skip
+    """ids, offsets or a schedule's map, num_routed -> row_to_slot, slot_to_row.
+
+    counts: whether num_routed is asked for.
+    """
+    few = num_slots <= _SMALL_SLOTS
+    return _route_plan(num_slots, ids_dtype, num_experts, block_m, num_rows, counts, device, few)
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def _route_plan(
+    num_slots: int, ids_dtype: torch.dtype, num_experts: int, block_m: int, num_rows: int, counts: bool,
+    device: torch.device, few: bool,
+) -> Plan:  # fmt: skip
+    """few: whether one launch does it all."""
+    from ._triton import routing as kernels
+
+    num_chunks = max(1, -(-num_slots // _CHUNK))
+    plan = Plan(device, 3)
+    row_to_slot, slot_to_row = (plan.make(unwritten(torch.int32, size)) for size in (num_rows, num_slots))
+    matrix = None if few else plan.make(unwritten(torch.int32, num_chunks, num_experts), scratch=True)
+    totals = None if few else plan.make(unwritten(torch.int32, num_experts), scratch=True)
+    grid, sizes = (num_chunks, 1, 1), _sizes(num_experts)
+    if not few:
+        kernel = bind(kernels.count_slots_kernel, **sizes, CHUNK=_CHUNK)
+        plan.add(Launch(device, kernel, grid, Ref(0), Ref(1), num_slots), 0, matrix)
+        block, width, warps = _SCAN_FEW if num_chunks <= _SCAN_FEW[0] else _SCAN_MANY
+        kernel = bind(kernels.scan_counts_kernel, NUM_EXPERTS=num_experts, BLOCK=block, WIDTH=width, num_warps=warps)
+        plan.add(Launch(device, kernel, (-(-num_experts // width), 1, 1), Ref(0), Ref(1), num_chunks), matrix, totals)
+    step = _CHUNK if num_chunks == 1 else _STEP
+    kernel = bind(kernels.place_slots_kernel, **sizes, BLOCK_M=block_m, CHUNK=_CHUNK, STEP=step)
+    counted = (None, None) if few else (Ref(1), Ref(2))
+    place = Launch(
+        device, kernel, grid,
+        Ref(0), *counted, Ref(3), Ref(4), Ref(5), Ref(6) if counts else None, num_slots, num_rows,
+    )  # fmt: skip
+    plan.add(place, 0, matrix, totals, 1, row_to_slot, slot_to_row, 2)
+    return plan
 
 
 def route_triton(top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor]:

@@ -1,13 +1,14 @@
 """Which rows belong to which group, as callers say it, and how a grouped GEMM cuts them into tiles."""
 
 from functools import lru_cache
-from typing import NamedTuple, Sequence, Union
+from typing import NamedTuple, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
 
 from . import _checks as checks
-from .launch import Kernel
+from .launch import MAX_KEPT, Form, Launch, Ref, bind, form_of
+from .plan import unwritten
 from .tuning import choose_block_m
 
 _BLOCK = 128  # tiles that schedule_kernel writes together
@@ -41,6 +42,9 @@ class Schedule(NamedTuple):
     num_groups: int
     block_m: int
     max_tiles: int
+
+
+Sizes = Tuple[int, int, int]  # of a schedule: groups, rows of a tile, the upper bound of the tiles
 
 
 def max_tiles(rows: int, num_groups: int, block_m: int) -> int:
@@ -92,13 +96,42 @@ def _from_list(sizes: Sequence[int], num_groups: int, device: torch.device) -> T
     return torch.tensor(sizes, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
+def schedule_sizes(rows: int, num_groups: int, dtype: torch.dtype) -> Sizes:
+    """The sizes of the schedule that GEMMs in dtype over so many rows share."""
+    block_m = choose_block_m(rows, num_groups, dtype)
+    return num_groups, block_m, max_tiles(rows, num_groups, block_m)
+
+
+def map_form(sizes: Sizes) -> Form:
+    """The map that `schedule_launch` writes."""
+    num_groups, _, tiles = sizes
+    return unwritten(torch.int32, 2 * (num_groups + 1) + tiles)
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def schedule_launch(splits: Form, rows: int, sizes: Sizes, device: torch.device) -> Launch:
+    """The launch for (splits, map): the tiles of a grouped GEMM over at most `rows` rows.
+
+    splits: (G,) sizes or (G + 1,) offsets of any values, contiguous.
+    """
+    from ._triton.schedule import schedule_kernel
+
+    num_groups, block_m, _ = sizes
+    kernel = bind(
+        schedule_kernel,
+        SIZES=splits.shape[0] == num_groups, NUM_GROUPS=num_groups, GROUPS_POW2=1 << (num_groups - 1).bit_length(),
+        BLOCK_M=block_m, BLOCK=_BLOCK,
+    )  # fmt: skip
+    return Launch(device, kernel, (num_groups, 1, 1), Ref(0), Ref(1), rows)
+
+
 def make_schedule(splits: Tensor, num_groups: int, rows: int, block_m: int) -> Schedule:
     """The tiles of a grouped GEMM over at most `rows` rows. splits: (G,) sizes or (G + 1,) offsets of any values."""
-    tiles = max_tiles(rows, num_groups, block_m)
-    tile_map = splits.new_empty(2 * (num_groups + 1) + tiles, dtype=torch.int32)
-    kernel = _schedule_kernel(splits.shape[0] == num_groups, num_groups, block_m)
-    kernel((num_groups, 1, 1), splits if splits.is_contiguous() else splits.contiguous(), tile_map, rows)
-    return Schedule(tile_map, num_groups, block_m, tiles)
+    sizes = num_groups, block_m, max_tiles(rows, num_groups, block_m)
+    splits = splits if splits.is_contiguous() else splits.contiguous()
+    tile_map = splits.new_empty(map_form(sizes).shape, dtype=torch.int32)
+    schedule_launch(form_of(splits), rows, sizes, splits.device)((splits, tile_map))
+    return Schedule(tile_map, *sizes)
 
 
 def schedule_for(splits: Tensor, num_groups: int, rows: int, dtype: torch.dtype) -> Schedule:
@@ -110,14 +143,3 @@ def schedule_for(splits: Tensor, num_groups: int, rows: int, dtype: torch.dtype)
     if splits.shape[0] > num_groups + 1:
         return schedule_of_map(splits, num_groups, rows, block_m)
     return make_schedule(splits, num_groups, rows, block_m)
-
-
-@lru_cache(maxsize=None)
-def _schedule_kernel(sizes: bool, num_groups: int, block_m: int) -> Kernel:
-    from ._triton.schedule import schedule_kernel
-
-    return Kernel(
-        schedule_kernel,
-        SIZES=sizes, NUM_GROUPS=num_groups, GROUPS_POW2=1 << (num_groups - 1).bit_length(),
-        BLOCK_M=block_m, BLOCK=_BLOCK,
-    )  # fmt: skip

@@ -115,6 +115,16 @@ def spec_of(tensor: torch.Tensor) -> DeviceSpec:
     return device_spec(tensor.device.type, tensor.device.index or 0)
 
 
+def dot_precision(dtype: torch.dtype, spec: DeviceSpec) -> str:
+    """tf32 for fp32 where the device has it and PyTorch's own flag, by its new name or its old one, allows it."""
+    if dtype != torch.float32 or not spec.tf32:
+        return "ieee"
+    matmul = torch.backends.cuda.matmul
+    # PyTorch raises when the old name is read after the new one was set.
+    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    return "tf32" if allowed else "ieee"
+
+
 def choose_block_m(num_slots: int, num_experts: int, dtype: torch.dtype) -> int:
     """Rows per tile: the power of two near the rows an expert gets if every slot is local, 16 to 128.
 

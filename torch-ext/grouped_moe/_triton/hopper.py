@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Triton 3.7 renamed these.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -52,38 +51,7 @@ def shared_layout(block, dtype):
     return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(dtype).removeprefix("torch.")))
 
 
-class Descriptor(TensorDescriptor):
-    """A descriptor without Triton's checks, which would take longer than all else of it."""
-
-    def __post_init__(self):
-        pass
-
-
-def make_descriptor(tensor, shape, strides, block):
-    """What the tensor memory accelerator reads or writes a tensor by, in such blocks.
-
-    The caller guarantees that the last stride is 1 and that the tensor and the other strides are steps of 16 bytes.
-    """
-    return Descriptor(tensor, list(shape), list(strides), list(block), shared_layout(tuple(block), tensor.dtype))
-
-
-def ragged_descriptor(rows, block_rows: int, block_columns: int):
-    """A descriptor of rows (R, C), columns contiguous, in whose reads rows from any end on are 0.
-
-    The hardware writes 0 past a dimension's extent. Two more dimensions of rows, whose steps cancel modulo 2^64, let
-    that extent fall on any row: `ragged_coordinates` says where. As in triton.tools.ragged_tma.
-    """
-    stride = rows.stride(0) if rows.shape[0] > 1 else -(-rows.shape[1] // 8) * 8
-    big = 0x7FFF0000
-    return make_descriptor(
-        rows,
-        (big, big, RAGGED_END.value, rows.shape[1]),
-        (2**34 - stride, stride, stride, 1),
-        (1, 1, block_rows, block_columns),
-    )
-
-
 @gluon.jit
 def ragged_coordinates(row, end, column):
-    """Where a ragged descriptor reads rows from `row` on, those from `end` on as 0."""
+    """Where the descriptor of a `descriptors.ragged_box` reads rows from `row` on, those from `end` on as 0."""
     return [RAGGED_END, end, RAGGED_END - end + row, column]

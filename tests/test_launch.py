@@ -1,0 +1,248 @@
+"""Direct launches hand the launcher in C what Triton's own path hands it, and nothing of another tensor.
+
+Runs Triton 3.6's own code without a GPU: a stub stands in for the driver and takes what the launcher would get.
+"""
+
+import ctypes
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+BF16 = torch.bfloat16
+
+
+class Utils:
+    """Stands in for the driver's functions in C."""
+
+    def load_binary(self, name, kernel, shared, device):
+        return name, hash(name), 32, 0, 1024
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
+
+    def fill_tma_descriptor(self, address, *form):
+        return ("map", address, *(tuple(part) if isinstance(part, (list, tuple)) else part for part in form))
+
+
+class Taken(list):
+    """Stands in for a launcher in C: keeps its arguments, but for what hooks would get and the hooks."""
+
+    def __call__(self, *args):
+        args = args[:10] + args[13:]
+        self.append(tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args))
+
+
+@pytest.fixture(scope="module")
+def module(grouped_moe):
+    return lambda name: sys.modules[f"{grouped_moe.__name__}.{name}"]
+
+
+@pytest.fixture(scope="module")
+def sent(module):
+    """The arguments of all calls of launchers in C, on a GPU that is a Hopper but for its memory."""
+    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+    if not hasattr(nvidia, "_BASE_ARGS_FORMAT"):
+        pytest.skip("this Triton's launchers are called through Triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    taken, monkeypatch = Taken(), pytest.MonkeyPatch()
+    active = SimpleNamespace(
+        utils=Utils(), launcher_cls=nvidia.CudaLauncher, get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: "stub", get_current_stream=lambda device: 7, map_python_to_cpp_type=nvidia.ty_to_cpp,
+    )  # fmt: skip
+    monkeypatch.setattr(nvidia, "compile_module_from_src", lambda *args, **kwargs: SimpleNamespace(launch=taken))
+    monkeypatch.setattr(nvidia, "library_dirs", lambda: [])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(module("launch"), "_keeps_variants", lambda tensor: True)
+    spec = module("tuning").DeviceSpec(132, 232448, hopper=True, name="stub")
+    monkeypatch.setattr(module("tuning"), "device_spec", lambda device_type, index: spec)
+    previous = driver._active
+    driver.set_active(active)
+    yield taken
+    driver._active = previous
+    monkeypatch.undo()
+
+
+@pytest.fixture
+def both(module, sent, monkeypatch):
+    """Every direct launch is made Triton's way as well and compared; returns how many there were."""
+    launch, counts = module("launch"), {"direct": 0, "first": 0, "maps": 0}
+    direct = launch.Launch.__call__
+
+    def call(self, tensors):
+        sent.clear()
+        if self.function is None:
+            direct(self, tensors)
+            counts["first"] += 1
+            assert self.function is not None
+        else:
+            direct(self, tensors)
+            self.by_kernel(tensors)
+            with mock.patch.dict(self.kernel.variants, clear=True):  # by all of Triton's path
+                self.by_kernel(tensors)
+            assert len(sent) == 3 and sent[0] == sent[1] == sent[2]
+            counts["direct"] += 1
+            counts["maps"] += sum(isinstance(arg, tuple) and arg[:1] == ("map",) for arg in sent[0])
+
+    monkeypatch.setattr(launch.Launch, "__call__", call)
+    monkeypatch.setattr(
+        module("plan").Plan, "__call__", lambda self, *given: self._by_kernels([*given, *(None for _ in self.forms)])
+    )
+    return counts
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows", [64, 2048])
+def test_linear(module, both, rows, transposed):
+    linear = module("grouped_linear")
+    x, dy, sizes = torch.zeros(rows, 256, dtype=BF16), torch.zeros(rows, 512, dtype=BF16), torch.tensor([rows // 4] * 4)
+    weight = torch.zeros((4, 256, 512) if transposed else (4, 512, 256), dtype=BF16)
+    for _ in range(3):
+        _, tile_map = linear.forward_triton(x, weight, sizes, None, None, transposed)
+        linear.backward_triton(dy, x, weight, tile_map, None, None, transposed, (True, True, False, False))
+    assert both["direct"] == 2 * 4 and both["first"] == 4
+    assert both["maps"] > 0
+
+
+def experts_inputs(tokens, gated=True, bias=False, transposed=False):
+    e, h, i, top_k = 16, 128, 64, 2
+    p = 2 * i if gated else i
+    up = torch.zeros((e, h, p) if transposed else (e, p, h), dtype=BF16)
+    down = torch.zeros((e, i, h) if transposed else (e, h, i), dtype=BF16)
+    biases = (torch.zeros(e, p, dtype=BF16), torch.zeros(e, h, dtype=BF16)) if bias else (None, None)
+    x, weights = torch.zeros(tokens, h, dtype=BF16), torch.zeros(tokens, top_k)
+    return x, torch.zeros(tokens, top_k, dtype=torch.int64), weights, up, down, *biases
+
+
+KINDS = [{}, {"gated": False}, {"bias": True}, {"transposed": True, "bias": True}]
+
+
+def block_of(module, inputs, kind):
+    flags = kind.get("gated", True), False, kind.get("transposed", False), False
+    return module("block").Block(*inputs[3:], module("activation").Activation(), *flags)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "plain")
+@pytest.mark.parametrize("tokens", [1, 40, 2048])
+def test_experts(module, both, tokens, kind):
+    experts = module("experts")
+    for _ in range(3):
+        inputs = experts_inputs(tokens, **kind)
+        x, ids, weights = inputs[:3]
+        block = block_of(module, inputs, kind)
+        routing = experts._route_tiles(block, x, ids, specified=True)
+        _, preact = experts.forward_triton(block, x, weights, routing, save=True)
+        needs = experts.Needs(*[True] * 4, *[bool(kind.get("bias"))] * 2)
+        experts.backward_triton(block, torch.zeros_like(x), x, weights, preact, routing, needs)
+    assert both["direct"] >= 2 * 8
+
+
+def at(address, form):
+    """The tensor of a form that lies there."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(form.shape, form.strides))
+    memory = (ctypes.c_char * (span * form.dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=form.dtype).as_strided(form.shape, form.strides)
+
+
+def assert_plan(module, sent, monkeypatch, plan, given):
+    """A plan's direct launches are those that Triton makes of the tensors at its addresses; its memory is its own."""
+    launch, seen = module("launch"), []
+    direct = launch.Launch.direct
+    plan(*given)
+    assert plan.ready
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            launch.Launch, "direct", lambda self, places, stream: seen.append(places) or direct(self, places, stream)
+        )
+        sent.clear()
+        result = plan(*given)
+    got, addresses = list(sent), seen[-1]
+    tensors = [*given, *(None if form is None else at(addresses[n], form) for n, form in plan.forms.items())]
+    sent.clear()
+    for step in plan.steps:
+        step.launch.by_kernel(tensors)
+    assert got == list(sent) and len(got) == len(plan.steps)
+    for number, tensor in enumerate(result):
+        assert tensor is None or tensor.data_ptr() == addresses[number]
+    pieces = sorted((addresses[n], tensors[n].nbytes) for n in plan.pieces)
+    assert all(start + size <= later for (start, size), (later, _) in zip(pieces, pieces[1:]))
+    assert not pieces or pieces[-1][0] + pieces[-1][1] <= pieces[0][0] + plan.scratch_bytes
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "plain")
+@pytest.mark.parametrize("tokens", [1, 40, 2048])
+def test_plan_of_inference(module, sent, monkeypatch, tokens, kind):
+    for _ in range(2):
+        inputs = experts_inputs(tokens, **kind)
+        plan = module("experts").inference_plan(block_of(module, inputs, kind), *inputs[:3])
+        assert_plan(module, sent, monkeypatch, plan, inputs)
+
+
+def test_plan_of_linear(module, sent, monkeypatch):
+    x, weight, sizes = torch.zeros(2048, 256, dtype=BF16), torch.zeros(4, 512, 256, dtype=BF16), torch.tensor([512] * 4)
+    plan = module("grouped_linear")._plan_of(x, weight, sizes, None, None, False)
+    assert_plan(module, sent, monkeypatch, plan, (x, weight, sizes, None, None))
+
+
+def test_one_address_in_many_forms(module, both):
+    """Tensors of other shapes, strides and dtypes at the same addresses get other maps, and again their own."""
+    linear, memory = module("grouped_linear"), torch.zeros(3 << 20, dtype=torch.uint8)
+    sizes = torch.tensor([512] * 4)
+    for _ in range(3):
+        for dtype in (BF16, torch.float16):
+            for k, stride in ((256, 256), (128, 128), (128, 256)):
+                x = memory[: 1 << 21].view(dtype).as_strided((2048, k), (stride, 1))
+                weight = memory[1 << 21 :].view(dtype).as_strided((4, 256, k), (256 * k, k, 1))
+                linear.forward_triton(x, weight, sizes, None, None, False)
+                linear.backward_triton(x[:, :k], x, weight[:, :k], sizes, None, None, False, (True, True, False, False))
+    assert both["maps"] > 100
+
+
+def test_misaligned_pointers_go_by_triton(module, both):
+    linear, memory = module("grouped_linear"), torch.zeros(64 * 256 + 1, dtype=BF16)
+    weight, sizes = torch.zeros(4, 512, 256, dtype=BF16), torch.tensor([16] * 4)
+    plan = linear._plan_of(memory[1:].view(64, 256), weight, sizes, None, None, False)
+    for x in (memory[1:].view(64, 256),) * 3:
+        with pytest.raises(AssertionError):  # of `both`: no direct way
+            plan(x, weight, sizes, None, None)
+
+
+@pytest.mark.parametrize("change", ["_BASE_ARGS_FORMAT", "scratch", "closure"])
+def test_other_launchers_go_by_triton(module, sent, monkeypatch, change):
+    """What does not look as Triton 3.6 does is not called directly."""
+    nvidia = sys.modules["triton.backends.nvidia.driver"]
+    known, launcher = (nvidia.CudaLauncher.__new__(nvidia.CudaLauncher) for _ in range(2))
+    for made in (known, launcher):
+        made.global_scratch_size = made.profile_scratch_size = 0
+        made.launch = sent
+    assert module("launch")._c_launcher(known).function is sent
+    if change == "scratch":
+        launcher.profile_scratch_size = 64
+    elif change == "closure":
+        launcher.launch = lambda *args: sent(*args)
+    else:
+        monkeypatch.setattr(nvidia, change, "iiiKKppOOOOO")
+    assert module("launch")._c_launcher(launcher) is None
+
+
+def test_hooks_see_launches(module, sent, monkeypatch):
+    from triton import knobs
+
+    x, weight, sizes = torch.zeros(64, 256, dtype=BF16), torch.zeros(4, 512, 256, dtype=BF16), torch.tensor([16] * 4)
+    plan, launch = module("grouped_linear")._plan_of(x, weight, sizes, None, None, False), module("launch")
+    plan(x, weight, sizes, None, None)
+    calls = []
+    monkeypatch.setattr(launch.Launch, "by_kernel", lambda self, tensors: calls.append(self))
+    plan(x, weight, sizes, None, None)
+    assert not calls
+    hook = lambda metadata: None  # noqa: E731
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        plan(x, weight, sizes, None, None)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert len(calls) == 2

@@ -1,0 +1,159 @@
+"""Plans: what a call launches and allocates, worked out once for each set of forms that it comes with."""
+
+import math
+from functools import lru_cache
+from typing import Dict, List, NamedTuple, Optional, Sequence, Union
+
+import torch
+from torch import Tensor
+
+from .launch import MAX_KEPT, Form, Launch, are_aligned
+
+_PIECE = 512  # bytes, of which pieces of scratch memory are multiples
+
+
+def unwritten(dtype: torch.dtype, *shape: int) -> Form:
+    """The form of a contiguous tensor of new memory."""
+    strides, size = [], 1
+    for extent in reversed(shape):
+        strides.append(size)
+        size *= max(1, extent)
+    return Form(dtype, shape, tuple(reversed(strides)), True)
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def like(form: Form) -> Form:
+    """The form of `torch.empty_like` of such a tensor."""
+    made = torch.empty_like(torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta"))
+    return Form(form.dtype, form.shape, made.stride(), True)
+
+
+class Within(NamedTuple):
+    """What begins so many elements into a contiguous tensor that a plan makes."""
+
+    number: int
+    offset: int
+
+
+class Plan:
+    """Launches in a row over the tensors given to a call and those that it makes, numbered in this order."""
+
+    def __init__(self, device: torch.device, num_given: int):
+        self.device, self.num_given = device, num_given
+        self.forms: Dict[int, Form] = {}  # of the tensors that are made
+        self.pieces: Dict[int, int] = {}  # of those in scratch memory their places
+        self.scratch_bytes = 0
+        self.unused: List[int] = []
+        self.steps: List[_Step] = []
+        self.ready = False
+
+    def make(self, form: Optional[Form], scratch: bool = False) -> int:
+        """Numbers a tensor that comes, unwritten, with the first launch that refers to it; None: that is not made.
+
+        scratch: it is contiguous, lives until the end and is not asked for: all such may be one piece of memory.
+        """
+        number = self.num_given + len(self.forms)
+        self.forms[number] = form
+        if form is not None:
+            self.unused.append(number)
+            if scratch:
+                self.pieces[number] = self.scratch_bytes
+                self.scratch_bytes += -(-math.prod(form.shape) * form.dtype.itemsize // _PIECE) * _PIECE
+        return number
+
+    @property
+    def last(self) -> int:
+        """The number of the last tensor."""
+        return self.num_given + len(self.forms) - 1
+
+    def add(self, launch: Launch, *numbers: Optional[int]) -> None:
+        """Appends a launch over the tensors of these numbers."""
+        makes = [number for number in numbers if number in self.unused]
+        self.unused = [number for number in self.unused if number not in makes]
+        self.steps.append(_Step(makes, launch.numbered(*numbers), ()))
+
+    def drop(self, *numbers: int) -> None:
+        """What was made is not needed after the last launch so far, and makes room for what comes next."""
+        if self.steps:
+            self.steps[-1] = self.steps[-1]._replace(drop=(*self.steps[-1].drop, *numbers))
+
+    def include(
+        self, plan: "Plan", *given: Union[int, Within, None], keep: Sequence[int] = ()
+    ) -> List[Optional[int]]:  # fmt: skip
+        """Appends a plan that drops nothing, for the tensors of these numbers. Returns the numbers of all its tensors.
+
+        keep: of what it makes the numbers, there, of what is asked for; the rest is scratch memory.
+        """
+        offsets = {place: within.offset for place, within in enumerate(given) if isinstance(within, Within)}
+        numbers = [within.number if isinstance(within, Within) else within for within in given]
+        numbers += [self.make(form, scratch=number not in keep) for number, form in plan.forms.items()]
+        for _, launch, _ in plan.steps:
+            used = {numbers[ref.tensor] for ref in launch.refs()}
+            makes = [number for number in self.unused if number in used]
+            self.unused = [number for number in self.unused if number not in makes]
+            for place, offset in offsets.items():
+                launch = launch.shifted(place, offset)
+            self.steps.append(_Step(makes, launch.numbered(*numbers), ()))
+        return numbers
+
+    def __call__(self, *given: Optional[Tensor]) -> List[Optional[Tensor]]:
+        """All tensors, None for those that were dropped, not made or scratch."""
+        tensors = [*given, *(None for _ in self.forms)]
+        if not self.ready or self.steps[0].launch.kernel.is_watched():
+            return self._by_kernels(tensors)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if not are_aligned(addresses):
+            return self._by_kernels(tensors)
+        if self.scratch_bytes:
+            scratch = torch.empty_strided((self.scratch_bytes,), (1,), dtype=torch.uint8, device=self.device)
+            start = scratch.data_ptr()
+            for number, place in self.pieces.items():
+                addresses[number] = start + place
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        for makes, launch, drop in self.steps:
+            for number in makes:
+                if number not in self.pieces:
+                    tensors[number] = made = self._make(number)
+                    addresses[number] = made.data_ptr()
+            launch.direct(addresses, stream)
+            for number in drop:
+                tensors[number] = None
+        for number in self.unused:
+            tensors[number] = self._make(number)
+        return tensors
+
+    def _make(self, number: int) -> Tensor:
+        dtype, shape, strides, _ = self.forms[number]
+        return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+
+    def _by_kernels(self, tensors: List[Optional[Tensor]]) -> List[Optional[Tensor]]:
+        """A tensor at a time, a launch at a time."""
+        for makes, launch, drop in self.steps:
+            for number in makes:
+                tensors[number] = self._make(number)
+            launch(tensors)
+            for number in drop:
+                tensors[number] = None
+        for number in self.unused:
+            tensors[number] = self._make(number)
+        self.ready = bool(self.steps) and all(step.launch.function is not None for step in self.steps)
+        return tensors
+
+
+class Plans(dict):
+    """The plans of an op, by `define.plan_key`."""
+
+    def keep(self, key: tuple, plan: Plan) -> Plan:
+        """Returns the plan."""
+        if len(self) >= MAX_KEPT:
+            self.clear()
+        self[key] = plan
+        return plan
+
+
+class _Step(NamedTuple):
+    """A launch of a plan: which tensors come with it, and which go after it."""
+
+    makes: Sequence[int]
+    launch: Launch
+    drop: Sequence[int]

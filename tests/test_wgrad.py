@@ -170,3 +170,18 @@ def test_many_tiles_per_program(gemm, scale, gathered):
     dw = torch.full((len(sizes), m, n), NAN, dtype=torch.bfloat16, device="cuda")
     gemm.launch_wgrad(*operands, offsets_of(sizes), dw)
     assert_close("dw", dw, expected(rows[:used], x[sources] if gathered else x[:used], sizes), torch.bfloat16)
+
+
+@pytest.mark.parametrize("longs", [1, 7, 33], ids=lambda count: f"{count}-long")
+@pytest.mark.parametrize("gathered", [False, True], ids=["in-place", "gathered"])
+def test_long_groups(gemm, longs, gathered):
+    """Programs with a tile of a long group get fewer of the others' (or, if there is one for each, as many)."""
+    sizes = [(7 * group) % 20 for group in range(128)]
+    sizes[60 : 60 + longs] = [4000 + group for group in range(longs)]
+    m, n, used = 256, 512, sum(sizes)
+    rows, x = rows_of(used, used + 70, m, torch.bfloat16), rows_of(used, used + 70, n, torch.bfloat16)
+    sources = torch.randperm(used, device="cuda")
+    operands = (rows, 0, x, 1, sources.int()) if gathered else (rows, 0, x, 0, None)
+    dw = torch.full((len(sizes), m, n), NAN, dtype=torch.bfloat16, device="cuda")
+    gemm.launch_wgrad(*operands, offsets_of(sizes), dw)
+    assert_close("dw", dw, expected(rows[:used], x[sources] if gathered else x[:used], sizes), torch.bfloat16)

@@ -17,29 +17,48 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .hopper import allocate_barriers, cp_async, next_slot, previous_slot, ragged_coordinates, tma_load, tma_store
 
+# What a tile takes besides its steps, in rows.
+TILE_COST = gl.constexpr(128)
+
 
 @gluon.jit
-def order_experts(offsets_ptr, NUM_EXPERTS: gl.constexpr, SIZE: gl.constexpr):
-    """Numbers of the experts in shared memory, most rows first, for `ordered_expert`. SIZE 0: in vain.
+def order_experts(offsets_ptr, NUM_EXPERTS: gl.constexpr, TILES: gl.constexpr, SIZE: gl.constexpr):
+    """Numbers of the experts in shared memory, most rows first, for `ordered_expert`, and a deal for `find_tile`.
 
-    SIZE: power of two, NUM_EXPERTS or more, 32 or more.
+    TILES: of an expert. SIZE: power of two, NUM_EXPERTS or more, 32 or more; 0: in vain.
     """
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    worker = gl.program_id(0)
+    workers = gl.num_programs(0)
     if SIZE == 0:
-        return gl.allocate_shared_memory(gl.int32, [1], SHARED)
+        return gl.allocate_shared_memory(gl.int32, [1], SHARED), (worker, workers, worker * 0, worker * 0)
     else:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
         i = gl.arange(0, SIZE, gl.SliceLayout(1, LAYOUT))
         j = gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))
         # Whatever lies past the last expert ranks last.
         starts = gl.load(offsets_ptr + gl.minimum(i, NUM_EXPERTS))
-        size_i = (gl.load(offsets_ptr + gl.minimum(i + 1, NUM_EXPERTS)) - starts)[:, None]
+        size_i = gl.load(offsets_ptr + gl.minimum(i + 1, NUM_EXPERTS)) - starts
         starts = gl.load(offsets_ptr + gl.minimum(j, NUM_EXPERTS))
         size_j = (gl.load(offsets_ptr + gl.minimum(j + 1, NUM_EXPERTS)) - starts)[None, :]
-        before = (size_j > size_i) | ((size_j == size_i) & (j[None, :] < i[:, None]))
+        before = (size_j > size_i[:, None]) | ((size_j == size_i[:, None]) & (j[None, :] < i[:, None]))
         rank = gl.sum(before.to(gl.int32), axis=1)
         order = gl.sum(gl.where(rank[:, None] == j[None, :], i[:, None], 0), axis=0)
-        return gl.allocate_shared_memory(gl.int32, [SIZE], SHARED, order)
+        # Workers that begin with a tile of the longest kind, half of the longest one or more, if not all do, let the
+        # others have as many rounds of tiles alone as fit under the shortest of these.
+        cost = (size_i + TILE_COST).to(gl.float32)
+        is_long = (i < NUM_EXPERTS) & (2 * cost >= gl.max(cost, axis=0))
+        longs = TILES * gl.sum(is_long.to(gl.int32), axis=0)
+        others = workers - longs
+        time = gl.min(gl.where(is_long, cost, float("inf")), axis=0)
+        costs_before = gl.sum(gl.where(before, (size_j + TILE_COST).to(gl.float32), 0.0), axis=1) * TILES
+        begin = gl.sum(gl.where(is_long, cost, 0.0), axis=0) * TILES
+        fit = gl.floor((begin + time * others.to(gl.float32) - costs_before) / cost)
+        fit = gl.where(is_long | (i >= NUM_EXPERTS), 0.0, gl.minimum(gl.maximum(fit, 0.0), TILES))
+        rounds = gl.maximum(gl.sum(fit.to(gl.int32), axis=0) // gl.maximum(others, 1), 1)
+        pays = (others > 0) & (rounds > 1)
+        deal = worker, workers, gl.where(pays, longs, 0), gl.where(pays, rounds, 0)
+        return gl.allocate_shared_memory(gl.int32, [SIZE], SHARED, order), deal
 
 
 @gluon.jit
@@ -53,15 +72,39 @@ def ordered_expert(position, order):
 
 
 @gluon.jit
-def num_tiles(worker, workers, NUM_TILES: gl.constexpr):
-    """How many tiles a worker gets. They are dealt back and forth, so that long ones spread over all."""
-    rounds = NUM_TILES // workers
-    place = gl.where(rounds % 2 == 0, worker, workers - 1 - worker)
-    return rounds + gl.where(place < NUM_TILES - rounds * workers, 1, 0)
+def num_tiles(deal, NUM_TILES: gl.constexpr):
+    """How many tiles a worker gets.
+
+    Each of the first `longs` workers begins with the tile of its number; the others share the next ones in `rounds`.
+    What is left is dealt to all. Tiles are dealt back and forth, so that long ones spread over all.
+    """
+    worker, workers, longs, rounds = deal
+    left = NUM_TILES - longs - rounds * (workers - longs)
+    last = left // workers
+    place = place_of(last, longs, worker, workers)
+    return gl.where(worker < longs, 1, rounds) + last + gl.where(place < left - last * workers, 1, 0)
 
 
 @gluon.jit
-def find_tile(index, worker, workers, offsets_ptr, order, TILING: gl.constexpr):
+def place_of(turn, longs, worker, workers):
+    """A worker's place in a round that is dealt to all: who had a long tile comes last in the first one."""
+    return gl.where((turn + gl.where(longs > 0, 1, 0)) % 2 == 0, worker, workers - 1 - worker)
+
+
+@gluon.jit
+def deal_tile(index, deal):
+    """A worker's index-th tile."""
+    worker, workers, longs, rounds = deal
+    others = workers - longs
+    own = longs + index * others + gl.where(index % 2 == 0, worker - longs, workers - 1 - worker)
+    own = gl.where(worker < longs, worker, own)
+    turn = index - gl.where(worker < longs, 1, rounds)
+    common = longs + rounds * others + turn * workers + place_of(turn, longs, worker, workers)
+    return gl.where(turn < 0, own, common)
+
+
+@gluon.jit
+def find_tile(index, deal, offsets_ptr, order, TILING: gl.constexpr):
     """A worker's index-th tile: expert, m tile, n tile, first row of the expert, its end; past the last, any tile.
 
     Within an expert GROUP_M m tiles go through the n tiles together.
@@ -69,8 +112,7 @@ def find_tile(index, worker, workers, offsets_ptr, order, TILING: gl.constexpr):
     M_TILES: gl.constexpr = TILING[1]
     N_TILES: gl.constexpr = TILING[2]
     GROUP_M: gl.constexpr = TILING[3]
-    tile = index * workers + gl.where(index % 2 == 0, worker, workers - 1 - worker)
-    tile = gl.minimum(tile, TILING[0] - 1)
+    tile = gl.minimum(deal_tile(index, deal), TILING[0] - 1)
     expert = tile // (M_TILES * N_TILES)
     within = tile - expert * (M_TILES * N_TILES)
     group = within // (GROUP_M * N_TILES)
@@ -84,7 +126,7 @@ def find_tile(index, worker, workers, offsets_ptr, order, TILING: gl.constexpr):
 
 
 @gluon.jit
-def fill_ring(worker, workers, p_desc, q_desc, ring, offsets_ptr, order, TILING: gl.constexpr):
+def fill_ring(deal, p_desc, q_desc, ring, offsets_ptr, order, TILING: gl.constexpr):
     """Loads p and q of all steps of a worker's tiles. Rows past the expert's last one come as 0, by the hardware."""
     p_ring, q_ring, full, empty = ring
     STAGES: gl.constexpr = p_ring.shape[0]
@@ -94,12 +136,12 @@ def fill_ring(worker, workers, p_desc, q_desc, ring, offsets_ptr, order, TILING:
     BYTES: gl.constexpr = BLOCK_K * (BLOCK_M + BLOCK_N) * 2
     slot = 0
     phase = 1
-    expert, m_tile, n_tile, start, end = find_tile(0, worker, workers, offsets_ptr, order, TILING)
-    for index in range(num_tiles(worker, workers, TILING[0])):
+    expert, m_tile, n_tile, start, end = find_tile(0, deal, offsets_ptr, order, TILING)
+    for index in range(num_tiles(deal, TILING[0])):
         first_row, end_row = start, end
         m, n = m_tile * BLOCK_M, n_tile * BLOCK_N
         # Where the next tile is has been read by the time this one is loaded.
-        expert, m_tile, n_tile, start, end = find_tile(index + 1, worker, workers, offsets_ptr, order, TILING)
+        expert, m_tile, n_tile, start, end = find_tile(index + 1, deal, offsets_ptr, order, TILING)
         # Not `range(first_row, ...)`: Triton 3.6 drops what a loop carries for nothing but the bounds of another.
         for k in range((end_row - first_row + BLOCK_K - 1) // BLOCK_K):
             row = first_row + k * BLOCK_K
@@ -113,7 +155,7 @@ def fill_ring(worker, workers, p_desc, q_desc, ring, offsets_ptr, order, TILING:
 
 @gluon.jit
 def gather_ring(
-    worker, workers,
+    deal,
     gathered,  # the first arguments of `hopper_gathered_wgrad_kernel`
     ring, offsets_ptr, order,
     TOP_K: gl.constexpr,
@@ -137,11 +179,11 @@ def gather_ring(
     slot = 0
     phase = 1
     filled = 0
-    expert, m_tile, n_tile, start, end = find_tile(0, worker, workers, offsets_ptr, order, TILING)
-    for index in range(num_tiles(worker, workers, TILING[0])):
+    expert, m_tile, n_tile, start, end = find_tile(0, deal, offsets_ptr, order, TILING)
+    for index in range(num_tiles(deal, TILING[0])):
         first_row, end_row = start, end
         m, n = m_tile * BLOCK_M, n_tile * BLOCK_N
-        expert, m_tile, n_tile, start, end = find_tile(index + 1, worker, workers, offsets_ptr, order, TILING)
+        expert, m_tile, n_tile, start, end = find_tile(index + 1, deal, offsets_ptr, order, TILING)
         column = (m if P_GATHERED else n) + columns
         rows = first_row + steps
         token = gl.load(row_to_slot_ptr + rows, mask=rows < end_row, other=0) // TOP_K
@@ -179,7 +221,7 @@ def gather_ring(
 
 @gluon.jit
 def multiply(
-    worker, workers, ring, out, offsets_ptr, order,
+    deal, ring, out, offsets_ptr, order,
     ROW: gl.constexpr,  # first row of the tile that is this warp group's
     TILING: gl.constexpr,
     ACCUMULATE: gl.constexpr,
@@ -197,12 +239,12 @@ def multiply(
     slot = 0
     phase = 0
     loaded_phase = 0
-    expert, m_tile, n_tile, start, end = find_tile(0, worker, workers, offsets_ptr, order, TILING)
-    for index in range(num_tiles(worker, workers, TILING[0])):
+    expert, m_tile, n_tile, start, end = find_tile(0, deal, offsets_ptr, order, TILING)
+    for index in range(num_tiles(deal, TILING[0])):
         steps = (end - start + BLOCK_K - 1) // BLOCK_K
         place = [expert, m_tile * BLOCK_M + ROW, n_tile * BLOCK_N]
         # Where the next tile is has been read by the time this one is done.
-        expert, m_tile, n_tile, start, end = find_tile(index + 1, worker, workers, offsets_ptr, order, TILING)
+        expert, m_tile, n_tile, start, end = find_tile(index + 1, deal, offsets_ptr, order, TILING)
         if ACCUMULATE:
             tma.store_wait(0)
             mbarrier.expect(loaded, BYTES, pred=steps > 0)
@@ -268,17 +310,15 @@ def hopper_wgrad_kernel(
     N_TILES: gl.constexpr = (N + q_desc.block_shape[3] - 1) // q_desc.block_shape[3]
     TILING: gl.constexpr = (NUM_EXPERTS * M_TILES * N_TILES, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
     ROWS: gl.constexpr = dw_desc.block_shape[1]
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    order = order_experts(offsets_ptr, NUM_EXPERTS, ORDER_SIZE)
+    order, deal = order_experts(offsets_ptr, NUM_EXPERTS, M_TILES * N_TILES, ORDER_SIZE)
     out0, out1 = allocate_outputs(dw_desc)
     p_ring = gl.allocate_shared_memory(p_desc.dtype, [STAGES] + p_desc.block_shape, p_desc.layout)
     q_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
     ring = (p_ring, q_ring, allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2))
     gl.warp_specialize([
-        (multiply, (program, programs, ring, out0, offsets_ptr, order, 0, TILING, ACCUMULATE)),
-        (multiply, (program, programs, ring, out1, offsets_ptr, order, ROWS, TILING, ACCUMULATE)),
-        (fill_ring, (program, programs, p_desc, q_desc, ring, offsets_ptr, order, TILING)),
+        (multiply, (deal, ring, out0, offsets_ptr, order, 0, TILING, ACCUMULATE)),
+        (multiply, (deal, ring, out1, offsets_ptr, order, ROWS, TILING, ACCUMULATE)),
+        (fill_ring, (deal, p_desc, q_desc, ring, offsets_ptr, order, TILING)),
     ], [4, 1], [232, 40])  # fmt: skip
 
 
@@ -308,9 +348,7 @@ def hopper_gathered_wgrad_kernel(
     N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = (NUM_EXPERTS * M_TILES * N_TILES, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    order = order_experts(offsets_ptr, NUM_EXPERTS, ORDER_SIZE)
+    order, deal = order_experts(offsets_ptr, NUM_EXPERTS, M_TILES * N_TILES, ORDER_SIZE)
     out0, out1 = allocate_outputs(dw_desc)
     if P_GATHERED:
         p_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_K, BLOCK_M], LAYOUT)
@@ -322,7 +360,7 @@ def hopper_gathered_wgrad_kernel(
     gathered = (tokens_ptr, stride8, row_to_slot_ptr, rows_desc)
     COLUMNS: gl.constexpr = M if P_GATHERED else N
     gl.warp_specialize([
-        (multiply, (program, programs, ring, out0, offsets_ptr, order, 0, TILING, ACCUMULATE)),
-        (multiply, (program, programs, ring, out1, offsets_ptr, order, ROWS, TILING, ACCUMULATE)),
-        (gather_ring, (program, programs, gathered, ring, offsets_ptr, order, TOP_K, COLUMNS, P_GATHERED, TILING)),
+        (multiply, (deal, ring, out0, offsets_ptr, order, 0, TILING, ACCUMULATE)),
+        (multiply, (deal, ring, out1, offsets_ptr, order, ROWS, TILING, ACCUMULATE)),
+        (gather_ring, (deal, gathered, ring, offsets_ptr, order, TOP_K, COLUMNS, P_GATHERED, TILING)),
     ], [4, 4], [208, 88])  # fmt: skip

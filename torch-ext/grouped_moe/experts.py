@@ -284,16 +284,21 @@ def grouped_mm_experts(
 
     Raises TypeError or ValueError that names the argument, before anything is launched.
     """
-    kind = as_activation(activation, gated, interleaved)
     tensors = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias
+    activation = as_activation(activation, gated, interleaved)
+    return _call(tensors, activation, gated, interleaved, transposed, recompute, capacity)
+
+
+def _call(tensors, activation, gated, interleaved, transposed, recompute, capacity) -> Tensor:
+    """`grouped_mm_experts`: by a plan that is kept, else checked and by the op or what stands in for it."""
     record = needs_autograd(*tensors)
-    key = plan_key(tensors, kind, gated, interleaved, transposed, recompute, capacity, record)
+    key = plan_key(tensors, activation, gated, interleaved, transposed, recompute, capacity, record)
     call = None if key is None else _plans.get(key)
     if call is None:
         given, tensors = tensors, _checked(*tensors, gated, transposed, capacity)
     if torch.version.hip is not None:  # no device assertions there: an overflow would go unseen
         capacity = None
-    kind = pack_kind(kind, gated, interleaved, transposed, recompute, capacity)
+    kind = pack_kind(activation, gated, interleaved, transposed, recompute, capacity)
     if call is None:
         if not is_plain(*tensors):
             return ops.experts.default(*tensors, *kind, record)[0]
@@ -303,7 +308,7 @@ def grouped_mm_experts(
         return _apply_plain(*tensors, *kind, record, call or True)
     if call is None:
         return _infer(make_block(*tensors[3:], *kind), *tensors[:3])
-    with on_device_of(hidden_states):
+    with on_device_of(tensors[0]):
         return call.plan(*tensors)[-1]
 
 

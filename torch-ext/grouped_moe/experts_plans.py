@@ -125,26 +125,35 @@ def backward_plan(
         wgrad = wgrad_launch(dout, top_k, act_form, 0, rows, dw, False, spec, precision, device)
         plan.add(wgrad, 0, act, grads.down, row_to_slot, tile_map)
     plan.drop(act, sums)
+    rows_given = preact_form, dpreact, x, rows, tokens, h, top_k
+    _add_up_grads(plan, needs, grads, rows_given, up, up_bias, transposed, sizes, spec, precision, device)
+    return plan
+
+
+def _add_up_grads(
+    plan: Plan, needs: Needs, grads: Needs, rows_given: tuple, up: Form, up_bias: Optional[Form], transposed: bool,
+    sizes: Sizes, spec: DeviceSpec, precision: str, device: torch.device,
+) -> None:  # fmt: skip
+    """Adds what makes the gradients of up, its bias and x of dpreact."""
+    preact, dpreact, x, rows, tokens, h, top_k = rows_given
+    _, row_to_slot, slot_to_row, tile_map = range(7, 11)
     if needs.up:
         dw = _wgrad_form(up, transposed)
-        wgrad = wgrad_launch(preact_form, 0, x, top_k, rows, dw, False, spec, precision, device)
+        wgrad = wgrad_launch(preact, 0, x, top_k, rows, dw, False, spec, precision, device)
         plan.add(wgrad, dpreact, 1, grads.up, row_to_slot, tile_map)
     if needs.up_bias:
-        dbias = unwritten(dtype, *up_bias.shape)
-        bias_grads = bias_grads_plan(preact_form, 0, None, None, None, False, dbias, sizes, False, device)
+        dbias = unwritten(preact.dtype, *up_bias.shape)
+        bias_grads = bias_grads_plan(preact, 0, None, None, None, False, dbias, sizes, False, device)
         plan.include(bias_grads, dpreact, None, None, None, None, tile_map, grads.up_bias)
     if needs.x:
-        dx_form = unwritten(dtype, rows, h)
+        dx_form = unwritten(preact.dtype, rows, h)
         dx_rows = plan.make(dx_form)
         if rows:
             strides = nk_order(up.strides, not transposed)
-            dx_gemm = gemm_launch(
-                preact_form, up, strides, h, None, None, sizes, False, spec, precision, device
-            )  # fmt: skip
+            dx_gemm = gemm_launch(preact, up, strides, h, None, None, sizes, False, spec, precision, device)
             plan.add(dx_gemm, dpreact, 3, None, None, dx_rows, tile_map)
         if tokens:
             plan.add(combine_launch(dx_form, None, tokens * top_k, top_k, device), dx_rows, None, slot_to_row, grads.x)
-    return plan
 
 
 def _make_grads(plan: Plan, needs: Needs, dout: Form, weights: Form, *others: Optional[Form]) -> Needs:

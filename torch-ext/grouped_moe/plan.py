@@ -36,7 +36,10 @@ class Within(NamedTuple):
 
 
 class Plan:
-    """Launches in a row over the tensors given to a call and those that it makes, numbered in this order."""
+    """Launches in a row over the tensors given to a call and those that it makes, numbered in this order.
+
+    What PyTorch allocates is aligned to more than Triton and descriptors ask for; what is given is looked at.
+    """
 
     def __init__(self, device: torch.device, num_given: int):
         self.device, self.num_given = device, num_given
@@ -68,7 +71,7 @@ class Plan:
 
     def add(self, launch: Launch, *numbers: Optional[int]) -> None:
         """Appends a launch over the tensors of these numbers."""
-        makes = [number for number in numbers if number in self.unused]
+        makes = [number for number in self.unused if number in numbers]
         self.unused = [number for number in self.unused if number not in makes]
         self.steps.append(_Step(makes, launch.numbered(*numbers), ()))
 

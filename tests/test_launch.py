@@ -175,11 +175,13 @@ def assert_plan(module, sent, monkeypatch, plan, given):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "plain")
 @pytest.mark.parametrize("tokens", [1, 40, 2048])
-def test_plan_of_inference(module, sent, monkeypatch, tokens, kind):
+@pytest.mark.parametrize("record", [False, True])
+def test_plan_of_experts(module, sent, monkeypatch, tokens, kind, record):
     for _ in range(2):
         inputs = experts_inputs(tokens, **kind)
-        plan = module("experts").inference_plan(block_of(module, inputs, kind), *inputs[:3])
-        assert_plan(module, sent, monkeypatch, plan, inputs)
+        call = module("experts_plans").call_plan(block_of(module, inputs, kind), *inputs[:3], record)
+        assert len(call.saved) == 4 * record
+        assert_plan(module, sent, monkeypatch, call.plan, inputs)
 
 
 def test_plan_of_linear(module, sent, monkeypatch):

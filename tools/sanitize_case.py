@@ -204,6 +204,26 @@ def run_layers(kernel: ModuleType, device: str, groups: int, rows: int, k: int, 
     check(f"grouped_mlp, {groups} groups, {rows} rows", gradients(got, ours), gradients(y, true), torch.bfloat16)
 
 
+STORE = re.compile(
+    r"^ *store (\w+) [^,]*, ptr addrspace\(3\) (?:getelementptr \(i8, .*@global_smem, i\d+ (\d+)\)|@global_smem)", re.M
+)
+BYTES = {"i1": 1, "i8": 1, "i16": 2, "half": 2, "bfloat": 2, "i64": 8, "double": 8, "ptr": 8}  # others: 4
+
+
+def print_dispatch(kernel: ModuleType) -> None:
+    """Where in shared memory the warps of each Gluon kernel are told their work: the constant addresses stored to."""
+    found = set()
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{kernel.__name__}._triton.hopper_"):
+            for function in vars(module).values():
+                for caches in dict(getattr(function, "device_caches", {})).values():
+                    for compiled in caches[0].values():
+                        stores = STORE.findall(compiled.asm["llir"])
+                        found |= {(compiled.name, int(at or 0), BYTES.get(kind, 4)) for kind, at in stores}
+    for line in sorted(found):
+        print("dispatch", *line)
+
+
 def main(argv: Optional[List[str]] = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -217,8 +237,10 @@ def main(argv: Optional[List[str]] = None) -> None:
         run_blocks(kernel, device, transposed)
     run_layers(kernel, device, groups=3, rows=60, k=40, n=72)  # by pointer
     run_layers(kernel, device, groups=4, rows=900, k=128, n=264)  # by descriptor
+    run_layers(kernel, device, groups=40, rows=5120, k=64, n=1024)  # several tiles for each program
     if device == "cuda":
         torch.cuda.synchronize()
+    print_dispatch(kernel)
     print(f"all right on {device}")
 
 

@@ -23,7 +23,7 @@ from .define import (
     plan_key,
     register_autograd,
 )
-from .experts_plans import backward_plan, forward_plan, inference_plan
+from .experts_plans import Call, backward_plan, call_plan, forward_plan
 from .gemm import unit_rows
 from .launch import form_of
 from .plan import Plans
@@ -195,7 +195,11 @@ define_op(
 
 
 class _Experts(torch.autograd.Function):
-    """The autograd of the op, whose inputs, but for the last, and outputs these are."""
+    """The autograd of the op, whose inputs, but for the last, these are, and whose outputs unless the call is plain.
+
+    The last: whether the call is plain, or its plan. What is saved is the same either way: activation checkpointing
+    compares that.
+    """
 
     @staticmethod
     def forward(ctx, x, top_k_index, top_k_weights, up, down, up_bias, down_bias, *kind):
@@ -203,15 +207,20 @@ class _Experts(torch.autograd.Function):
         *ctx.kind, _ = kind
         ctx.set_materialize_grads(False)
         tensors = x, top_k_index, top_k_weights, up, down, up_bias, down_bias
-        if plain:
+        if isinstance(plain, Call):
+            with on_device_of(x):
+                made = plain.plan(*tensors)
+            out, (preact, *others) = made[-1], (made[number] for number in plain.saved)
+            others = [x.new_empty(0) if preact is None else preact, *others]
+        elif plain:
             out, *others = _experts(*tensors, *kind)
         else:
             with below_autograd():
                 out, *others = ops.experts.default(*tensors, *kind)
-        ctx.mark_non_differentiable(*others)
+            ctx.mark_non_differentiable(*others)
         reads_x = ctx.needs_input_grad[3] or ctx.kind[2][3]  # recompute
         ctx.save_for_backward(x if reads_x else None, top_k_weights, up, down, up_bias, down_bias, *others)
-        return (out, *others)
+        return out if plain else (out, *others)
 
     @staticmethod
     @once_differentiable
@@ -278,26 +287,25 @@ def grouped_mm_experts(
     """
     kind = as_activation(activation, gated, interleaved)
     tensors = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias
-    key = plan_key(tensors, kind, gated, interleaved, transposed, capacity)
-    plan = None if key is None else _plans.get(key)
-    if plan is not None and not needs_autograd(*tensors):
-        with on_device_of(hidden_states):
-            return plan(*tensors)[-1]
-    given, tensors = tensors, _checked(*tensors, gated, transposed, capacity)
+    record = needs_autograd(*tensors)
+    key = plan_key(tensors, kind, gated, interleaved, transposed, recompute, capacity, record)
+    call = None if key is None else _plans.get(key)
+    if call is None:
+        given, tensors = tensors, _checked(*tensors, gated, transposed, capacity)
     if torch.version.hip is not None:  # no device assertions there: an overflow would go unseen
         capacity = None
     kind = pack_kind(kind, gated, interleaved, transposed, recompute, capacity)
-    record = needs_autograd(*tensors)
-    if not is_plain(*tensors):
-        return ops.experts.default(*tensors, *kind, record)[0]
+    if call is None:
+        if not is_plain(*tensors):
+            return ops.experts.default(*tensors, *kind, record)[0]
+        if key is not None and all(map(operator.is_, given, tensors)):
+            call = _plans.keep(key, call_plan(make_block(*tensors[3:], *kind), *tensors[:3], record))
     if record:
-        return _apply_plain(*tensors, *kind, record, True)[0]
-    block, x, ids, weights = make_block(*tensors[3:], *kind), *tensors[:3]
-    if key is not None and all(map(operator.is_, given, tensors)):
-        plan = inference_plan(block, x, ids, weights)
-        if plan is not None:
-            _plans.keep(key, plan)
-    return _infer(block, x, ids, weights)
+        return _apply_plain(*tensors, *kind, record, call or True)
+    if call is None:
+        return _infer(make_block(*tensors[3:], *kind), *tensors[:3])
+    with on_device_of(hidden_states):
+        return call.plan(*tensors)[-1]
 
 
 _plans = Plans()

@@ -1,7 +1,7 @@
 """What the directions of the experts block launch and allocate."""
 
 from functools import lru_cache
-from typing import Optional, Sequence, Tuple
+from typing import NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from .launch import MAX_KEPT, Form, form_of
 from .permute import combine_launch, sort_rows_launch
 from .plan import Plan, Within, like, unwritten
 from .routing import route_plan
-from .schedule import Sizes, map_form, schedule_sizes
+from .schedule import Sizes, map_size, schedule_sizes
 from .tuning import DeviceSpec, spec_of
 
 Numbers = Sequence[Optional[int]]  # of tensors of a plan
@@ -75,28 +75,36 @@ def _add_up_proj(
         plan.drop(x_rows)
 
 
-def inference_plan(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Optional[Plan]:
-    """The plan of a call without gradients for x, ids, routing weights, up, down and their biases -> out, the last.
+class Call(NamedTuple):
+    """The plan of a whole call for x, ids, routing weights, up, down and their biases -> out, the last.
 
-    None for what is copied first, or counted because of a capacity.
+    saved: the numbers of preact, the schedule's map, row_to_slot and slot_to_row, if a backward may follow.
     """
+
+    plan: Plan
+    saved: Tuple[int, ...]
+
+
+def call_plan(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor, record: bool) -> Optional[Call]:
+    """None for what is copied first, or counted because of a capacity. record: whether a backward may follow."""
     forms = [*map(form_of, (x, top_k_index, weights, *block[:4]))]
     (num_tokens, top_k), num_experts, num_slots = top_k_index.shape, block.num_experts, top_k_index.numel()
     if not top_k_index.is_contiguous() or block.num_rows(num_slots) < num_slots:
         return None
-    if num_tokens and is_decode(block, num_tokens, top_k):
+    if not record and num_tokens and is_decode(block, num_tokens, top_k):
         kind = block.activation, block.gated, block.interleaved, block.transposed
-        return decode_plan(*forms, kind, x.device) if unit_rows(x) is x else None
-    spec, plan = spec_of(x), Plan(x.device, 7)
+        return Call(decode_plan(*forms, kind, x.device), ()) if unit_rows(x) is x else None
+    spec, plan, save = spec_of(x), Plan(x.device, 7), record and not block.recompute
     sizes = schedule_sizes(num_slots, num_experts, x.dtype)
-    tile_map = plan.make(map_form(sizes), scratch=True)
+    tile_map = plan.make(unwritten(torch.int32, map_size(num_slots, num_experts)), scratch=not record)
     route = route_plan(num_slots, top_k_index.dtype, num_experts, sizes[1], num_slots, False, x.device)
-    row_to_slot, slot_to_row = plan.include(route, 1, tile_map, None)[3:5]
+    row_to_slot, slot_to_row = plan.include(route, 1, tile_map, None, keep=(3, 4) if record else ())[3:5]
     forward = forward_plan(
-        forms[0], *forms[2:], num_slots, False, block.transposed, block.kind(spec), sizes, spec, x.device
-    )
-    plan.include(forward, 0, *range(2, 7), row_to_slot, slot_to_row, tile_map, keep=(forward.last,))
-    return plan
+        forms[0], *forms[2:], num_slots, save, block.transposed, block.kind(spec), sizes, spec, x.device
+    )  # fmt: skip
+    given = 0, *range(2, 7), row_to_slot, slot_to_row, tile_map
+    preact = plan.include(forward, *given, keep=(len(given), forward.last))[len(given)]
+    return Call(plan, (preact, tile_map, row_to_slot, slot_to_row) if record else ())
 
 
 @lru_cache(maxsize=MAX_KEPT)

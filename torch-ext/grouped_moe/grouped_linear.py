@@ -187,8 +187,8 @@ def _forward(
     transposed: bool,
     plan: Optional[Plan] = None,
 ) -> Tuple[Tensor, Tensor]:
-    """y, and what the backward takes as splits at less cost."""
-    if x.device.type == "cpu":
+    """y, and what the backward takes as splits at less cost. plan: that of the call, if it is at hand."""
+    if plan is None and x.device.type == "cpu":
         return forward_torch(x, weight, splits, bias, bias_scales, transposed)
     with on_device_of(x):
         return forward_triton(x, weight, splits, bias, bias_scales, transposed, plan)

@@ -2,7 +2,7 @@
 
 import math
 from functools import lru_cache
-from typing import Dict, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -113,8 +113,9 @@ class Plan:
         for makes, launch, drop in self.steps:
             for number in makes:
                 if number not in self.pieces:
-                    tensors[number] = made = self._make(number)
-                    addresses[number] = made.data_ptr()
+                    dtype, shape, strides, _ = self.forms[number]
+                    made = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+                    tensors[number], addresses[number] = made, made.data_ptr()
             launch.direct(addresses, stream)
             for number in drop:
                 tensors[number] = None
@@ -141,9 +142,9 @@ class Plan:
 
 
 class Plans(dict):
-    """The plans of an op, by `define.plan_key`."""
+    """The plans of an op, or what holds them, by `define.plan_key`."""
 
-    def keep(self, key: tuple, plan: Plan) -> Plan:
+    def keep(self, key: tuple, plan: Any) -> Any:
         """Returns the plan."""
         if len(self) >= MAX_KEPT:
             self.clear()

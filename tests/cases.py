@@ -72,6 +72,19 @@ CASES = [
     Case("extents-of-one", T=5, top_k=2, E=3, H=1, I=1, sentinels=0.0),
     Case("aligned-extents", T=64, top_k=2, E=4, H=128, I=64),
     Case("tall", T=300, top_k=2, E=2, H=40, I=24),
+    Case("tall-wide", T=300, top_k=2, E=3, H=72, I=136),
+    Case("tall-wide-transposed", T=300, top_k=2, E=3, H=72, I=136, transposed=True),
+    Case(
+        "tall-wide-bias-limit-recompute",
+        T=300,
+        top_k=2,
+        E=3,
+        H=72,
+        I=136,
+        bias="both",
+        activation=GPT_OSS,
+        recompute=True,
+    ),
 ]
 BY_ID: Dict[str, Case] = {case.id: case for case in CASES}
 assert len(BY_ID) == len(CASES), "two cases of one id"

@@ -67,6 +67,8 @@ MLPS = [
     Mlp("one-group", "gpt-oss", sizes=(33,)),
     Mlp("one-row", "relu2-not-gated", sizes=(0, 1), tail=0),
     Mlp("first-and-last-empty", "gpt-oss", "same", sizes=(0, 0, 21, 0, 3, 0)),
+    Mlp("tall-wide", "tall-wide", "activation", sizes=(150, 0, 260, 90)),
+    Mlp("tall-wide-bias", "tall-wide-bias-limit-recompute", "two", sizes=(150, 0, 260, 90), head=11),
     Mlp("odd-extents", "odd-extents", "activation"),
     Mlp("extents-of-one", "extents-of-one", "activation"),
     Mlp("aligned-extents", "aligned-extents", "activation", sizes=(64, 16, 128), tail=32),

@@ -22,7 +22,8 @@ pytestmark = [
 SMALL = Case("small", T=1, top_k=4, E=6, H=64, I=48)
 MEDIUM = Case("medium", T=600, top_k=4, E=6, H=64, I=48)  # more than 2048 slots: the routing that takes three launches
 BIAS = MEDIUM._replace(id="bias", bias="both", interleaved=True, activation=("silu", 1.702, 0.5625, 1.0))
-CASES = pytest.mark.parametrize("case", [SMALL, MEDIUM, BIAS], ids=lambda case: case.id)
+WIDE = MEDIUM._replace(id="wide", H=72, I=136)  # which Hopper's own kernels take
+CASES = pytest.mark.parametrize("case", [SMALL, MEDIUM, BIAS, WIDE], ids=lambda case: case.id)
 GIB = 2**30
 
 

@@ -109,7 +109,7 @@ def test_linear(module, both, rows, transposed):
 
 
 def experts_inputs(tokens, gated=True, bias=False, transposed=False):
-    e, h, i, top_k = 16, 128, 64, 2
+    e, h, i, top_k = 16, 128, 96, 2
     p = 2 * i if gated else i
     up = torch.zeros((e, h, p) if transposed else (e, p, h), dtype=BF16)
     down = torch.zeros((e, i, h) if transposed else (e, h, i), dtype=BF16)

@@ -220,6 +220,22 @@ def test_permute(module, grouped_moe, case, dtype):
     assert_close("dweights", dw, want[1][1], dtype, inner_products=True)
 
 
+@pytest.mark.parametrize("case", [Case("plain"), Case("one-token", T=1, top_k=8, E=16), Case("odd-extent", H=1035)])
+def test_sort_rows(module, grouped_moe, case):
+    """Rows of tokens go where their slots are; what no row comes from is not read, what no row goes to not written."""
+    ids = make_ids(case)
+    with GuardedAllocations(ids):
+        offsets, row_to_slot, slot_to_row = module("routing").route_triton(ids, case.E)
+        x = guarded(torch.randn(case.T, case.H))
+        x[is_sentinel(ids, case.E).all(1)] = NAN
+        out = guarded(torch.full((ids.numel(), case.H), NAN))
+        form = module("launch").form_of(x)
+        module("permute").sort_rows_launch(form, ids.numel(), case.top_k, x.device)((x, slot_to_row, out))
+    rows = int(offsets[-1])
+    assert torch.equal(out[:rows], x[row_to_slot[:rows].long() // case.top_k])
+    assert out[rows:].isnan().all()
+
+
 def test_strides_beyond_int32(module):
     """Column times stride passes 2^31: a weight whose columns lie 2^27 elements apart, in memory that is never touched
     but where it is read."""

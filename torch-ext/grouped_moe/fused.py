@@ -10,6 +10,7 @@ from .activation import Activation
 from .block import Block
 from .descriptors import Strides, box, weight_tma
 from .gemm import nk_order, num_dots
+from .hopper_fused import hopper_down_dgrad, hopper_up_proj
 from .launch import MAX_KEPT, Form, Kernel, Launch, Ref, bias_operand, bind, form_of, ref
 from .schedule import Schedule, Sizes
 from .tuning import DeviceSpec, GemmConfig, dgrad_config, persistent_grid, spec_of, triton_path, up_config
@@ -94,6 +95,10 @@ def up_launch(
 
     given: whether preact, activation and row_to_slot are. sizes: of the schedule.
     """
+    if top_k == 0:
+        found = hopper_up_proj(x, up, bias, scales, given, n, transposed, kind, sizes, spec, device)
+        if found is not None:
+            return found
     from ._triton.experts import up_proj_kernel
 
     num_experts, block_m, max_tiles = sizes
@@ -156,6 +161,10 @@ def dgrad_launch(
 
     given: whether dpreact, activation, sums and row_to_slot are. sizes: of the schedule.
     """
+    if top_k == 0:
+        found = hopper_down_dgrad(dout, down, weights, given, n, transposed, kind, sizes, spec, device)
+        if found is not None:
+            return found
     from ._triton.experts import down_dgrad_kernel
 
     num_experts, block_m, max_tiles = sizes

@@ -15,7 +15,7 @@ from .routing import Routing
 from .tuning import on_device_of
 
 _MAX_BLOCK_H = 2048
-_COMBINE_BYTES = 1024  # of a row that one warp sums up: few enough for the loads of all top_k rows to be under way
+_WARP_BYTES = 1024  # of a row that one warp takes: few enough for the loads of all top_k rows to be under way
 
 
 def _block_h(h: int) -> int:
@@ -42,10 +42,21 @@ def combine_launch(
     from ._triton.rows import combine_kernel
 
     h = y.shape[1]
-    block_h = min(_block_h(h), _COMBINE_BYTES // y.dtype.itemsize)
+    block_h = min(_block_h(h), _WARP_BYTES // y.dtype.itemsize)
     kernel = bind(combine_kernel, H=h, TOP_K=top_k, BLOCK_H=block_h, num_warps=1)
     grid = (num_slots // top_k, -(-h // block_h), 1)
     return Launch(device, kernel, grid, Ref(0), ref(1, weights), Ref(2), Ref(3))
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def sort_rows_launch(x: Form, num_slots: int, top_k: int, device: torch.device) -> Launch:
+    """The launch for (x, slot_to_row, out): rows of tokens to where each of their slots is. Columns are contiguous."""
+    from ._triton.rows import sort_rows_kernel
+
+    h = x.shape[1]
+    block_h = min(_block_h(h), _WARP_BYTES // x.dtype.itemsize)
+    kernel = bind(sort_rows_kernel, H=h, TOP_K=top_k, BLOCK_H=block_h, num_warps=1)
+    return Launch(device, kernel, (num_slots // top_k, -(-h // block_h), 1), Ref(0), x.strides[0], Ref(1), Ref(2))
 
 
 def gather_rows_triton(x: Tensor, row_to_slot: Tensor, expert_offsets: Tensor, top_k: int) -> Tensor:

@@ -333,3 +333,22 @@ def _buffer_bytes(config: GemmConfig, weight_tiles: int, itemsize: int) -> int:
 def persistent_grid(config: GemmConfig, max_m_tiles: int, n: int, spec: DeviceSpec) -> Tuple[int, int, int]:
     """One program per tile, up to what the device holds at once."""
     return max(1, min(max_m_tiles * -(-n // config.block_n), spec.num_sms * config.programs_per_sm)), 1, 1
+
+
+@lru_cache(maxsize=None)
+def hopper_up_config(block_m: int, n: int) -> Optional[GemmConfig]:
+    """Config of a gated up-projection by the Gluon kernel for Hopper; None: not by that one.
+
+    block_n: columns of gate and up together. num_warps: of each of its two consumers.
+    """
+    if block_m != 128 or n < 64:
+        return None
+    return GemmConfig(128, 128, 64, 4, 6)
+
+
+@lru_cache(maxsize=None)
+def hopper_dgrad_config(block_m: int, n: int) -> Optional[GemmConfig]:
+    """The same of the gated down-projection's dgrad. Its ring leaves room for boxes of the pre-activation."""
+    if block_m != 128 or n <= 64:
+        return None
+    return GemmConfig(128, 128, 64, 4, 5)

@@ -94,7 +94,9 @@ def produce(
             bar = full.index(slot)
             mbarrier.expect(bar, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
             tma_load(x_desc, [row, k], bar, x_bufs.index(slot))
-            if W_KN:
+            if len(w_desc.block_shape) == 4:  # two halves of the columns, a block of each
+                tma_load(w_desc, [expert, 0, n_tile * (BLOCK_N // 2), k], bar, w_bufs.index(slot))
+            elif W_KN:
                 tma_load(w_desc, [expert, k, n_tile * BLOCK_N], bar, w_bufs.index(slot))
             else:
                 tma_load(w_desc, [expert, n_tile * BLOCK_N, k], bar, w_bufs.index(slot))
@@ -114,12 +116,11 @@ def produce(
 
 
 @gluon.jit
-def multiply(x_bufs, w_bufs, full, empty, slot, phase, W_KN: gl.constexpr, STEPS: gl.constexpr):
+def multiply(x_bufs, w_bufs, full, empty, slot, phase, W_KN: gl.constexpr, BLOCK_N: gl.constexpr, STEPS: gl.constexpr):
     """x times w over STEPS slots; the last products are under way, and their slot is not given back."""
     STAGES: gl.constexpr = x_bufs.shape[0]
     BLOCK_M: gl.constexpr = x_bufs.shape[1]
     BLOCK_K: gl.constexpr = x_bufs.shape[2]
-    BLOCK_N: gl.constexpr = w_bufs.shape[3] if W_KN else w_bufs.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
     for k in range(STEPS):
@@ -187,7 +188,7 @@ def consume(
         mbarrier.wait(turns.index(GROUP), turn)
         slot = position % STAGES
         phase = (position // STAGES) & 1
-        acc, slot = multiply(x_bufs, w_bufs, full, empty, slot, phase, W_KN, STEPS)
+        acc, slot = multiply(x_bufs, w_bufs, full, empty, slot, phase, W_KN, BLOCK_N, STEPS)
         mbarrier.arrive(turns.index(1 - GROUP), count=1)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)

@@ -1,4 +1,4 @@
-"""Row-wise kernels between slot order and row order: gather and combine."""
+"""Row-wise kernels between slot order and row order: sort, gather and combine."""
 
 import triton
 import triton.language as tl
@@ -29,6 +29,30 @@ def combine_kernel(
             y *= tl.load(weights_ptr + token * TOP_K + k, mask=row >= 0, other=0.0).to(tl.float32)
         acc += y
     tl.store(out_ptr + token * H + columns, acc.to(out_ptr.dtype.element_ty), mask=columns < H)
+
+
+@triton.jit
+def sort_rows_kernel(
+    x_ptr, stride_xt,  # (T, H), columns contiguous
+    slot_to_row_ptr,  # (S,) int32, -1 for a sentinel
+    out_ptr,  # (rows, H), out: the first R rows are written
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """out[slot_to_row[s]] = x[t] for the routed slots s of each token t, which is read once, if it has any.
+
+    Grid: (T, h tiles).
+    """
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    last = tl.load(slot_to_row_ptr + token * TOP_K)
+    for k in tl.static_range(1, TOP_K):
+        last = tl.maximum(last, tl.load(slot_to_row_ptr + token * TOP_K + k))
+    x = tl.load(x_ptr + token * stride_xt + columns, mask=columns < tl.where(last >= 0, H, 0), other=0.0)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(slot_to_row_ptr + token * TOP_K + k).to(tl.int64)
+        tl.store(out_ptr + row * H + columns, x, mask=columns < tl.where(row >= 0, H, 0))
 
 
 @triton.jit

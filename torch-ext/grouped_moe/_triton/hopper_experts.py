@@ -1,0 +1,356 @@
+"""The two fused grouped GEMMs of experts for Hopper in Gluon: the epilogues of `.experts` hidden behind products.
+
+As in `.hopper_gemm` one warp fills a ring of operands, and two warp groups take its tiles in turn. Rows are sorted by
+expert: to gather them here, by threads or ahead of the tiles by more warps, takes longer than a pass that sorts them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+
+from .activation import glu, glu_grad
+from .hopper import allocate_barriers, previous_slot, ragged_coordinates, tma_load, tma_store
+from .hopper_gemm import load_expert, load_group, locate_tile, multiply, produce
+
+# TILING: NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M. KIND: ACTIVATION, ALPHA, LIMIT, UP_OFFSET.
+
+
+@gluon.jit
+def find_tile(tile, num_tiles, schedule_ptr, TILING: gl.constexpr):
+    """Expert, first row, the row past the expert's last one, n tile; past the last tile, anything."""
+    expert = load_expert(tile, num_tiles, schedule_ptr, TILING[0], TILING[1])
+    first, end, before = load_group(expert, schedule_ptr, TILING[0])
+    row, n_tile = locate_tile(tile, first, end, before, TILING[1], TILING[2], TILING[3])
+    return expert, row, end, n_tile
+
+
+@gluon.jit
+def load_slots(row_to_slot_ptr, row, end, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr):
+    """Slots of a tile's rows, or the rows themselves; those past the expert's last one repeat it."""
+    rows = gl.minimum(row + gl.arange(0, BLOCK_M, layout=LAYOUT), end - 1)
+    if row_to_slot_ptr is None:
+        return rows
+    else:
+        return gl.load(row_to_slot_ptr + rows)
+
+
+@gluon.jit
+def column_pieces(acc, PIECES: gl.constexpr):
+    """A tile as a tuple of PIECES tiles of neighbouring columns."""
+    if PIECES == 1:
+        return (acc,)
+    else:
+        ROWS: gl.constexpr = acc.shape[0]
+        left, right = acc.reshape([ROWS, 2, acc.shape[1] // 2]).permute((0, 2, 1)).split()
+        return column_pieces(left, PIECES // 2) + column_pieces(right, PIECES // 2)
+
+
+@gluon.jit
+def store_box(value, desc, bufs, row, end, column, BOX: gl.constexpr):
+    """Starts to store some columns of a tile, by way of the BOX-th in turn of some buffers."""
+    tma.store_wait(bufs.shape[0] - 1)  # until what the buffer held was read
+    buf = bufs.index(BOX % bufs.shape[0])
+    buf.reshape(value.shape).store(value.to(desc.dtype))
+    fence_async_shared()
+    tma_store(desc, ragged_coordinates(row, end, column), buf)
+
+
+@gluon.jit
+def load_bias(ptr, stride_bn, columns, N: gl.constexpr):
+    """Bias of some columns as a row in fp32."""
+    return gl.load(ptr + columns.to(gl.int64) * stride_bn, mask=columns < N, other=0.0).to(gl.float32)[None, :]
+
+
+@gluon.jit
+def up_epilogue(
+    acc, outputs, bufs, row, end, column, bias_ptr, stride_bn, scales_ptr, N: gl.constexpr, KIND: gl.constexpr
+):
+    """Adds the bias and stores pre-activation and activation of a tile [gate | up], either if it has a descriptor."""
+    gate_desc, up_desc, act_desc = outputs
+    COLUMNS: gl.constexpr = bufs.shape[4]
+    PIECES: gl.constexpr = acc.shape[1] // (2 * COLUMNS)
+    SAVED: gl.constexpr = 0 if gate_desc is None else 2
+    BOXES: gl.constexpr = SAVED + (act_desc is not None)
+    gl.static_assert(PIECES * BOXES % bufs.shape[0] == 0)  # the buffers' turn goes on with the next tile
+    pieces = column_pieces(acc, 2 * PIECES)
+    for i in gl.static_range(PIECES):
+        gate = pieces[i]
+        up = pieces[PIECES + i]
+        first = column + i * COLUMNS
+        if bias_ptr is not None:
+            columns = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gate.type.layout))
+            gate += load_bias(bias_ptr, stride_bn, columns, N)
+            up += load_bias(bias_ptr + gl.to_tensor(N).to(gl.int64) * stride_bn, stride_bn, columns, N)
+        if gate_desc is not None:
+            store_box(gate, gate_desc, bufs, row, end, first, i * BOXES)
+            store_box(up, up_desc, bufs, row, end, first, i * BOXES + 1)
+        if act_desc is not None:
+            value = glu(gate, up, KIND[0], KIND[1], KIND[2], KIND[3])
+            if scales_ptr is not None:
+                rows = row + gl.arange(0, gate.shape[0], layout=gl.SliceLayout(1, gate.type.layout))
+                value *= gl.load(scales_ptr + gl.minimum(rows, end - 1)).to(gl.float32)[:, None]
+            store_box(value, act_desc, bufs, row, end, first, i * BOXES + SAVED)
+
+
+@gluon.jit
+def consume_up(
+    GROUP: gl.constexpr, ring, turns, outputs, bufs, bias, scales_ptr, schedule_ptr, num_tiles,
+    N: gl.constexpr, STEPS: gl.constexpr, BLOCK_N: gl.constexpr, KIND: gl.constexpr, TILING: gl.constexpr,
+):  # fmt: skip
+    """One of two warp groups: up-projects every other tile; one stores its tile while the other one multiplies."""
+    x_ring, w_ring, full, empty = ring
+    bias_ptr, stride_be, stride_bn = bias
+    STAGES: gl.constexpr = x_ring.shape[0]
+    step = 2 * gl.num_programs(0)
+    tile0 = gl.program_id(0) + GROUP * gl.num_programs(0)
+    position = GROUP * STEPS  # in the sequence of all slots that the program fills
+    turn = 1 - GROUP  # group 0 begins
+    for tile in range(tile0, num_tiles, step):
+        expert, row, end, n_tile = find_tile(tile, num_tiles, schedule_ptr, TILING)
+        # Without turns both would multiply, then both store.
+        mbarrier.wait(turns.index(GROUP), turn)
+        acc, slot = multiply(
+            x_ring, w_ring, full, empty, position % STAGES, (position // STAGES) & 1, False, BLOCK_N, STEPS
+        )
+        mbarrier.arrive(turns.index(1 - GROUP), count=1)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)
+        expert_bias_ptr = bias_ptr + expert.to(gl.int64) * stride_be if bias_ptr is not None else None
+        column = n_tile * (BLOCK_N // 2)
+        up_epilogue(acc, outputs, bufs, row, end, column, expert_bias_ptr, stride_bn, scales_ptr, N, KIND)
+        position += 2 * STEPS
+        turn ^= 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def load_boxes(inputs, slot, row, end, column, inside):
+    """Starts to load gate and up of some columns of a tile into the slot-th boxes, if there is such a tile."""
+    gate_desc, up_desc, boxes, loaded = inputs
+    landed = loaded.index(slot)
+    mbarrier.expect(landed, 2 * gate_desc.block_type.nbytes, pred=inside)
+    place = ragged_coordinates(row, end, column)
+    tma_load(gate_desc, place, landed, boxes.index(2 * slot), pred=inside)
+    tma_load(up_desc, place, landed, boxes.index(2 * slot + 1), pred=inside)
+
+
+@gluon.jit
+def dgrad_epilogue(
+    acc, inputs, outputs, act_buf, position, row, end, column, next_row, next_end, next_column, next_inside, weights,
+    KIND: gl.constexpr,
+):  # fmt: skip
+    """Stores dpreact in the place of gate and up, and the weighted activation; returns <acc, activation> per row.
+
+    Boxes that have been stored are filled again: with columns of this tile, then of the next one.
+    """
+    gate_desc, up_desc, boxes, loaded = inputs
+    dgate_desc, dup_desc, act_desc = outputs
+    ROWS: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = boxes.shape[4]
+    SLOTS: gl.constexpr = loaded.shape[0]
+    PIECES: gl.constexpr = acc.shape[1] // COLUMNS
+    gl.static_assert(SLOTS <= PIECES)
+    pieces = column_pieces(acc, PIECES)
+    inner = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, pieces[0].type.layout))
+    for i in gl.static_range(PIECES + 1):
+        if i < PIECES:
+            grad = pieces[i]
+            slot = (position + i) % SLOTS
+            mbarrier.wait(loaded.index(slot), ((position + i) // SLOTS) & 1)
+            gate_box = boxes.index(2 * slot).reshape([ROWS, COLUMNS])
+            up_box = boxes.index(2 * slot + 1).reshape([ROWS, COLUMNS])
+            gate = gate_box.load(grad.type.layout).to(gl.float32)
+            up = up_box.load(grad.type.layout).to(gl.float32)
+            value, d_gate, d_up = glu_grad(gate, up, KIND[0], KIND[1], KIND[2], KIND[3])
+            inner += gl.sum(grad * value, 1)
+            if weights is not None:
+                grad *= weights[:, None]
+                value *= weights[:, None]
+        tma.store_wait(0)
+        if i > 0:
+            # The boxes of the piece before have been read: they take what comes SLOTS pieces after it.
+            if i - 1 + SLOTS < PIECES:
+                load_boxes(inputs, (position + i - 1) % SLOTS, row, end, column + (i - 1 + SLOTS) * COLUMNS, True)
+            else:
+                ahead = (i - 1 + SLOTS - PIECES) * COLUMNS
+                load_boxes(inputs, (position + i - 1) % SLOTS, next_row, next_end, next_column + ahead, next_inside)
+        if i < PIECES:
+            if dgate_desc is not None:
+                gate_box.store((grad * d_gate).to(gate_desc.dtype))
+                up_box.store((grad * d_up).to(gate_desc.dtype))
+            if act_desc is not None:
+                act_buf.reshape([ROWS, COLUMNS]).store(value.to(gate_desc.dtype))
+            fence_async_shared()
+            place = ragged_coordinates(row, end, column + i * COLUMNS)
+            if dgate_desc is not None:
+                tma_store(dgate_desc, place, boxes.index(2 * slot))
+                tma_store(dup_desc, place, boxes.index(2 * slot + 1))
+            if act_desc is not None:
+                tma_store(act_desc, place, act_buf)
+    return inner
+
+
+@gluon.jit
+def consume_dgrad(
+    GROUP: gl.constexpr, ring, turns, inputs, outputs, act_buf, weights_ptr, row_to_slot_ptr, partials,
+    schedule_ptr, num_tiles, STEPS: gl.constexpr, BLOCK_N: gl.constexpr, W_KN: gl.constexpr, KIND: gl.constexpr,
+    TILING: gl.constexpr,
+):  # fmt: skip
+    """The same for the dgrad. The groups share boxes, so their epilogues take turns as well."""
+    x_ring, w_ring, full, empty = ring
+    products, epilogues = turns
+    partials_ptr, stride_pn = partials
+    STAGES: gl.constexpr = x_ring.shape[0]
+    BLOCK_M: gl.constexpr = x_ring.shape[1]
+    SLOTS: gl.constexpr = inputs[3].shape[0]
+    COLUMNS: gl.constexpr = act_buf.shape[3]
+    PIECES: gl.constexpr = BLOCK_N // COLUMNS
+    programs = gl.num_programs(0)
+    tile0 = gl.program_id(0) + GROUP * programs
+    if GROUP == 0:
+        _, row0, end0, n_tile0 = find_tile(tile0, num_tiles, schedule_ptr, TILING)
+        for i in gl.static_range(SLOTS):
+            load_boxes(inputs, i, row0, end0, n_tile0 * BLOCK_N + i * COLUMNS, tile0 < num_tiles)
+    position = GROUP * STEPS  # in the sequence of all slots that the program fills
+    box = GROUP * PIECES  # in that of all boxes
+    turn = 1 - GROUP  # group 0 begins
+    for tile in range(tile0, num_tiles, 2 * programs):
+        _, row, end, n_tile = find_tile(tile, num_tiles, schedule_ptr, TILING)
+        _, row1, end1, n_tile1 = find_tile(tile + programs, num_tiles, schedule_ptr, TILING)
+        # Without turns both would multiply, then both store.
+        mbarrier.wait(products.index(GROUP), turn)
+        acc, slot = multiply(
+            x_ring, w_ring, full, empty, position % STAGES, (position // STAGES) & 1, W_KN, BLOCK_N, STEPS
+        )
+        mbarrier.arrive(products.index(1 - GROUP), count=1)
+        LAYOUT: gl.constexpr = gl.SliceLayout(1, column_pieces(acc, PIECES)[0].type.layout)
+        weights = None
+        if weights_ptr is not None:
+            slots = load_slots(row_to_slot_ptr, row, end, BLOCK_M, LAYOUT)
+            weights = gl.load(weights_ptr + slots).to(gl.float32)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)
+        mbarrier.wait(epilogues.index(GROUP), turn)
+        inner = dgrad_epilogue(
+            acc, inputs, outputs, act_buf, box, row, end, n_tile * BLOCK_N,
+            row1, end1, n_tile1 * BLOCK_N, tile + programs < num_tiles, weights, KIND,
+        )  # fmt: skip
+        mbarrier.arrive(epilogues.index(1 - GROUP), count=1)
+        if partials_ptr is not None:
+            rows = row + gl.arange(0, BLOCK_M, layout=LAYOUT)
+            gl.store(partials_ptr + n_tile.to(gl.int64) * stride_pn + rows, inner, mask=rows < end)
+        position += 2 * STEPS
+        box += 2 * PIECES
+        turn ^= 1
+
+
+@gluon.jit
+def allocate_ring(w_desc, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Buffers of rows and of weights, and their barriers."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], w_desc.dtype)
+    x_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], layout)
+    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    return x_ring, w_ring, allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 1)
+
+
+@gluon.jit
+def hopper_up_proj_kernel(
+    x_desc,  # (rows, K), blocks of (BLOCK_M, BLOCK_K)
+    w_desc,  # (E, 2, N, K), blocks of both halves, BLOCK_N columns in all
+    bias_ptr, stride_be, stride_bn,  # (E, 2 N) or None
+    gate_desc, up_desc,  # (rows, N) each, the halves of preact, or None, out
+    act_desc,  # (rows, N) or None, out; those for output are ragged, blocks of BLOCK_M rows and some columns
+    scales_ptr,  # (rows,) or None
+    schedule_ptr,
+    NUM_EXPERTS: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    UP_OFFSET: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """preact[r] = W[e] x[r] + bias[e]; act[r] = scales[r] activation(preact[r]), from the unrounded preact.
+
+    Grid: (programs,), persistent. The caller guarantees a schedule made for BLOCK_M; rows past R are not written.
+    """
+    NUM_N_TILES: gl.constexpr = (2 * N + BLOCK_N - 1) // BLOCK_N
+    STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    TILING: gl.constexpr = (NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
+    KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+    out_desc = gate_desc if act_desc is None else act_desc
+    ring = allocate_ring(w_desc, STAGES, BLOCK_M, BLOCK_K)
+    bufs0 = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
+    bufs1 = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
+    turns = allocate_barriers(2, 1)
+    num_tiles = gl.load(schedule_ptr + (2 * NUM_EXPERTS + 1)) * NUM_N_TILES
+    outputs = (gate_desc, up_desc, act_desc)
+    bias = (bias_ptr, stride_be, stride_bn)
+    # Registers of a thread: a consumer's holds 128 sums of products.
+    gl.warp_specialize([
+        (consume_up, (0, ring, turns, outputs, bufs0, bias, scales_ptr, schedule_ptr, num_tiles,
+                      N, STEPS, BLOCK_N, KIND, TILING)),
+        (consume_up, (1, ring, turns, outputs, bufs1, bias, scales_ptr, schedule_ptr, num_tiles,
+                      N, STEPS, BLOCK_N, KIND, TILING)),
+        (produce, (x_desc, w_desc, out_desc, ring[0], ring[1], bufs0, ring[2], ring[3], schedule_ptr, num_tiles, 0,
+                   NUM_EXPERTS, 2 * N, K, False, False, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+    ], [4, 1], [232, 40])  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["stride_pn"])
+def hopper_down_dgrad_kernel(
+    dout_desc,  # (rows, K), blocks of (BLOCK_M, BLOCK_K)
+    w_desc,  # (E, K, N), blocks of (1, BLOCK_K, BLOCK_N), if W_KN; else (E, N, K), blocks of (1, BLOCK_N, BLOCK_K)
+    weights_ptr,  # routing weight per slot, or None
+    gate_desc, up_desc,  # (rows, N) each, the halves of preact
+    dgate_desc, dup_desc,  # the halves of dpreact, out, or None; it may be preact
+    act_desc,  # (rows, N) or None, out; all of rows are ragged, blocks of BLOCK_M rows and some columns
+    partials_ptr, stride_pn,  # (n tiles, rows) fp32 or None, out
+    row_to_slot_ptr,  # (rows,) int32, or None
+    schedule_ptr,
+    NUM_EXPERTS: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    W_KN: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    UP_OFFSET: gl.constexpr,
+    SLOTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """With g[r] = dout[r] W[e] and the routing weight w[r], from the activation a[r] recomputed out of preact:
+
+    dpreact[r] = w[r] g[r] * a'(preact[r]); act[r] = w[r] a[r]; partials[n tile, r] = <g[r], a[r]> in the tile.
+    Grid: (programs,), persistent. The caller guarantees a schedule made for BLOCK_M; rows past R are not written.
+    """
+    NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    TILING: gl.constexpr = (NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
+    KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+    ring = allocate_ring(w_desc, STAGES, BLOCK_M, BLOCK_K)
+    boxes = gl.allocate_shared_memory(w_desc.dtype, [2 * SLOTS] + gate_desc.block_type.shape, gate_desc.layout)
+    act_buf = gl.allocate_shared_memory(w_desc.dtype, gate_desc.block_type.shape, gate_desc.layout)
+    inputs = (gate_desc, up_desc, boxes, allocate_barriers(SLOTS, 1))
+    outputs = (dgate_desc, dup_desc, act_desc)
+    turns = (allocate_barriers(2, 1), allocate_barriers(2, 1))
+    partials = (partials_ptr, stride_pn)
+    num_tiles = gl.load(schedule_ptr + (2 * NUM_EXPERTS + 1)) * NUM_N_TILES
+    # Registers of a thread: a consumer's holds 128 sums of products.
+    gl.warp_specialize([
+        (consume_dgrad, (0, ring, turns, inputs, outputs, act_buf, weights_ptr, row_to_slot_ptr, partials,
+                         schedule_ptr, num_tiles, STEPS, BLOCK_N, W_KN, KIND, TILING)),
+        (consume_dgrad, (1, ring, turns, inputs, outputs, act_buf, weights_ptr, row_to_slot_ptr, partials,
+                         schedule_ptr, num_tiles, STEPS, BLOCK_N, W_KN, KIND, TILING)),
+        (produce, (dout_desc, w_desc, gate_desc, ring[0], ring[1], act_buf, ring[2], ring[3], schedule_ptr, num_tiles,
+                   0, NUM_EXPERTS, N, K, False, W_KN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+    ], [4, 1], [232, 40])  # fmt: skip

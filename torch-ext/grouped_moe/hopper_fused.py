@@ -1,0 +1,140 @@
+"""Launchers of the two fused grouped GEMMs by the Gluon kernels for Hopper, which `fused` prefers where they fit."""
+
+from typing import Optional, Tuple
+
+import torch
+
+from .activation import Activation
+from .descriptors import box, descriptor_strides, ragged_box, rows_tma, tma_fits
+from .launch import Form, Launch, Ref, bias_operand, bind, ref
+from .schedule import Sizes
+from .tuning import DeviceSpec, GemmConfig, hopper_dgrad_config, hopper_up_config, persistent_grid
+
+_BOX = 32  # columns that an epilogue stores at once
+_SLOTS = 3  # boxes of gate and up that are on their way or worked on
+_MAX_RAGGED_ROWS = 1 << 30  # what ragged descriptors count up to
+_PATH = "Gluon for Hopper"
+
+
+def hopper_up_proj(
+    x: Form,
+    up: Form,
+    bias: Optional[Form],
+    scales: Optional[Form],
+    given: Tuple[bool, ...],
+    n: int,
+    transposed: bool,
+    kind: Tuple[bool, bool, Activation, str],
+    sizes: Sizes,
+    spec: DeviceSpec,
+    device: torch.device,
+) -> Optional[Launch]:
+    """`fused.up_launch` for rows in place, if there is a kernel for it."""
+    (rows, k), (num_experts, block_m, max_tiles) = x.shape, sizes
+    config = hopper_up_config(block_m, n)
+    if config is None or transposed or not _fits(x, up, rows, n, kind, spec):
+        return None
+    from ._triton.hopper_experts import hopper_up_proj_kernel
+
+    kernel = bind(
+        hopper_up_proj_kernel, config.describe(_PATH),
+        NUM_EXPERTS=num_experts, N=n, K=k, **_activation(kind), **_tile(config),
+    )  # fmt: skip
+    stride_e, stride, _ = descriptor_strides(up)
+    halves = up._replace(shape=(num_experts, 2, n, k), strides=(stride_e, n * stride, stride, 1))
+    act = Ref(4, _columns(x.dtype, rows, n, n, config)) if given[1] else None
+    return Launch(
+        device, kernel, persistent_grid(config, max_tiles, 2 * n, spec),
+        Ref(0, box(x, config.block_m, config.block_k, gluon=True)),
+        Ref(1, box(halves, 1, 2, config.block_n // 2, config.block_k, gluon=True)),
+        *bias_operand(2, bias), *_halves(3 if given[0] else None, x.dtype, rows, n, config), act, ref(5, scales),
+        Ref(7),
+    )  # fmt: skip
+
+
+def hopper_down_dgrad(
+    dout: Form,
+    down: Form,
+    weights: Optional[Form],
+    given: Tuple[bool, ...],
+    n: int,
+    transposed: bool,
+    kind: Tuple[bool, bool, Activation, str],
+    sizes: Sizes,
+    spec: DeviceSpec,
+    device: torch.device,
+) -> Optional[Tuple[Launch, int]]:
+    """`fused.dgrad_launch` for rows in place, if there is a kernel for it. With row_to_slot weights are of slots."""
+    (rows, k), (num_experts, block_m, max_tiles) = dout.shape, sizes
+    config = hopper_dgrad_config(block_m, n)
+    if config is None or not _fits(dout, down, rows, n, kind, spec):
+        return None
+    from ._triton.hopper_experts import hopper_down_dgrad_kernel
+
+    w_kn = not transposed
+    kernel = bind(
+        hopper_down_dgrad_kernel, config.describe(_PATH),
+        NUM_EXPERTS=num_experts, N=n, K=k, W_KN=w_kn, **_activation(kind), SLOTS=_SLOTS, **_tile(config),
+    )  # fmt: skip
+    block = (config.block_k, config.block_n) if w_kn else (config.block_n, config.block_k)
+    dpreact, act, sums, row_to_slot = given
+    made = Launch(
+        device, kernel, persistent_grid(config, max_tiles, n, spec),
+        Ref(0, box(dout, config.block_m, config.block_k, gluon=True)), Ref(1, box(down, 1, *block, gluon=True)),
+        ref(2, weights), *_halves(3, dout.dtype, rows, n, config),
+        *_halves(4 if dpreact else None, dout.dtype, rows, n, config),
+        Ref(5, _columns(dout.dtype, rows, n, n, config)) if act else None, Ref(6) if sums else None, rows,
+        Ref(7) if row_to_slot else None, Ref(8),
+    )  # fmt: skip
+    return made, -(-n // config.block_n)
+
+
+def _fits(x: Form, weight: Form, rows: int, n: int, kind: tuple, spec: DeviceSpec) -> bool:
+    """Whether the kernels take a block whose gate and up lie apart, these rows and this weight of it."""
+    gated, interleaved = kind[:2]
+    return (
+        spec.hopper
+        and gated
+        and not interleaved
+        and n % 8 == 0
+        and 0 < rows <= _MAX_RAGGED_ROWS
+        and rows_tma(x, spec)
+        and weight.strides[2] == 1
+        and tma_fits(weight)
+    )
+
+
+def _columns(dtype: torch.dtype, rows: int, width: int, n: int, config: GemmConfig):
+    """Boxes of N columns of contiguous (rows, width)."""
+    return ragged_box(Form(dtype, (rows, n), (width, 1), True), config.block_m, _BOX)
+
+
+def _halves(
+    index: Optional[int], dtype: torch.dtype, rows: int, n: int, config: GemmConfig
+) -> Tuple[Optional[Ref], Optional[Ref]]:  # fmt: skip
+    """The gate and the up columns of a pre-activation, or None without its index."""
+    if index is None:
+        return None, None
+    boxes = _columns(dtype, rows, 2 * n, n, config)
+    return Ref(index, boxes), Ref(index, boxes, n)
+
+
+def _activation(kind: tuple) -> dict:
+    activation = kind[2]
+    return {
+        "ACTIVATION": activation.name,
+        "ALPHA": activation.alpha,
+        "LIMIT": activation.limit,
+        "UP_OFFSET": activation.up_offset,
+    }
+
+
+def _tile(config: GemmConfig) -> dict:
+    return {
+        "STAGES": config.num_stages,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "num_warps": config.num_warps,
+    }

@@ -189,15 +189,19 @@ def neighbours(key: Key, tile: Dict[str, int], shared_memory: int) -> List[Tile]
             elif name == "num_stages":
                 value += tile[name]
             other = {**tile, name: value}
-            if low <= value <= high and other != tile and (fits(kernel, other, shared_memory) or "hopper" in kernel):
+            if low <= value <= high and other != tile and fits(kernel, other, shared_memory):
                 found.append(other)
     return found + ([None] if "hopper" in kernel else [])
 
 
 def fits(kernel: str, tile: Dict[str, int], shared_memory: int) -> bool:
-    """Whether its buffers have room, and its sums 128 registers of each thread."""
+    """Whether its buffers have room, for a Gluon kernel beside results, and its sums 128 registers of each thread."""
     columns = tile["block_n"] * (2 if "gated" in kernel else 1)
     buffers = tile["num_stages"] * tile["block_k"] * (tile["block_m"] + columns) * 2
+    if kernel.startswith("wgrad_hopper"):  # a whole tile of them
+        return buffers + tile["block_m"] * columns * (4 if kernel.endswith("fp32") else 2) <= shared_memory
+    if "hopper" in kernel:  # two boxes of 64 columns
+        return buffers + 2 * tile["block_m"] * 64 * 2 <= shared_memory
     return buffers <= shared_memory and tile["block_m"] * columns <= 128 * 32 * tile["num_warps"]
 
 

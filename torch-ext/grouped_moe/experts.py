@@ -272,9 +272,9 @@ def grouped_mm_experts(
 
     Memory in elements of the dtype, with the rows S = T top_k or, if that is less, capacity, P = 2 I (I if not gated),
     small index tensors apart. Saved for backward: T H (hidden_states itself; not if gate_up_proj is frozen) + S P; with
-    recompute=True T H. Transient in forward: S I, then S (I + H); in backward, beyond the gradients: S (P + I), where
-    rows are sorted first (Hopper) S (P + I + H), then S (P + H) with the gradient of gate_up_proj; with recompute=True
-    the same, since the recomputed pre-activation becomes its own gradient in place.
+    recompute=True T H. Transient in forward: S (I + H); in backward S (P + I), on Hopper S (P + I + H) before there is
+    any gradient, then S (P + I) beside those of top_k_weights and down_proj, then S (P + H) beside all; with
+    recompute=True the same, since the recomputed pre-activation becomes its own gradient in place.
 
     capacity: a promise that at most so many slots (1 or more) are routed to local experts; it sizes buffers. If more
     are, nothing is accessed out of bounds, and an error comes instead of a wrong result: on CPU RuntimeError with both

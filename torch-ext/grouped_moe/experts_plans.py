@@ -1,7 +1,7 @@
 """What the directions of the experts block launch and allocate."""
 
 from functools import lru_cache
-from typing import NamedTuple, Optional, Sequence, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -10,15 +10,13 @@ from .block import Block, Needs
 from .decode import decode_plan, is_decode
 from .fused import Kind, dgrad_launch, up_launch
 from .gemm import bias_grads_plan, gemm_launch, nk_order, num_dots, sum_partials_launch, unit_rows, wgrad_launch
-from .hopper_fused import hopper_down_dgrad, hopper_up_proj
+from .hopper_fused import hopper_down_dgrad
 from .launch import MAX_KEPT, Form, form_of
 from .permute import combine_launch, sort_rows_launch
 from .plan import Plan, Within, like, unwritten
 from .routing import route_plan
 from .schedule import Sizes, map_size, schedule_sizes
 from .tuning import DeviceSpec, spec_of
-
-Numbers = Sequence[Optional[int]]  # of tensors of a plan
 
 
 @lru_cache(maxsize=MAX_KEPT)
@@ -27,7 +25,7 @@ def forward_plan(
     save: bool, transposed: bool, kind: Kind, sizes: Sizes, spec: DeviceSpec, device: torch.device,
 ) -> Plan:  # fmt: skip
     """x, routing weights, up, down, their biases, row_to_slot, slot_to_row, map -> preact if it is to be saved,
-    activation and rows of the result, before them those of x, as scratch memory, out.
+    activation and rows of the result as scratch memory, out.
     """
     (tokens, h), top_k, n = x.shape, weights.shape[1], down.shape[1 if transposed else 2]
     preact = unwritten(x.dtype, rows, up.shape[2 if transposed else 1]) if save else None
@@ -35,44 +33,15 @@ def forward_plan(
     plan = Plan(device, 9)
     numbers = plan.make(preact), plan.make(a, scratch=True), plan.make(y, scratch=True), plan.make(out)
     if rows:
-        # The result's rows take the place of those of x.
-        _add_up_proj(
-            plan, x, up, up_bias, rows, (save, True), n, top_k, transposed, kind, sizes, spec, device,
-            (0, 2, 4), numbers[:3], (6, 7, 8),
-        )  # fmt: skip
+        given = (save, True, True)
+        up_proj = up_launch(x, up, up_bias, None, given, n, top_k, transposed, kind, sizes, spec, device)
+        plan.add(up_proj, 0, 2, 4, *numbers[:2], None, 6, 8)
         strides, precision = nk_order(down.strides, transposed), kind[-1]
         down_proj = gemm_launch(a, down, strides, h, down_bias, None, sizes, False, spec, precision, device)
         plan.add(down_proj, numbers[1], 3, 5, None, numbers[2], 8)
     if tokens:
         plan.add(combine_launch(y, weights, tokens * top_k, top_k, device), numbers[2], 1, 7, numbers[3])
     return plan
-
-
-def _add_up_proj(
-    plan: Plan, x: Form, up: Form, bias: Optional[Form], rows: int, given: Tuple[bool, bool], n: int, top_k: int,
-    transposed: bool, kind: Kind, sizes: Sizes, spec: DeviceSpec, device: torch.device,
-    inputs: Numbers, outputs: Numbers, routing: Numbers,
-) -> None:  # fmt: skip
-    """Adds the up-projection of tokens, of rows sorted by expert where there is a kernel for them.
-
-    given: whether preact and activation are. inputs: x, up, its bias. outputs: preact, activation, what sorted rows of
-    x may be in, or None. routing: row_to_slot, slot_to_row, map.
-    """
-    (tokens, h), (row_to_slot, slot_to_row, tile_map), x_rows = x.shape, routing, outputs[2]
-    found = None
-    if x.strides[1] == 1:
-        rows_form = unwritten(x.dtype, rows, h)
-        found = hopper_up_proj(rows_form, up, bias, None, given, n, transposed, kind, sizes, spec, device)
-    if found is None:
-        found = up_launch(x, up, bias, None, (*given, True), n, top_k, transposed, kind, sizes, spec, device)
-        plan.add(found, *inputs, *outputs[:2], None, row_to_slot, tile_map)
-        return
-    if x_rows is None:
-        x_rows = plan.make(rows_form)
-    plan.add(sort_rows_launch(x, tokens * top_k, top_k, device), inputs[0], slot_to_row, x_rows)
-    plan.add(found, x_rows, *inputs[1:], *outputs[:2], None, None, tile_map)
-    if outputs[2] is None:
-        plan.drop(x_rows)
 
 
 class Call(NamedTuple):
@@ -120,25 +89,24 @@ def backward_plan(
     """
     plan, top_k, (num_experts, *_), precision = Plan(device, 11), weights.shape[1], sizes, kind[-1]
     (tokens, h), dtype, n = dout.shape, dout.dtype, down.shape[1 if transposed else 2]
-    rows_form = unwritten(dtype, rows, h)  # of x and of dout, sorted, and of what is summed up to dx
     preact, row_to_slot, slot_to_row, tile_map = range(7, 11)
     grads = _make_grads(plan, needs, dout, weights, up, down, up_bias, down_bias)
     preact_form, act_form = unwritten(dtype, rows, up.shape[2 if transposed else 1]), unwritten(dtype, rows, n)
     if recompute:
         preact = plan.make(preact_form)
         if rows:
-            _add_up_proj(
-                plan, x, up, up_bias, rows, (True, False), n, top_k, transposed, kind, sizes, spec, device,
-                (1, 3, 5), (preact, None, None), (row_to_slot, slot_to_row, tile_map),
+            up_proj = up_launch(
+                x, up, up_bias, None, (True, False, True), n, top_k, transposed, kind, sizes, spec, device
             )  # fmt: skip
+            plan.add(up_proj, 1, 3, 5, preact, None, None, row_to_slot, tile_map)
     needs_dpreact, has_dots = needs.x or needs.up or needs.up_bias, needs.weights and down_bias is not None
-    given = (needs_dpreact, needs.down, needs.weights, True)
-    found = hopper_down_dgrad(rows_form, down, weights, given, n, transposed, kind, sizes, spec, device)
-    dgrad, num_sums = found or dgrad_launch(
+    given, rows_form = (needs_dpreact, needs.down, needs.weights, True), unwritten(dtype, rows, h)
+    on_rows = hopper_down_dgrad(rows_form, down, weights, given, n, transposed, kind, sizes, spec, device)
+    dgrad, num_sums = on_rows or dgrad_launch(
         dout, down, weights, given, rows, n, top_k, transposed, kind, sizes, spec, device
     )  # fmt: skip
     dout_rows = None
-    if found is not None:
+    if on_rows is not None:
         dout_rows = plan.make(rows_form)
         plan.add(sort_rows_launch(dout, tokens * top_k, top_k, device), 0, slot_to_row, dout_rows)
     # A recomputed preact is overwritten: nobody else has seen it.
@@ -148,6 +116,8 @@ def backward_plan(
     sums = plan.make(unwritten(torch.float32, *sums_shape) if needs.weights else None)
     if rows:
         plan.add(dgrad, dout_rows or 0, 4, 2, preact, dpreact, act, sums, row_to_slot, tile_map)
+    if dout_rows is not None:
+        plan.drop(dout_rows)
     if needs.down_bias or has_dots:
         bias_grads = bias_grads_plan(
             dout, top_k, weights, down_bias, rows if has_dots else None, True,
@@ -158,59 +128,40 @@ def backward_plan(
         slots = tokens * top_k
         sum_up = sum_partials_launch(sums_shape, True, weights.dtype, slots, num_experts, False, device)
         plan.add(sum_up, sums, slot_to_row, tile_map, grads.weights)
-    made_by, routing = (spec, precision, device), (row_to_slot, tile_map)
     if needs.down:
-        form, by, number = (dout, top_k, 0) if dout_rows is None else (rows_form, 0, dout_rows)
-        numbers = number, act, grads.down
-        _add_wgrad(plan, down, transposed, form, by, act_form, 0, rows, numbers, routing, made_by)
-    plan.drop(*(number for number in (act, sums, dout_rows) if number is not None))
-    up_given = preact_form, dpreact, x, dout_rows is not None, rows, tokens, h, top_k
-    _add_up_grads(plan, needs, grads, up_given, up, up_bias, transposed, sizes, made_by)
+        dw = _wgrad_form(down, transposed)
+        wgrad = wgrad_launch(dout, top_k, act_form, 0, rows, dw, False, spec, precision, device)
+        plan.add(wgrad, 0, act, grads.down, row_to_slot, tile_map)
+    plan.drop(act, sums)
+    rows_given = preact_form, dpreact, x, rows, tokens, h, top_k
+    _add_up_grads(plan, needs, grads, rows_given, up, up_bias, transposed, sizes, spec, precision, device)
     return plan
 
 
 def _add_up_grads(
-    plan: Plan, needs: Needs, grads: Needs, given: tuple, up: Form, up_bias: Optional[Form], transposed: bool,
-    sizes: Sizes, made_by: tuple,
+    plan: Plan, needs: Needs, grads: Needs, rows_given: tuple, up: Form, up_bias: Optional[Form], transposed: bool,
+    sizes: Sizes, spec: DeviceSpec, precision: str, device: torch.device,
 ) -> None:  # fmt: skip
-    """Adds what makes the gradients of up, its bias and x of dpreact, with rows of x sorted first or not."""
-    preact, dpreact, x, sort, rows, tokens, h, top_k = given
-    spec, precision, device = made_by
+    """Adds what makes the gradients of up, its bias and x of dpreact."""
+    preact, dpreact, x, rows, tokens, h, top_k = rows_given
     _, row_to_slot, slot_to_row, tile_map = range(7, 11)
-    rows_form = unwritten(preact.dtype, rows, h)
-    x_rows = None
     if needs.up:
-        form, by, number = x, top_k, 1
-        if sort:
-            form, by, number = rows_form, 0, (x_rows := plan.make(rows_form))
-            plan.add(sort_rows_launch(x, tokens * top_k, top_k, device), 1, slot_to_row, x_rows)
-        numbers = dpreact, number, grads.up
-        _add_wgrad(plan, up, transposed, preact, 0, form, by, rows, numbers, (row_to_slot, tile_map), made_by)
+        dw = _wgrad_form(up, transposed)
+        wgrad = wgrad_launch(preact, 0, x, top_k, rows, dw, False, spec, precision, device)
+        plan.add(wgrad, dpreact, 1, grads.up, row_to_slot, tile_map)
     if needs.up_bias:
         dbias = unwritten(preact.dtype, *up_bias.shape)
         bias_grads = bias_grads_plan(preact, 0, None, None, None, False, dbias, sizes, False, device)
         plan.include(bias_grads, dpreact, None, None, None, None, tile_map, grads.up_bias)
     if needs.x:
-        dx_rows = plan.make(rows_form) if x_rows is None else x_rows  # which nobody reads any more
+        dx_form = unwritten(preact.dtype, rows, h)
+        dx_rows = plan.make(dx_form)
         if rows:
             strides = nk_order(up.strides, not transposed)
             dx_gemm = gemm_launch(preact, up, strides, h, None, None, sizes, False, spec, precision, device)
             plan.add(dx_gemm, dpreact, 3, None, None, dx_rows, tile_map)
         if tokens:
-            plan.add(
-                combine_launch(rows_form, None, tokens * top_k, top_k, device), dx_rows, None, slot_to_row, grads.x
-            )
-
-
-def _add_wgrad(
-    plan: Plan, weight: Form, transposed: bool, p: Form, p_top_k: int, q: Form, q_top_k: int, rows: int,
-    numbers: Numbers, routing: Numbers, made_by: tuple,
-) -> None:  # fmt: skip
-    """Adds `launch_wgrad`. numbers: p, q, dw. routing: row_to_slot, map. made_by: spec, precision, device."""
-    gathered = p_top_k + q_top_k > 0
-    dw = _wgrad_form(weight, transposed)
-    wgrad = wgrad_launch(p, p_top_k, q, q_top_k, rows if gathered else None, dw, False, *made_by)
-    plan.add(wgrad, *numbers, routing[0] if gathered else None, routing[1])
+            plan.add(combine_launch(dx_form, None, tokens * top_k, top_k, device), dx_rows, None, slot_to_row, grads.x)
 
 
 def _make_grads(plan: Plan, needs: Needs, dout: Form, weights: Form, *others: Optional[Form]) -> Needs:

@@ -186,7 +186,7 @@ def draw_decode(results: dict, path: Path) -> None:
     cases = measured(results, "generate")
     groups = [(f"batch {c['batch']}\n{'static, compiled' if c['static'] else 'eager'}", c) for c in cases]
     draw_bars(panels[3], groups, (OURS, EAGER), lambda c, name: c["providers"].get(name, {}).get("tokens_per_s"))
-    panels[3].set_title("generate(), tokens/s (grouped_mm: transformers' default)", fontsize="small")
+    panels[3].set_title("generate(), tokens/s, next to the default", fontsize="small")
     save(figure, panels, results, path, 5)
 
 

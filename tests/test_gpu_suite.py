@@ -1,0 +1,58 @@
+"""Which hazards the GPU suite's racecheck step may count apart: those in Triton's own hand-over of work to warps."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import gpu_suite  # noqa: E402
+
+KERNEL, FILE = "hopper_wgrad_kernel", "hopper_wgrad.py"
+STATE = 4096  # where the kernel tells warps their work, in bytes of its own shared memory
+
+
+def line_of(start: str) -> int:
+    lines = (ROOT / "torch-ext" / "grouped_moe" / "_triton" / FILE).read_text(encoding="utf-8").splitlines()
+    return 1 + next(number for number, line in enumerate(lines) if line.strip().startswith(start))
+
+
+def report(kind="RAW", access="Write", writer=127, reader=320, address=STATE, lines=None, kernel=KERNEL) -> str:
+    """A hazard as compute-sanitizer prints it, behind what `sanitize_case` prints."""
+    first, second = lines or 2 * [line_of(f"def {KERNEL}(")]
+    place = hex(address + gpu_suite.RESERVED)
+    return (
+        f"dispatch {KERNEL} {STATE} 8\n"
+        f"========= Error: Potential {kind} hazard detected at __shared__ {place} in block (0,0,0) :\n"
+        f"=========     {access} Thread ({writer},0,0) at {KERNEL}+0x38a0 in {FILE}:{first}\n"
+        f"=========     Read Thread ({reader},0,0) at {kernel}+0x120 in {FILE}:{second}\n"
+        "=========     Current Value : 4\n"
+    )
+
+
+def counts(output: str) -> tuple:
+    found = gpu_suite.classify(output)
+    return sum(found["dispatch_hazards"].values()), sum(found["hazards"].values())
+
+
+def test_hand_over_is_counted_apart():
+    assert counts(2 * report() + report(address=STATE + 7)) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "WAR"}, {"kind": "WAW"}, {"access": "Read"}, {"writer": 128}, {"reader": 127}, {"address": STATE - 1},
+        {"address": STATE + 8}, {"kernel": "hopper_gemm_kernel"}, {"lines": (line_of("mbarrier.wait("),) * 2},
+        {"lines": (line_of(f"def {KERNEL}("), line_of("def multiply("))},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_any_other_hazard_is_not(change):
+    assert counts(report(**change)) == (0, 1)
+
+
+def test_without_the_addresses_nothing_is_explained():
+    assert counts(report().split("\n", 1)[1]) == (0, 1)

@@ -1,7 +1,8 @@
 """The two fused grouped GEMMs of experts for Hopper in Gluon: the epilogues of `.experts` hidden behind products.
 
-As in `.hopper_gemm` one warp fills a ring of operands, and two warp groups take its tiles in turn. Rows are sorted by
-expert: to gather them here, by threads or ahead of the tiles by more warps, takes longer than a pass that sorts them.
+As in `.hopper_gemm` one warp fills a ring of operands, and two warp groups take its tiles in turn. Rows are in place,
+sorted by expert: to gather them here, by threads or by more warps, takes longer than a pass that sorts them, which pays
+for the dgrad alone.
 """
 
 from triton.experimental import gluon

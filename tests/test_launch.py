@@ -248,17 +248,3 @@ def test_hooks_see_launches(module, sent, monkeypatch):
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
     assert len(calls) == 2
-
-
-def test_in_place_operands_of_2_to_31_elements_are_left_to_triton(module):
-    """The Gluon weight gradient takes one row less; gathered, any."""
-    form, hopper = module("launch").Form, module("hopper")
-    spec, dw = (
-        module("tuning").DeviceSpec(132, 232448, hopper=True),
-        form(BF16, (3, 256, 2048), (1 << 19, 2048, 1), True),
-    )
-    for rows, taken in ((1 << 20) - 1, True), (1 << 20, False):
-        p, q = form(BF16, (rows, 256), (256, 1), True), form(BF16, (rows, 2048), (2048, 1), True)
-        made = hopper.hopper_wgrad(p, 0, q, 0, None, dw, False, spec, torch.device("cpu"))
-        assert (made is not None) == taken
-        assert hopper.hopper_wgrad(p, 0, q, 8, rows, dw, False, spec, torch.device("cpu")) is not None

@@ -163,6 +163,24 @@ def resource_usage(kernel) -> tuple:
     return int(registers), int(stack)
 
 
+def stray_barriers(kernel) -> list:
+    """Names of a Gluon kernel's barriers that no partition of its warps captures.
+
+    Triton lays other buffers over them. Nothing may be written over an mbarrier that was not invalidated (PTX ISA,
+    "mbarrier.inval"): when the GPU switched to another process and back, tiles had NaN in their place.
+    """
+    text = kernel.asm.get("ttgir", "")
+    captures = re.findall(r"ttg\.warp_specialize\((.*?)\)", text)
+    if not captures:
+        return []  # Triton's own, which it invalidates
+    captured = set(re.findall(r"%\w+", " ".join(captures)))
+    for view, whole in re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)", text):
+        if view in captured:
+            captured.add(whole)
+    allocated = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[0-9x]+xi64", text)
+    return [name for name in allocated if name not in captured]
+
+
 def run_layer(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> None:
     """Forward and backward of the experts block through the launchers, on unwritten CPU tensors."""
     experts, routing, activation = modules("experts"), modules("routing"), modules("activation")
@@ -236,6 +254,8 @@ def check(modules, target: str, layer: Layer, dtype_name: str, tokens: int, body
             row.error = f"shared memory {meta.shared} > {TARGETS[target].shared_memory}"
         elif spilled > SPILL_ALLOWANCE:
             row.error = f"spills {spilled} bytes"
+        elif stray_barriers(kernel):
+            row.error = f"barriers that no partition uses: {stray_barriers(kernel)}"
         rows.append(row)
 
     modules("tuning").device_spec.cache_clear()

@@ -10,8 +10,6 @@ from .schedule import Sizes
 from .tuning import DeviceSpec, hopper_gemm_config, hopper_wgrad_config, persistent_grid, rows_per_expert
 
 _MAX_RAGGED_ROWS = 1 << 30  # what ragged descriptors count up to
-# Of an operand in place: past that the gradient of one expert had NaN on an H200, whose cause is not known.
-_FEWER_ELEMENTS = 1 << 31
 _MAX_ORDERED = 128  # to rank more experts would take longer than their few rows are worth
 _CONSUMERS = 2
 _PATH = "Gluon for Hopper"
@@ -74,8 +72,6 @@ def hopper_wgrad(
     if num_rows > _MAX_RAGGED_ROWS or (p_top_k and q_top_k):
         return None
     gathered = p_top_k + q_top_k > 0
-    if not gathered and num_rows * max(m, n) >= _FEWER_ELEMENTS:
-        return None
     config = hopper_wgrad_config(m, n, rows_per_expert(num_rows, num_experts), dw.dtype.itemsize, gathered, spec)
     if config is None:
         return None

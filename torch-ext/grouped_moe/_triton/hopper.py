@@ -37,7 +37,11 @@ def previous_slot(slot, STAGES: gl.constexpr):
 
 @gluon.jit
 def allocate_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
-    """NUM barriers, each completed by so many arrivals, before warps are specialised, which synchronises them."""
+    """NUM barriers, each completed by so many arrivals, before warps are specialised, which synchronises them.
+
+    For partitions that use them only: Triton lays other buffers over what no partition captures, and a barrier there
+    that was not invalidated overwrites them when the GPU switches to another process and back.
+    """
     barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         mbarrier.init(barriers.index(i), count=ARRIVALS)

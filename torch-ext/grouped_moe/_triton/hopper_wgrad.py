@@ -228,7 +228,7 @@ def multiply(
 ):  # fmt: skip
     """Multiplies what `fill_ring` loads and stores the results, of this warp group's rows of each tile."""
     p_ring, q_ring, full, empty = ring
-    staging, loaded, dw_desc = out
+    dw_desc, staging = out[0], out[1]
     STAGES: gl.constexpr = p_ring.shape[0]
     BLOCK_K: gl.constexpr = p_ring.shape[-2]
     BLOCK_M: gl.constexpr = p_ring.shape[-1]
@@ -247,8 +247,8 @@ def multiply(
         expert, m_tile, n_tile, start, end = find_tile(index + 1, deal, offsets_ptr, order, TILING)
         if ACCUMULATE:
             tma.store_wait(0)
-            mbarrier.expect(loaded, BYTES, pred=steps > 0)
-            tma_load(dw_desc, place, loaded, staging, pred=steps > 0)
+            mbarrier.expect(out[2], BYTES, pred=steps > 0)
+            tma_load(dw_desc, place, out[2], staging, pred=steps > 0)
         acc = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
         for k in range(steps):
             mbarrier.wait(full.index(slot), phase)
@@ -262,7 +262,7 @@ def multiply(
         mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=steps > 0)
         if ACCUMULATE:
             if steps > 0:
-                mbarrier.wait(loaded, loaded_phase)
+                mbarrier.wait(out[2], loaded_phase)
                 loaded_phase ^= 1
                 acc += staging.reshape([ROWS, BLOCK_N]).load(LAYOUT).to(gl.float32)
                 store_tile(dw_desc, place, staging, acc)
@@ -281,11 +281,14 @@ def store_tile(dw_desc, place, staging, acc):
 
 
 @gluon.jit
-def allocate_outputs(dw_desc):
-    """For each consumer: a staging buffer, a barrier for what is loaded into it, the descriptor of what it holds."""
+def allocate_outputs(dw_desc, ACCUMULATE: gl.constexpr):
+    """For each consumer: the descriptor of results, a staging buffer and, to ACCUMULATE, a barrier for its loads."""
     staging = gl.allocate_shared_memory(dw_desc.dtype, [2] + dw_desc.block_shape, dw_desc.layout)
-    loaded = allocate_barriers(2, 1)
-    return (staging.index(0), loaded.index(0), dw_desc), (staging.index(1), loaded.index(1), dw_desc)
+    if ACCUMULATE:
+        loaded = allocate_barriers(2, 1)
+        return (dw_desc, staging.index(0), loaded.index(0)), (dw_desc, staging.index(1), loaded.index(1))
+    else:
+        return (dw_desc, staging.index(0)), (dw_desc, staging.index(1))
 
 
 # A group alone is launched at its place among the offsets, whatever its alignment.
@@ -311,7 +314,7 @@ def hopper_wgrad_kernel(
     TILING: gl.constexpr = (NUM_EXPERTS * M_TILES * N_TILES, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
     ROWS: gl.constexpr = dw_desc.block_shape[1]
     order, deal = order_experts(offsets_ptr, NUM_EXPERTS, M_TILES * N_TILES, ORDER_SIZE)
-    out0, out1 = allocate_outputs(dw_desc)
+    out0, out1 = allocate_outputs(dw_desc, ACCUMULATE)
     p_ring = gl.allocate_shared_memory(p_desc.dtype, [STAGES] + p_desc.block_shape, p_desc.layout)
     q_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
     ring = (p_ring, q_ring, allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2))
@@ -349,7 +352,7 @@ def hopper_gathered_wgrad_kernel(
     TILING: gl.constexpr = (NUM_EXPERTS * M_TILES * N_TILES, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     order, deal = order_experts(offsets_ptr, NUM_EXPERTS, M_TILES * N_TILES, ORDER_SIZE)
-    out0, out1 = allocate_outputs(dw_desc)
+    out0, out1 = allocate_outputs(dw_desc, ACCUMULATE)
     if P_GATHERED:
         p_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_K, BLOCK_M], LAYOUT)
         q_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES] + rows_desc.block_shape, rows_desc.layout)

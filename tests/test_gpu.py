@@ -1,10 +1,12 @@
-"""What only a GPU can show: graphs, streams, syncs, peak memory, more than 2^31 elements, tf32, a second device.
+"""What only a GPU can show: graphs, streams, syncs, peak memory, more than 2^31 elements, other processes, tf32, a
+second device.
 
 Shapes are few on purpose: every new one compiles kernels.
 """
 
 import gc
 import importlib
+import subprocess
 import sys
 
 import pytest
@@ -176,14 +178,11 @@ def need_memory(gib: float) -> None:
         pytest.skip(f"needs {gib:.0f} GiB of free device memory, there are {free / GIB:.0f}")
 
 
-def test_more_than_2_to_31_elements(grouped_moe, device):
-    """Hidden states, pre-activation, rows, output and their gradients all exceed 2^31 elements.
+def check_long_step(grouped_moe, case: Case, device: str) -> None:
+    """A step with so many tokens that a reference has to do with a sample of them.
 
-    The cotangent is 0 but for a sample of tokens, so that the weights' gradients can be had from the sample, too.
+    The cotangent is 0 but for the sample, so that the weights' gradients can be had from the sample, too.
     """
-    case = Case("huge", T=(1 << 20) + 77, top_k=1, E=3, H=2112, I=1056)
-    assert min(case.T * case.H, case.T * case.preact_width) > 2**31
-    need_memory(52)
     ids = torch.randint(0, case.E, (case.T, case.top_k), device=device)
     inputs = random_inputs(case, device, ids)
     ends = torch.cat([torch.arange(64, device=device), torch.arange(case.T - 192, case.T, device=device)])
@@ -198,6 +197,55 @@ def test_more_than_2_to_31_elements(grouped_moe, device):
     got = [out.detach()[rows], dx[rows], dweights[rows], dup, ddown]
     for name, a, b in zip(("out", "dx", "dweights", "dup", "ddown"), got, want):
         assert_close(name, a, b, torch.bfloat16, inner_products=name == "dweights")
+
+
+def test_more_than_2_to_31_elements(grouped_moe, device):
+    """Hidden states, pre-activation, rows, output and their gradients all exceed 2^31 elements."""
+    case = Case("huge", T=(1 << 20) + 77, top_k=1, E=3, H=2112, I=1056)
+    assert min(case.T * case.H, case.T * case.preact_width) > 2**31
+    need_memory(52)
+    check_long_step(grouped_moe, case, device)
+
+
+@pytest.fixture
+def busy_neighbour():
+    """Another process that keeps the GPU busy: it is taken from kernels of a millisecond and given back to them."""
+    program = """if True:
+        import torch
+        a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        print("ready", flush=True)
+        while True:
+            for _ in range(8):
+                a @ a
+            torch.cuda.synchronize()
+    """
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield
+        finally:
+            process.kill()
+
+
+def test_experts_next_to_another_process(grouped_moe, device, busy_neighbour):
+    need_memory(14)
+    check_long_step(grouped_moe, Case("long", T=1 << 18, top_k=1, E=3, H=2112, I=1056), device)
+
+
+def test_linear_next_to_another_process(grouped_moe, device, busy_neighbour):
+    need_memory(14)
+    sizes = [87000, 90000, 85144]
+    x, dy = (torch.randn((1 << 18, 2112), device=device, dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn((3, 2112, 2112), device=device, dtype=torch.bfloat16).mul_(2112**-0.5)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    y = grouped_moe.grouped_linear(*leaves, torch.tensor(sizes, device=device))
+    dx, dw = torch.autograd.grad(y, leaves, dy)
+    rows = (tensor.detach().split(sizes) for tensor in (x, dy, y, dx))
+    for x_g, dy_g, y_g, dx_g, weight_g, dw_g in zip(*rows, weight.detach(), dw):
+        x_g, dy_g, weight_g = x_g.double(), dy_g.double(), weight_g.double()
+        assert_close("y", y_g, x_g @ weight_g.t(), torch.bfloat16)
+        assert_close("dx", dx_g, dy_g @ weight_g, torch.bfloat16)
+        assert_close("dw", dw_g, dy_g.t() @ x_g, torch.bfloat16)
 
 
 def test_more_tokens_than_a_small_grid_dimension(grouped_moe, device):

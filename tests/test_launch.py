@@ -58,6 +58,7 @@ def sent(module):
     monkeypatch.setattr(nvidia, "library_dirs", lambda: [])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(module("launch"), "_keeps_variants", lambda tensor: True)
+    monkeypatch.setattr(module("launch"), "_launch_options", lambda device: {"launch_pdl": True})
     spec = module("tuning").DeviceSpec(132, 232448, hopper=True, name="stub")
     monkeypatch.setattr(module("tuning"), "device_spec", lambda device_type, index: spec)
     previous = driver._active
@@ -85,6 +86,7 @@ def both(module, sent, monkeypatch):
             with mock.patch.dict(self.kernel.variants, clear=True):  # by all of Triton's path
                 self.by_kernel(tensors)
             assert len(sent) == 3 and sent[0] == sent[1] == sent[2]
+            assert sent[0][6] is True, "not a dependent launch"
             counts["direct"] += 1
             counts["maps"] += sum(isinstance(arg, tuple) and arg[:1] == ("map",) for arg in sent[0])
 

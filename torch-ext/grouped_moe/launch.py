@@ -129,7 +129,7 @@ class Kernel:
         if self.choice is not None and _log.isEnabledFor(logging.INFO):
             _log_once(f"{self.kernel.__name__} on {_name_of(first)}: {self.choice}")
             self.choice = None
-        compiled = self.kernel[grid](*args, **self.constants)
+        compiled = self.kernel[grid](*args, **self.constants, **_launch_options(device))
         if not _keeps_variants(first):
             return None
         self.variants[key] = compiled
@@ -273,6 +273,17 @@ class _Placed:
 
     def data_ptr(self) -> int:
         return self.address
+
+
+@lru_cache(maxsize=None)
+def _launch_options(device: int) -> Dict[str, bool]:
+    """Triton's options for launches on a GPU of that index, -1 for what is none: dependent ones, where it has them.
+
+    All kernels of the package wait as these ask for: `_triton.dependent`.
+    """
+    if device < 0 or not torch.cuda.is_available() or torch.version.hip is not None:
+        return {}
+    return {"launch_pdl": True} if torch.cuda.get_device_capability(device) >= (9, 0) else {}
 
 
 def _keeps_variants(tensor: Tensor) -> bool:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .activation import activate, clamp_gate, glu
+from .dependent import wait_for_stream
 from .tiles import load_weights
 
 
@@ -54,6 +55,7 @@ def slot_up_proj_kernel(
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """act[s] = activation(W[e] x[token of s] + bias[e]) with the expert e of slot s. Grid: (n tiles, S)."""
+    wait_for_stream()
     slot = tl.program_id(1)
     expert = tl.load(ids_ptr + slot)
     if (expert >= 0) & (expert < NUM_EXPERTS):
@@ -101,6 +103,7 @@ def slot_down_proj_kernel(
     Grid: (n tiles, T). The rows of a tile are BLOCK_N columns of the first choice, of the second, and so on: weights of
     all choices are under way together. Nothing of a sentinel is read.
     """
+    wait_for_stream()
     row = tl.arange(0, TOP_K_POW2 * BLOCK_N)
     choice = row // BLOCK_N
     column = tl.program_id(0) * BLOCK_N + row % BLOCK_N

@@ -7,6 +7,7 @@ weights lie accordingly.
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_stream
 from .epilogues import column_pieces, down_dgrad_epilogue, load_preact, pair_epilogue, wide_epilogue
 from .tiles import column_halves, find_row_tile, grouped_order, load_scales, load_weights, num_row_tiles
 
@@ -186,6 +187,7 @@ def up_proj_kernel(
     Grid: (programs,), persistent. The caller guarantees a schedule made for BLOCK_M; rows past R are not written.
     With TMA, gate and up of an (E, 2 N, K) weight that are not interleaved are a dimension of the descriptor.
     """
+    wait_for_stream()
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
     tile, step, last = tl.program_id(0), tl.num_programs(0), num_tiles - 1
@@ -268,6 +270,7 @@ def down_dgrad_kernel(
     dpreact[r] = w[r] g[r] * a'(preact[r]); scaled_act[r] = w[r] a[r]; partials[n tile, r] = <g[r], a[r]> in the tile.
     Grid: (programs,), persistent. The caller guarantees a schedule made for BLOCK_M; rows past R are not written.
     """
+    wait_for_stream()
     PIECES: tl.constexpr = 2 if BLOCK_N <= 64 else BLOCK_N // 32
     PIECE: tl.constexpr = BLOCK_N // PIECES
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

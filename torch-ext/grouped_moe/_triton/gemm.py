@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_stream
 from .tiles import (
     add_bias,
     column_halves,
@@ -40,6 +41,7 @@ def zero_ungrouped_kernel(
     y_ptr, offsets_ptr, total_rows, NUM_GROUPS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr
 ):
     """y[r] = 0 for r < offsets[0] and offsets[G] <= r < total_rows. Grid: (programs,). No offset decreases."""
+    wait_for_stream()
     zero_rows(y_ptr, tl.load(offsets_ptr) * 0, tl.load(offsets_ptr), 0, N, CHUNK)
     zero_rows(y_ptr, tl.load(offsets_ptr + NUM_GROUPS), total_rows, 0, N, CHUNK)
 
@@ -69,6 +71,7 @@ def grouped_gemm_kernel(
 
     Grid: (programs,), persistent. The caller guarantees a schedule made for BLOCK_M.
     """
+    wait_for_stream()
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
     last_row = tl.load(schedule_ptr + NUM_EXPERTS)
@@ -156,6 +159,7 @@ def wgrad_kernel(
 
     Grid: (programs,), persistent. An expert without rows gets 0, or keeps what it has. Not ACCUMULATE with dw_desc.
     """
+    wait_for_stream()
     NUM_M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     NUM_TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES

@@ -11,6 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
+
+from .dependent import has_dependent_launches
 
 # Triton 3.7 renamed these.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -19,6 +22,13 @@ cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_glob
 
 # Rows of a ragged descriptor end here, wherever a group ends in memory.
 RAGGED_END = gl.constexpr(1 << 30)
+
+
+@gluon.jit
+def wait_for_stream():
+    """`dependent.wait_for_stream`, which only Triton's kernels can call."""
+    if has_dependent_launches():
+        gdc_wait()
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from .activation import glu, glu_grad
-from .hopper import allocate_barriers, previous_slot, ragged_coordinates, tma_load, tma_store
+from .hopper import allocate_barriers, previous_slot, ragged_coordinates, tma_load, tma_store, wait_for_stream
 from .hopper_gemm import load_expert, load_group, locate_tile, multiply, produce
 
 # TILING: NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M. KIND: ACTIVATION, ALPHA, LIMIT, UP_OFFSET.
@@ -280,6 +280,7 @@ def hopper_up_proj_kernel(
 
     Grid: (programs,), persistent. The caller guarantees a schedule made for BLOCK_M; rows past R are not written.
     """
+    wait_for_stream()
     NUM_N_TILES: gl.constexpr = (2 * N + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILING: gl.constexpr = (NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
@@ -334,6 +335,7 @@ def hopper_down_dgrad_kernel(
     dpreact[r] = w[r] g[r] * a'(preact[r]); act[r] = w[r] a[r]; partials[n tile, r] = <g[r], a[r]> in the tile.
     Grid: (programs,), persistent. The caller guarantees a schedule made for BLOCK_M; rows past R are not written.
     """
+    wait_for_stream()
     NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILING: gl.constexpr = (NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)

@@ -14,7 +14,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper import allocate_barriers, next_slot, previous_slot, ragged_coordinates, tma_load, tma_store
+from .hopper import (
+    allocate_barriers,
+    next_slot,
+    previous_slot,
+    ragged_coordinates,
+    tma_load,
+    tma_store,
+    wait_for_stream,
+)
 
 
 @gluon.jit
@@ -228,6 +236,7 @@ def hopper_gemm_kernel(
 
     Grid: (programs,), persistent. The caller guarantees a schedule made for BLOCK_M and four warps.
     """
+    wait_for_stream()
     NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     dtype: gl.constexpr = x_desc.dtype
     x_bufs = gl.allocate_shared_memory(dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)

@@ -15,7 +15,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper import allocate_barriers, cp_async, next_slot, previous_slot, ragged_coordinates, tma_load, tma_store
+from .hopper import (
+    allocate_barriers,
+    cp_async,
+    next_slot,
+    previous_slot,
+    ragged_coordinates,
+    tma_load,
+    tma_store,
+    wait_for_stream,
+)
 
 # What a tile takes besides its steps, in rows.
 TILE_COST = gl.constexpr(128)
@@ -309,6 +318,7 @@ def hopper_wgrad_kernel(
 
     Grid: (programs,), persistent. An expert without rows gets 0, or keeps what it has.
     """
+    wait_for_stream()
     M_TILES: gl.constexpr = (M + p_desc.block_shape[3] - 1) // p_desc.block_shape[3]
     N_TILES: gl.constexpr = (N + q_desc.block_shape[3] - 1) // q_desc.block_shape[3]
     TILING: gl.constexpr = (NUM_EXPERTS * M_TILES * N_TILES, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
@@ -343,6 +353,7 @@ def hopper_gathered_wgrad_kernel(
     GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """`hopper_wgrad_kernel` with one operand gathered, by four warps. Grid: the same."""
+    wait_for_stream()
     ROWS: gl.constexpr = dw_desc.block_shape[1]
     BLOCK_K: gl.constexpr = rows_desc.block_shape[2]
     BLOCK_M: gl.constexpr = 2 * ROWS

@@ -8,6 +8,8 @@ slots by expert: expert 0: slots 1, 4; expert 1: slots 0, 3. Hence expert_offset
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_stream
+
 
 @triton.jit
 def load_experts(ids_ptr, slots, end, NUM_EXPERTS: tl.constexpr):
@@ -57,6 +59,7 @@ def count_slots_kernel(
     CHUNK: tl.constexpr,
 ):
     """counts[c, e] = slots of expert e in chunk c. Grid: (chunks,)."""
+    wait_for_stream()
     begin = tl.program_id(0) * CHUNK
     counts = count_experts(
         ids_ptr, begin, tl.minimum(num_slots, begin + CHUNK), NUM_EXPERTS, EXPERTS_POW2, CHUNK
@@ -76,6 +79,7 @@ def scan_counts_kernel(
     WIDTH: tl.constexpr,  # experts of one program
 ):
     """counts[c, e] <- sum of counts[:c, e]; totals[e] = sum of counts[:, e]. Grid: (expert blocks,)."""
+    wait_for_stream()
     experts = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     totals = tl.zeros((WIDTH,), tl.int32)
     for start in range(0, num_chunks, BLOCK):
@@ -111,6 +115,7 @@ def place_slots_kernel(
     slots itself, which makes this the only launch. A tile's entry in the schedule comes from the tile's first row.
     Slots whose row would be num_rows or more get none, and offsets and schedule end there; R counts them all the same.
     """
+    wait_for_stream()
     begin = tl.program_id(0) * CHUNK
     if counts_ptr is None:
         earlier = count_experts(ids_ptr, 0, tl.minimum(begin, num_slots), NUM_EXPERTS, EXPERTS_POW2, STEP)

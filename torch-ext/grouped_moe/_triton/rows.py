@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_stream
+
 
 @triton.jit
 def combine_kernel(
@@ -18,6 +20,7 @@ def combine_kernel(
 
     Grid: (T, h tiles). Neither the row nor the weight of a sentinel is read.
     """
+    wait_for_stream()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     acc = tl.zeros((BLOCK_H,), tl.float32)
@@ -44,6 +47,7 @@ def sort_rows_kernel(
 
     Grid: (T, h tiles).
     """
+    wait_for_stream()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     last = tl.load(slot_to_row_ptr + token * TOP_K)
@@ -71,6 +75,7 @@ def combine_grad_kernel(
 
     Grid: (S,).
     """
+    wait_for_stream()
     slot = tl.program_id(0).to(tl.int64)
     row = tl.load(slot_to_row_ptr + slot).to(tl.int64)
     inner = tl.zeros((BLOCK_H,), tl.float32)
@@ -99,6 +104,7 @@ def gather_rows_kernel(
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """out[r] = x[token of r] for r < R, else 0. Grid: (S, h tiles)."""
+    wait_for_stream()
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     routed = row < tl.load(num_rows_ptr)

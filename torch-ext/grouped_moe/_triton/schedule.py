@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_stream
+
 
 @triton.jit
 def larger(a, b):
@@ -25,6 +27,7 @@ def schedule_kernel(
 
     Sizes: their running sum, negative ones counting as 0. Offsets: their running maximum.
     """
+    wait_for_stream()
     group = tl.program_id(0)
     bins = tl.arange(0, GROUPS_POW2)
     inside = bins < NUM_GROUPS

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_stream
 from .tiles import find_row_tile, load_scales, num_row_tiles, source_rows, tile_rows
 
 
@@ -25,6 +26,7 @@ def bias_grads_kernel(
 
     Grid: (max_tiles, n tiles). The caller guarantees a schedule made for BLOCK_M.
     """
+    wait_for_stream()
     tile = tl.program_id(0)
     n_tile = tl.program_id(1)
     if tile < num_row_tiles(schedule_ptr, NUM_EXPERTS):
@@ -58,6 +60,7 @@ def sum_tiles_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """out[e] = sum over the m tiles of expert e of sums[tile], in order, or is added to out[e]. Grid: (E, n tiles)."""
+    wait_for_stream()
     expert = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     tile_offsets_ptr = schedule_ptr + (NUM_EXPERTS + 1)
@@ -87,6 +90,7 @@ def sum_partials_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[s] = sum of partials[:, row of s], in order, or is added to out[s]; 0 without a row. Grid: (slot blocks,)."""
+    wait_for_stream()
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slots < num_slots
     if slot_to_row_ptr is None:

@@ -34,7 +34,7 @@ def forward_plan(
     numbers = plan.make(preact), plan.make(a, scratch=True), plan.make(y, scratch=True), plan.make(out)
     if rows:
         given = (save, True, True)
-        up_proj = up_launch(x, up, up_bias, None, given, n, top_k, transposed, kind, sizes, spec, device)
+        up_proj = up_launch(x, up, up_bias, None, given, rows, n, top_k, transposed, kind, sizes, spec, device)
         plan.add(up_proj, 0, 2, 4, *numbers[:2], None, 6, 8)
         strides, precision = nk_order(down.strides, transposed), kind[-1]
         down_proj = gemm_launch(a, down, strides, h, down_bias, None, sizes, False, spec, precision, device)
@@ -96,7 +96,7 @@ def backward_plan(
         preact = plan.make(preact_form)
         if rows:
             up_proj = up_launch(
-                x, up, up_bias, None, (True, False, True), n, top_k, transposed, kind, sizes, spec, device
+                x, up, up_bias, None, (True, False, True), rows, n, top_k, transposed, kind, sizes, spec, device
             )  # fmt: skip
             plan.add(up_proj, 1, 3, 5, preact, None, None, row_to_slot, tile_map)
     needs_dpreact, has_dots = needs.x or needs.up or needs.up_bias, needs.weights and down_bias is not None

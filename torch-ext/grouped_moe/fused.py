@@ -10,7 +10,7 @@ from .activation import Activation
 from .block import Block
 from .descriptors import Strides, box, weight_tma
 from .gemm import nk_order, num_dots
-from .hopper_fused import hopper_down_dgrad, hopper_up_proj
+from .hopper_fused import hopper_down_dgrad, hopper_gathered_up_proj, hopper_up_proj
 from .launch import MAX_KEPT, Form, Kernel, Launch, Ref, bias_operand, bind, form_of, ref
 from .schedule import Schedule, Sizes
 from .tuning import DeviceSpec, GemmConfig, dgrad_config, persistent_grid, spec_of, triton_path, up_config
@@ -79,8 +79,8 @@ def launch_up_proj(
     if rows:
         spec, kind = spec_of(x), (save, activate, row_to_slot is not None)
         kept = up_launch(
-            form_of(x), form_of(block.up), form_of(block.up_bias), form_of(scales), kind, n, top_k, block.transposed,
-            block.kind(spec), schedule[1:], spec, x.device,
+            form_of(x), form_of(block.up), form_of(block.up_bias), form_of(scales), kind, rows, n, top_k,
+            block.transposed, block.kind(spec), schedule[1:], spec, x.device,
         )  # fmt: skip
         kept((x, block.up, block.up_bias, preact, a, scales, row_to_slot, schedule.map))
     return preact, a
@@ -88,8 +88,8 @@ def launch_up_proj(
 
 @lru_cache(maxsize=MAX_KEPT)
 def up_launch(
-    x: Form, up: Form, bias: Optional[Form], scales: Optional[Form], given: Tuple[bool, bool, bool], n: int, top_k: int,
-    transposed: bool, kind: Kind, sizes: Sizes, spec: DeviceSpec, device: torch.device,
+    x: Form, up: Form, bias: Optional[Form], scales: Optional[Form], given: Tuple[bool, bool, bool], rows: int, n: int,
+    top_k: int, transposed: bool, kind: Kind, sizes: Sizes, spec: DeviceSpec, device: torch.device,
 ) -> Launch:  # fmt: skip
     """The launch for (x, weight, bias, preact, activation, scales, row_to_slot, the schedule's map).
 
@@ -97,8 +97,12 @@ def up_launch(
     """
     if top_k == 0:
         found = hopper_up_proj(x, up, bias, scales, given, n, transposed, kind, sizes, spec, device)
-        if found is not None:
-            return found
+    else:
+        found = hopper_gathered_up_proj(
+            x, up, bias, scales, given, rows, n, top_k, transposed, kind, sizes, spec, device
+        )  # fmt: skip
+    if found is not None:
+        return found
     from ._triton.experts import up_proj_kernel
 
     num_experts, block_m, max_tiles = sizes

@@ -8,9 +8,17 @@ from .activation import Activation
 from .descriptors import box, descriptor_strides, ragged_box, rows_tma, tma_fits
 from .launch import Form, Launch, Ref, bias_operand, bind, ref
 from .schedule import Sizes
-from .tuning import DeviceSpec, GemmConfig, hopper_dgrad_config, hopper_up_config, persistent_grid
+from .tuning import (
+    DeviceSpec,
+    GemmConfig,
+    hopper_dgrad_config,
+    hopper_gathered_up_config,
+    hopper_up_config,
+    persistent_grid,
+)
 
 _BOX = 32  # columns that an epilogue stores at once
+_BUFFERS = 4  # of them for each warp group, where rows are gathered
 _SLOTS = 3  # boxes of gate and up that are on their way or worked on
 _MAX_RAGGED_ROWS = 1 << 30  # what ragged descriptors count up to
 _PATH = "Gluon for Hopper"
@@ -40,15 +48,48 @@ def hopper_up_proj(
         hopper_up_proj_kernel, config.describe(_PATH),
         NUM_EXPERTS=num_experts, N=n, K=k, **_activation(kind), **_tile(config),
     )  # fmt: skip
-    stride_e, stride, _ = descriptor_strides(up)
-    halves = up._replace(shape=(num_experts, 2, n, k), strides=(stride_e, n * stride, stride, 1))
-    act = Ref(4, _columns(x.dtype, rows, n, n, config)) if given[1] else None
+    act = Ref(4, _columns(x.dtype, rows, n, n, config.block_m)) if given[1] else None
     return Launch(
         device, kernel, persistent_grid(config, max_tiles, 2 * n, spec),
         Ref(0, box(x, config.block_m, config.block_k, gluon=True)),
-        Ref(1, box(halves, 1, 2, config.block_n // 2, config.block_k, gluon=True)),
-        *bias_operand(2, bias), *_halves(3 if given[0] else None, x.dtype, rows, n, config), act, ref(5, scales),
-        Ref(7),
+        _halves_of_weight(up, n, config), *bias_operand(2, bias),
+        *_halves(3 if given[0] else None, x.dtype, rows, n, config.block_m), act, ref(5, scales), Ref(7),
+    )  # fmt: skip
+
+
+def hopper_gathered_up_proj(
+    x: Form,
+    up: Form,
+    bias: Optional[Form],
+    scales: Optional[Form],
+    given: Tuple[bool, ...],
+    rows: int,
+    n: int,
+    top_k: int,
+    transposed: bool,
+    kind: Tuple[bool, bool, Activation, str],
+    sizes: Sizes,
+    spec: DeviceSpec,
+    device: torch.device,
+) -> Optional[Launch]:
+    """`fused.up_launch` for rows that are gathered from x, if there is a kernel for it."""
+    k, (num_experts, block_m, max_tiles) = x.shape[1], sizes
+    config = hopper_gathered_up_config(block_m, n)
+    if config is None or transposed or k % 8 or not _fits(x, up, rows, n, kind, spec):
+        return None
+    from ._triton.hopper_gathered import hopper_gathered_up_proj_kernel
+
+    kernel = bind(
+        hopper_gathered_up_proj_kernel, config.describe(_PATH),
+        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, **_activation(kind),
+        **{**_tile(config), "BUFFERS": _BUFFERS, "num_warps": config.num_warps},
+    )  # fmt: skip
+    half = config.block_m // 2
+    act = Ref(4, _columns(x.dtype, rows, n, n, half)) if given[1] else None
+    return Launch(
+        device, kernel, persistent_grid(config, max_tiles, 2 * n, spec), Ref(0), x.strides[0] // 8,
+        _halves_of_weight(up, n, config), *bias_operand(2, bias),
+        *_halves(3 if given[0] else None, x.dtype, rows, n, half), act, ref(5, scales), Ref(6), Ref(7),
     )  # fmt: skip
 
 
@@ -81,9 +122,9 @@ def hopper_down_dgrad(
     made = Launch(
         device, kernel, persistent_grid(config, max_tiles, n, spec),
         Ref(0, box(dout, config.block_m, config.block_k, gluon=True)), Ref(1, box(down, 1, *block, gluon=True)),
-        ref(2, weights), *_halves(3, dout.dtype, rows, n, config),
-        *_halves(4 if dpreact else None, dout.dtype, rows, n, config),
-        Ref(5, _columns(dout.dtype, rows, n, n, config)) if act else None, Ref(6) if sums else None, rows,
+        ref(2, weights), *_halves(3, dout.dtype, rows, n, config.block_m),
+        *_halves(4 if dpreact else None, dout.dtype, rows, n, config.block_m),
+        Ref(5, _columns(dout.dtype, rows, n, n, config.block_m)) if act else None, Ref(6) if sums else None, rows,
         Ref(7) if row_to_slot else None, Ref(8),
     )  # fmt: skip
     return made, -(-n // config.block_n)
@@ -104,19 +145,26 @@ def _fits(x: Form, weight: Form, rows: int, n: int, kind: tuple, spec: DeviceSpe
     )
 
 
-def _columns(dtype: torch.dtype, rows: int, width: int, n: int, config: GemmConfig):
+def _columns(dtype: torch.dtype, rows: int, width: int, n: int, box_rows: int):
     """Boxes of N columns of contiguous (rows, width)."""
-    return ragged_box(Form(dtype, (rows, n), (width, 1), True), config.block_m, _BOX)
+    return ragged_box(Form(dtype, (rows, n), (width, 1), True), box_rows, _BOX)
 
 
 def _halves(
-    index: Optional[int], dtype: torch.dtype, rows: int, n: int, config: GemmConfig
+    index: Optional[int], dtype: torch.dtype, rows: int, n: int, box_rows: int
 ) -> Tuple[Optional[Ref], Optional[Ref]]:  # fmt: skip
     """The gate and the up columns of a pre-activation, or None without its index."""
     if index is None:
         return None, None
-    boxes = _columns(dtype, rows, 2 * n, n, config)
+    boxes = _columns(dtype, rows, 2 * n, n, box_rows)
     return Ref(index, boxes), Ref(index, boxes, n)
+
+
+def _halves_of_weight(up: Form, n: int, config: GemmConfig) -> Ref:
+    """Blocks of as many rows of the gate's weights as of the up's."""
+    (num_experts, _, k), (stride_e, stride, _) = up.shape, descriptor_strides(up)
+    halves = up._replace(shape=(num_experts, 2, n, k), strides=(stride_e, n * stride, stride, 1))
+    return Ref(1, box(halves, 1, 2, config.block_n // 2, config.block_k, gluon=True))
 
 
 def _activation(kind: tuple) -> dict:

@@ -347,6 +347,14 @@ def hopper_up_config(block_m: int, n: int) -> Optional[GemmConfig]:
 
 
 @lru_cache(maxsize=None)
+def hopper_gathered_up_config(block_m: int, n: int) -> Optional[GemmConfig]:
+    """The same of rows that are gathered, whose two consumers share a tile."""
+    if block_m != 128 or n <= 64:
+        return None
+    return GemmConfig(128, 256, 64, 4, 4, 16)
+
+
+@lru_cache(maxsize=None)
 def hopper_dgrad_config(block_m: int, n: int) -> Optional[GemmConfig]:
     """The same of the gated down-projection's dgrad. Its ring leaves room for boxes of the pre-activation."""
     if block_m != 128 or n <= 64:

@@ -164,21 +164,18 @@ def resource_usage(kernel) -> tuple:
 
 
 def stray_barriers(kernel) -> list:
-    """Names of a Gluon kernel's barriers that no partition of its warps captures.
+    """Names of a Gluon kernel's barriers that it does not use once its warps are specialised.
 
     Triton lays other buffers over them. Nothing may be written over an mbarrier that was not invalidated (PTX ISA,
     "mbarrier.inval"): when the GPU switched to another process and back, tiles had NaN in their place.
     """
-    text = kernel.asm.get("ttgir", "")
-    captures = re.findall(r"ttg\.warp_specialize\((.*?)\)", text)
-    if not captures:
+    before, specialised, after = kernel.asm.get("ttgir", "").partition("ttg.warp_specialize(")
+    if not specialised:
         return []  # Triton's own, which it invalidates
-    captured = set(re.findall(r"%\w+", " ".join(captures)))
-    for view, whole in re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)", text):
-        if view in captured:
-            captured.add(whole)
-    allocated = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[0-9x]+xi64", text)
-    return [name for name in allocated if name not in captured]
+    used = set(re.findall(r"%\w+", after))
+    used |= {whole for view, whole in re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)", before) if view in used}
+    allocated = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[0-9x]+xi64", before)
+    return [name for name in allocated if name not in used]
 
 
 def run_layer(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> None:

@@ -40,6 +40,8 @@ class Case(NamedTuple):
 CASES = [
     Case("gated", T=9),
     Case("gated, many slots, whole tiles", T=1100, H=128, I=64),
+    Case("gated, part of a step", T=700, H=136, I=136, bias=True),
+    Case("gated, several tiles for each program", T=2200, H=72, I=1040),
     Case("all options", T=600, bias=True, interleaved=True, transposed=True, recompute=True),
     Case("not gated, bias, fp16", T=33, gated=False, bias=True, dtype=torch.float16),
     Case("gated, bias, interleaved, fp32", T=37, bias=True, interleaved=True, dtype=torch.float32),

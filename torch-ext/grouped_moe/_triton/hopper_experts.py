@@ -1,8 +1,8 @@
 """The two fused grouped GEMMs of experts for Hopper in Gluon: the epilogues of `.experts` hidden behind products.
 
 As in `.hopper_gemm` one warp fills a ring of operands, and two warp groups take its tiles in turn. Rows are in place,
-sorted by expert: to gather them here, by threads or by more warps, takes longer than a pass that sorts them, which pays
-for the dgrad alone.
+sorted by expert: to gather them here takes longer than a pass that sorts them. `.hopper_gathered` gathers those of the
+up-projection, a tile at a time for both groups; the dgrad's longer epilogue would then hide behind nothing.
 """
 
 from triton.experimental import gluon

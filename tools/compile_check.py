@@ -4,7 +4,8 @@
 
 The launchers themselves run, on CPU tensors of real layers, with Triton's driver replaced by one that only names a
 target: what is compiled is what would be launched there. Exit status 1 if a kernel fails to compile, exceeds the shared
-memory of its target, or spills registers. Needs a build (make build) and Triton; no GPU.
+memory of its target, spills registers, leaves a barrier that no partition uses, or touches memory before it has waited
+for the stream where launches are dependent. Needs a build (make build) and Triton; no GPU.
 """
 
 import argparse
@@ -178,6 +179,16 @@ def stray_barriers(kernel) -> list:
     return [name for name in allocated if name not in used]
 
 
+def waits_for_stream(kernel, target: GPUTarget) -> bool:
+    """Whether a kernel waits before it touches memory, as dependent launches need; where there are none, does not."""
+    if target.backend != "cuda":
+        return True
+    before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
+    if target.arch < 90:
+        return not wait
+    return bool(wait) and not re.search(r"\b(?:ld|st)\.global|\bcp\.async|\bmbarrier\.", before)
+
+
 def run_layer(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> None:
     """Forward and backward of the experts block through the launchers, on unwritten CPU tensors."""
     experts, routing, activation = modules("experts"), modules("routing"), modules("activation")
@@ -253,6 +264,8 @@ def check(modules, target: str, layer: Layer, dtype_name: str, tokens: int, body
             row.error = f"spills {spilled} bytes"
         elif stray_barriers(kernel):
             row.error = f"barriers that no partition uses: {stray_barriers(kernel)}"
+        elif not waits_for_stream(kernel, TARGETS[target].gpu):
+            row.error = "does not wait for the stream first, or where it cannot"
         rows.append(row)
 
     modules("tuning").device_spec.cache_clear()

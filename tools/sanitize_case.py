@@ -35,6 +35,7 @@ class Case(NamedTuple):
     transposed: bool = False
     bias: bool = False
     recompute: bool = False
+    idle: int = 0  # experts without a slot, the first ones
 
 
 CASES = [
@@ -42,6 +43,8 @@ CASES = [
     Case("gated, many slots, whole tiles", T=1100, H=128, I=64),
     Case("gated, part of a step", T=700, H=136, I=136, bias=True),
     Case("gated, several tiles for each program", T=2200, H=72, I=1040),
+    Case("gated, nothing for the first expert", T=700, H=72, I=136, idle=1),
+    Case("gated, sentinels alone", T=700, H=72, I=136, idle=3),
     Case("all options", T=600, bias=True, interleaved=True, transposed=True, recompute=True),
     Case("not gated, bias, fp16", T=33, gated=False, bias=True, dtype=torch.float16),
     Case("gated, bias, interleaved, fp32", T=37, bias=True, interleaved=True, dtype=torch.float32),
@@ -73,7 +76,7 @@ def check(what: str, got: Dict[str, Tensor], want: Dict[str, Tensor], dtype: tor
 
 
 def make_inputs(case: Case) -> Dict[str, Optional[Tensor]]:
-    """On the CPU, in the dtype of the case. A third of the slots are sentinels, beyond E or negative."""
+    """On the CPU, in the dtype of the case. A third of the slots or more are sentinels, beyond E or negative."""
     p = 2 * case.I if case.gated else case.I
     up, down = (case.E, p, case.H), (case.E, case.H, case.I)
     if case.transposed:
@@ -88,7 +91,7 @@ def make_inputs(case: Case) -> Dict[str, Optional[Tensor]]:
         "dout": torch.randn(case.T, case.H),
     }
     inputs = {name: t if t is None else t.to(case.dtype) for name, t in tensors.items()}
-    ids = torch.randint(0, case.E, (case.T, case.top_k))
+    ids = torch.randint(case.idle, case.E + 1, (case.T, case.top_k))
     foreign = torch.tensor([case.E, case.E + 5, -1, 2**40])[torch.randint(0, 4, ids.shape)]
     inputs["top_k_index"] = torch.where(torch.rand(ids.shape) < 1 / 3, foreign, ids)
     return inputs

@@ -93,7 +93,7 @@ def up_launch(
 ) -> Launch:  # fmt: skip
     """The launch for (x, weight, bias, preact, activation, scales, row_to_slot, the schedule's map).
 
-    given: whether preact, activation and row_to_slot are. sizes: of the schedule.
+    given: whether preact, activation and row_to_slot are. rows: of the results. sizes: of the schedule.
     """
     if top_k == 0:
         found = hopper_up_proj(x, up, bias, scales, given, n, transposed, kind, sizes, spec, device)

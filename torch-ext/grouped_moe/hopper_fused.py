@@ -81,8 +81,7 @@ def hopper_gathered_up_proj(
 
     kernel = bind(
         hopper_gathered_up_proj_kernel, config.describe(_PATH),
-        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, **_activation(kind),
-        **{**_tile(config), "BUFFERS": _BUFFERS, "num_warps": config.num_warps},
+        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, **_activation(kind), BUFFERS=_BUFFERS, **_tile(config),
     )  # fmt: skip
     half = config.block_m // 2
     act = Ref(4, _columns(x.dtype, rows, n, n, half)) if given[1] else None

@@ -1,8 +1,8 @@
-"""Dependent launches: the next kernel of a stream is sent to the processors while the last programs of this one run.
+"""Dependent launches: the next kernel of a stream starts while the stores of the one before it are flushed.
 
 Every kernel of the package begins with `wait_for_stream`. `launch.Kernel` may therefore launch any of them so, which
-hides what lies between two kernels. None lets the next one in before its own programs end: programs that only wait
-cost those that stream weights up to 10 %. Source: CUDA programming guide, programmatic dependent launch.
+hides what lies between two kernels. None lets the next one in before its own programs have ended: programs that only
+wait cost those that stream weights up to 10 %. Source: CUDA programming guide, programmatic dependent launch.
 """
 
 import triton

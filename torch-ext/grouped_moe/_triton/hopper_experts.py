@@ -246,12 +246,14 @@ def consume_dgrad(
 
 
 @gluon.jit
-def allocate_ring(w_desc, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Buffers of rows and of weights, and their barriers."""
+def allocate_ring(
+    w_desc, ARRIVALS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr
+):  # fmt: skip
+    """Buffers of rows and of weights, and their barriers. ARRIVALS: how many fill a slot, and how many empty it."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], w_desc.dtype)
     x_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
-    return x_ring, w_ring, allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 1)
+    return x_ring, w_ring, allocate_barriers(STAGES, ARRIVALS), allocate_barriers(STAGES, ARRIVALS)
 
 
 @gluon.jit
@@ -286,7 +288,7 @@ def hopper_up_proj_kernel(
     TILING: gl.constexpr = (NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
     KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     out_desc = gate_desc if act_desc is None else act_desc
-    ring = allocate_ring(w_desc, STAGES, BLOCK_M, BLOCK_K)
+    ring = allocate_ring(w_desc, 1, STAGES, BLOCK_M, BLOCK_K)
     bufs0 = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
     bufs1 = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
     turns = allocate_barriers(2, 1)
@@ -340,7 +342,7 @@ def hopper_down_dgrad_kernel(
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILING: gl.constexpr = (NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
     KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
-    ring = allocate_ring(w_desc, STAGES, BLOCK_M, BLOCK_K)
+    ring = allocate_ring(w_desc, 1, STAGES, BLOCK_M, BLOCK_K)
     boxes = gl.allocate_shared_memory(w_desc.dtype, [2 * SLOTS] + gate_desc.block_type.shape, gate_desc.layout)
     act_buf = gl.allocate_shared_memory(w_desc.dtype, gate_desc.block_type.shape, gate_desc.layout)
     inputs = (gate_desc, up_desc, boxes, allocate_barriers(SLOTS, 1))

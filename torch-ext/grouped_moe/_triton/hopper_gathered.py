@@ -7,22 +7,26 @@ by the tensor memory accelerator. A step is long enough for the copies, which tw
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from .hopper import allocate_barriers, cp_async, next_slot, previous_slot, tma_load, wait_for_stream
-from .hopper_experts import find_tile, load_slots, up_epilogue
+from .hopper import cp_async, hand_over, hand_over_rest, next_slot, previous_slot, tma_load, wait_for_stream
+from .hopper_experts import allocate_ring, find_tile, load_slots, up_epilogue
+
+
+@gluon.jit
+def load_tokens(row_to_slot_ptr, row, end, TOP_K: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr):
+    """Tokens of a tile's rows; past the last tile, where `find_tile` may have found an expert without rows, any."""
+    return load_slots(row_to_slot_ptr, gl.maximum(row, 0), gl.maximum(end, 1), BLOCK_M, LAYOUT) // TOP_K
 
 
 @gluon.jit
 def gather_tiles(
     tokens, w_desc, ring, schedule_ptr, num_tiles,
-    K: gl.constexpr, TOP_K: gl.constexpr, HALF: gl.constexpr, TILING: gl.constexpr,
+    K: gl.constexpr, TOP_K: gl.constexpr, COLUMNS: gl.constexpr, TILING: gl.constexpr,
 ):  # fmt: skip
     """Fills the ring with rows and weights of all steps of a program's tiles, those of the next tile found ahead."""
     x_ptr, stride8, row_to_slot_ptr = tokens
@@ -33,19 +37,18 @@ def gather_tiles(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     LAG: gl.constexpr = STAGES // 2
-    gl.static_assert(STAGES >= LAG + 2)  # a slot is free only once the next one is full
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
     step = gl.num_programs(0)
     slot = 0
     phase = 1
     filled = 0
     expert, row, end, n_tile = find_tile(gl.program_id(0), num_tiles, schedule_ptr, TILING)
-    token = load_slots(row_to_slot_ptr, row, end, BLOCK_M, ROWS) // TOP_K
+    token = load_tokens(row_to_slot_ptr, row, end, TOP_K, BLOCK_M, ROWS)
     for tile in range(gl.program_id(0), num_tiles, step):
         source = x_ptr + (token.to(gl.int64) * 8 * stride8)[:, None] + columns[None, :]
-        this_expert, column = expert + 0, n_tile * HALF  # Triton 3.6 does not carry a plain copy
+        this_expert, column = expert + 0, n_tile * COLUMNS  # Triton 3.6 does not carry a plain copy
         expert, row, end, n_tile = find_tile(tile + step, num_tiles, schedule_ptr, TILING)
-        token = load_slots(row_to_slot_ptr, row, end, BLOCK_M, ROWS) // TOP_K
+        token = load_tokens(row_to_slot_ptr, row, end, TOP_K, BLOCK_M, ROWS)
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(empty.index(slot), phase)
             landed = full.index(slot)
@@ -55,46 +58,38 @@ def gather_tiles(
                 cp_async(x_ring.index(slot), source + k)
             else:
                 cp_async(x_ring.index(slot), source + k, mask=(columns < K - k)[None, :])
-            async_copy.commit_group()
-            # As in `.hopper_wgrad`: copies become visible to wgmma by a fence after them, and slots are handed over LAG
-            # steps late, so that none waits for its latest copies.
-            async_copy.wait_group(LAG)
-            fence_async_shared()
-            mbarrier.arrive(full.index(gl.where(slot < LAG, slot + STAGES - LAG, slot - LAG)), pred=filled >= LAG)
+            hand_over(full, slot, filled, LAG, STAGES)
             filled += 1
             slot, phase = next_slot(slot, phase, STAGES)
-    async_copy.wait_group(0)
-    fence_async_shared()
-    for back in gl.static_range(1, LAG + 1):
-        mbarrier.arrive(full.index(gl.where(slot < back, slot + STAGES - back, slot - back)), pred=filled >= back)
+    hand_over_rest(full, slot, filled, LAG, STAGES)
 
 
 @gluon.jit
 def multiply_tiles(
-    HALF_M: gl.constexpr, ring, outputs, bufs, bias, scales_ptr, schedule_ptr, num_tiles,
+    GROUP: gl.constexpr, ring, outputs, bufs, bias, scales_ptr, schedule_ptr, num_tiles,
     N: gl.constexpr, STEPS: gl.constexpr, KIND: gl.constexpr, TILING: gl.constexpr,
 ):  # fmt: skip
-    """One of two warp groups: up-projects the HALF_M-th half of the rows of each tile."""
+    """One of two warp groups: up-projects the GROUP-th half of each tile's rows."""
     x_ring, w_ring, full, empty = ring
     bias_ptr, stride_be, stride_bn = bias
     STAGES: gl.constexpr = x_ring.shape[0]
     ROWS: gl.constexpr = x_ring.shape[1] // 2
     BLOCK_K: gl.constexpr = x_ring.shape[2]
-    HALF: gl.constexpr = w_ring.shape[3]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, 16])
+    COLUMNS: gl.constexpr = w_ring.shape[3]  # of gate and of up
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16])
     step = gl.num_programs(0)
     slot = 0
     phase = 0
     expert1, row1, end1, n_tile1 = find_tile(gl.program_id(0), num_tiles, schedule_ptr, TILING)
     for tile in range(gl.program_id(0), num_tiles, step):
-        expert, row, end, column = expert1 + 0, row1 + HALF_M * ROWS, end1 + 0, n_tile1 * HALF
+        expert, row, end, column = expert1 + 0, row1 + GROUP * ROWS, end1 + 0, n_tile1 * COLUMNS
         # Where the next tile is has been read by the time this one is done.
         expert1, row1, end1, n_tile1 = find_tile(tile + step, num_tiles, schedule_ptr, TILING)
-        acc = gl.zeros([ROWS, 2 * HALF], gl.float32, LAYOUT)
+        acc = gl.zeros([ROWS, 2 * COLUMNS], gl.float32, LAYOUT)
         for k in range(STEPS):
             mbarrier.wait(full.index(slot), phase)
-            x = x_ring.index(slot).slice(HALF_M * ROWS, ROWS)
-            w = w_ring.index(slot).reshape([2 * HALF, BLOCK_K]).permute((1, 0))
+            x = x_ring.index(slot).slice(GROUP * ROWS, ROWS)
+            w = w_ring.index(slot).reshape([2 * COLUMNS, BLOCK_K]).permute((1, 0))
             acc = warpgroup_mma(x, w, acc, use_acc=k > 0, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=k > 0)
@@ -124,12 +119,12 @@ def hopper_gathered_up_proj_kernel(
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
     UP_OFFSET: gl.constexpr,
+    BUFFERS: gl.constexpr,  # of each warp group, for boxes of results
     STAGES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
-    BUFFERS: gl.constexpr,  # of each warp group, for boxes of results
 ):  # fmt: skip
     """preact[r] = W[e] x[token of r] + bias[e]; act[r] = scales[r] activation(preact[r]), from the unrounded preact.
 
@@ -141,10 +136,7 @@ def hopper_gathered_up_proj_kernel(
     TILING: gl.constexpr = (NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
     KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     out_desc = gate_desc if act_desc is None else act_desc
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], w_desc.dtype)
-    x_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], layout)
-    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
-    ring = (x_ring, w_ring, allocate_barriers(STAGES, 2), allocate_barriers(STAGES, 2))
+    ring = allocate_ring(w_desc, 2, STAGES, BLOCK_M, BLOCK_K)
     bufs0 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
     bufs1 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
     num_tiles = gl.load(schedule_ptr + (2 * NUM_EXPERTS + 1)) * NUM_N_TILES

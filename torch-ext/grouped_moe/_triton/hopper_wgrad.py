@@ -7,7 +7,6 @@ the next tile. Results leave through staging buffers while the next tile's produ
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -18,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper import (
     allocate_barriers,
     cp_async,
+    hand_over,
+    hand_over_rest,
     next_slot,
     previous_slot,
     ragged_coordinates,
@@ -182,7 +183,6 @@ def gather_ring(
     BLOCK: gl.constexpr = BLOCK_M if P_GATHERED else BLOCK_N
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     LAG: gl.constexpr = STAGES // 2
-    gl.static_assert(STAGES >= LAG + 2)  # a slot is free only once the next one is full
     columns = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
     steps = gl.arange(0, BLOCK_K, gl.SliceLayout(1, LAYOUT))
     slot = 0
@@ -213,19 +213,11 @@ def gather_ring(
             else:
                 tma_load(rows_desc, ragged_coordinates(row, end_row, m), landed, p_ring.index(slot))
                 cp_async(q_ring.index(slot), source, mask=mask)
-            async_copy.commit_group()
-            # What threads copied becomes visible to wgmma, which reads by another proxy, by a fence of theirs after the
-            # copies are complete. So that none waits for its latest copies, slots are handed over LAG steps late.
-            async_copy.wait_group(LAG)
-            fence_async_shared()
-            mbarrier.arrive(full.index(gl.where(slot < LAG, slot + STAGES - LAG, slot - LAG)), pred=filled >= LAG)
+            hand_over(full, slot, filled, LAG, STAGES)
             token = next_token
             filled += 1
             slot, phase = next_slot(slot, phase, STAGES)
-    async_copy.wait_group(0)
-    fence_async_shared()
-    for back in gl.static_range(1, LAG + 1):
-        mbarrier.arrive(full.index(gl.where(slot < back, slot + STAGES - back, slot - back)), pred=filled >= back)
+    hand_over_rest(full, slot, filled, LAG, STAGES)
 
 
 @gluon.jit

@@ -99,9 +99,9 @@ def consume_up(
     N: gl.constexpr, STEPS: gl.constexpr, BLOCK_N: gl.constexpr, KIND: gl.constexpr, TILING: gl.constexpr,
 ):  # fmt: skip
     """One of two warp groups: up-projects every other tile; one stores its tile while the other one multiplies."""
-    x_ring, w_ring, full, empty = ring
     bias_ptr, stride_be, stride_bn = bias
-    STAGES: gl.constexpr = x_ring.shape[0]
+    STAGES: gl.constexpr = ring[0].shape[0]
+    BLOCK_M: gl.constexpr = ring[0].shape[1]
     step = 2 * gl.num_programs(0)
     tile0 = gl.program_id(0) + GROUP * gl.num_programs(0)
     position = GROUP * STEPS  # in the sequence of all slots that the program fills
@@ -110,12 +110,10 @@ def consume_up(
         expert, row, end, n_tile = find_tile(tile, num_tiles, schedule_ptr, TILING)
         # Without turns both would multiply, then both store.
         mbarrier.wait(turns.index(GROUP), turn)
-        acc, slot = multiply(
-            x_ring, w_ring, full, empty, position % STAGES, (position // STAGES) & 1, False, BLOCK_N, STEPS
-        )
+        acc, slot, _ = multiply(ring, position % STAGES, (position // STAGES) & 1, False, BLOCK_N, STEPS, 0, BLOCK_M)
         mbarrier.arrive(turns.index(1 - GROUP), count=1)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)
+        mbarrier.arrive(ring[3].index(previous_slot(slot, STAGES)), count=1)
         expert_bias_ptr = bias_ptr + expert.to(gl.int64) * stride_be if bias_ptr is not None else None
         column = n_tile * (BLOCK_N // 2)
         up_epilogue(acc, outputs, bufs, row, end, column, expert_bias_ptr, stride_bn, scales_ptr, N, KIND)
@@ -198,11 +196,10 @@ def consume_dgrad(
     TILING: gl.constexpr,
 ):  # fmt: skip
     """The same for the dgrad. The groups share boxes, so their epilogues take turns as well."""
-    x_ring, w_ring, full, empty = ring
     products, epilogues = turns
     partials_ptr, stride_pn = partials
-    STAGES: gl.constexpr = x_ring.shape[0]
-    BLOCK_M: gl.constexpr = x_ring.shape[1]
+    STAGES: gl.constexpr = ring[0].shape[0]
+    BLOCK_M: gl.constexpr = ring[0].shape[1]
     SLOTS: gl.constexpr = inputs[3].shape[0]
     COLUMNS: gl.constexpr = act_buf.shape[3]
     PIECES: gl.constexpr = BLOCK_N // COLUMNS
@@ -220,9 +217,7 @@ def consume_dgrad(
         _, row1, end1, n_tile1 = find_tile(tile + programs, num_tiles, schedule_ptr, TILING)
         # Without turns both would multiply, then both store.
         mbarrier.wait(products.index(GROUP), turn)
-        acc, slot = multiply(
-            x_ring, w_ring, full, empty, position % STAGES, (position // STAGES) & 1, W_KN, BLOCK_N, STEPS
-        )
+        acc, slot, _ = multiply(ring, position % STAGES, (position // STAGES) & 1, W_KN, BLOCK_N, STEPS, 0, BLOCK_M)
         mbarrier.arrive(products.index(1 - GROUP), count=1)
         LAYOUT: gl.constexpr = gl.SliceLayout(1, column_pieces(acc, PIECES)[0].type.layout)
         weights = None
@@ -230,7 +225,7 @@ def consume_dgrad(
             slots = load_slots(row_to_slot_ptr, row, end, BLOCK_M, LAYOUT)
             weights = gl.load(weights_ptr + slots).to(gl.float32)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)
+        mbarrier.arrive(ring[3].index(previous_slot(slot, STAGES)), count=1)
         mbarrier.wait(epilogues.index(GROUP), turn)
         inner = dgrad_epilogue(
             acc, inputs, outputs, act_buf, box, row, end, n_tile * BLOCK_N,

@@ -6,15 +6,11 @@ by the tensor memory accelerator. A step is long enough for the copies, which tw
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from .hopper import cp_async, hand_over, hand_over_rest, next_slot, previous_slot, tma_load, wait_for_stream
 from .hopper_experts import allocate_ring, find_tile, load_slots, up_epilogue
+from .hopper_gemm import multiply
 
 
 @gluon.jit
@@ -70,13 +66,10 @@ def multiply_tiles(
     N: gl.constexpr, STEPS: gl.constexpr, KIND: gl.constexpr, TILING: gl.constexpr,
 ):  # fmt: skip
     """One of two warp groups: up-projects the GROUP-th half of each tile's rows."""
-    x_ring, w_ring, full, empty = ring
     bias_ptr, stride_be, stride_bn = bias
-    STAGES: gl.constexpr = x_ring.shape[0]
-    ROWS: gl.constexpr = x_ring.shape[1] // 2
-    BLOCK_K: gl.constexpr = x_ring.shape[2]
-    COLUMNS: gl.constexpr = w_ring.shape[3]  # of gate and of up
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16])
+    STAGES: gl.constexpr = ring[0].shape[0]
+    ROWS: gl.constexpr = ring[0].shape[1] // 2
+    COLUMNS: gl.constexpr = ring[1].shape[3]  # of gate and of up
     step = gl.num_programs(0)
     slot = 0
     phase = 0
@@ -85,17 +78,9 @@ def multiply_tiles(
         expert, row, end, column = expert1 + 0, row1 + GROUP * ROWS, end1 + 0, n_tile1 * COLUMNS
         # Where the next tile is has been read by the time this one is done.
         expert1, row1, end1, n_tile1 = find_tile(tile + step, num_tiles, schedule_ptr, TILING)
-        acc = gl.zeros([ROWS, 2 * COLUMNS], gl.float32, LAYOUT)
-        for k in range(STEPS):
-            mbarrier.wait(full.index(slot), phase)
-            x = x_ring.index(slot).slice(GROUP * ROWS, ROWS)
-            w = w_ring.index(slot).reshape([2 * COLUMNS, BLOCK_K]).permute((1, 0))
-            acc = warpgroup_mma(x, w, acc, use_acc=k > 0, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=k > 0)
-            slot, phase = next_slot(slot, phase, STAGES)
+        acc, slot, phase = multiply(ring, slot, phase, False, 2 * COLUMNS, STEPS, GROUP * ROWS, ROWS)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)
+        mbarrier.arrive(ring[3].index(previous_slot(slot, STAGES)), count=1)
         expert_bias_ptr = bias_ptr + expert.to(gl.int64) * stride_be if bias_ptr is not None else None
         up_epilogue(acc, outputs, bufs, row, end, column, expert_bias_ptr, stride_bn, scales_ptr, N, KIND)
     tma.store_wait(0)

@@ -124,24 +124,31 @@ def produce(
 
 
 @gluon.jit
-def multiply(x_bufs, w_bufs, full, empty, slot, phase, W_KN: gl.constexpr, BLOCK_N: gl.constexpr, STEPS: gl.constexpr):
-    """x times w over STEPS slots; the last products are under way, and their slot is not given back."""
+def multiply(
+    ring, slot, phase, W_KN: gl.constexpr, BLOCK_N: gl.constexpr, STEPS: gl.constexpr,
+    FIRST_ROW: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """ROWS of x, from FIRST_ROW on, times w over STEPS slots of the ring, and the slot and phase after them.
+
+    The last products are under way, and their slot is not given back.
+    """
+    x_bufs, w_bufs, full, empty = ring
     STAGES: gl.constexpr = x_bufs.shape[0]
-    BLOCK_M: gl.constexpr = x_bufs.shape[1]
     BLOCK_K: gl.constexpr = x_bufs.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
-    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
+    acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
     for k in range(STEPS):
         mbarrier.wait(full.index(slot), phase)
         if W_KN:
             w = w_bufs.index(slot).reshape([BLOCK_K, BLOCK_N])
         else:
             w = w_bufs.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
-        acc = warpgroup_mma(x_bufs.index(slot), w, acc, use_acc=k > 0, is_async=True)
+        x = x_bufs.index(slot).slice(FIRST_ROW, ROWS)
+        acc = warpgroup_mma(x, w, acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=k > 0)
         slot, phase = next_slot(slot, phase, STAGES)
-    return acc, slot
+    return acc, slot, phase
 
 
 @gluon.jit
@@ -196,7 +203,8 @@ def consume(
         mbarrier.wait(turns.index(GROUP), turn)
         slot = position % STAGES
         phase = (position // STAGES) & 1
-        acc, slot = multiply(x_bufs, w_bufs, full, empty, slot, phase, W_KN, BLOCK_N, STEPS)
+        ring = (x_bufs, w_bufs, full, empty)
+        acc, slot, _ = multiply(ring, slot, phase, W_KN, BLOCK_N, STEPS, 0, BLOCK_M)
         mbarrier.arrive(turns.index(1 - GROUP), count=1)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)

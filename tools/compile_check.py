@@ -168,7 +168,7 @@ def stray_barriers(kernel) -> list:
     """Names of a Gluon kernel's barriers that it does not use once its warps are specialised.
 
     Triton lays other buffers over them. Nothing may be written over an mbarrier that was not invalidated (PTX ISA,
-    "mbarrier.inval"): when the GPU switched to another process and back, tiles had NaN in their place.
+    "mbarrier.inval"): next to other processes on the GPU, tiles had NaN in their place.
     """
     before, specialised, after = kernel.asm.get("ttgir", "").partition("ttg.warp_specialize(")
     if not specialised:

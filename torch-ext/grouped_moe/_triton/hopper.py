@@ -72,8 +72,8 @@ def hand_over_rest(full, slot, filled, LAG: gl.constexpr, STAGES: gl.constexpr):
 def allocate_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
     """NUM barriers, each completed by so many arrivals, before warps are specialised, which synchronises them.
 
-    For partitions that use them only: Triton lays other buffers over what no partition captures, and a barrier there
-    that was not invalidated overwrites them when the GPU switches to another process and back.
+    For what partitions use only: Triton lays other buffers over barriers that are dead to it, which PTX forbids unless
+    they are invalidated. Such a kernel had NaN there next to other processes on the GPU.
     """
     barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):

@@ -1,0 +1,48 @@
+"""What the compile check says of a kernel from its code alone: stray barriers, and waiting for the stream."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+import compile_check  # noqa: E402
+
+ALLOCATED = """
+    %ring = ttg.local_alloc : () -> !ttg.memdesc<6x32x256xbf16, #shared, #smem, mutable>
+    %full = ttg.local_alloc : () -> !ttg.memdesc<6x1xi64, #shared2, #smem, mutable>
+    %loaded = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared2, #smem, mutable>
+    %first = ttg.memdesc_index %loaded[%c0_i32] : !ttg.memdesc<2x1xi64, #shared2, #smem, mutable>
+    ttng.init_barrier %first, 1 : !ttg.memdesc<1xi64, #shared2, #smem, mutable>
+"""
+
+
+@pytest.mark.parametrize("specialised, stray", [
+    ("ttg.warp_specialize(%ring, %full)", ["%loaded"]),
+    ("ttg.warp_specialize(%ring, %full, %loaded)", []),
+    ("ttg.warp_specialize(%ring, %full, %first)", []),  # a view of it
+    ("ttg.warp_specialize(%ring, %full) default { ttng.wait_barrier %first, %phase }", []),
+    ("ttg.warp_specialize(%ring)", ["%full", "%loaded"]),
+    ("ttng.inval_barrier %first", []),  # Triton's own pipelines
+])  # fmt: skip
+def test_stray_barriers(specialised, stray):
+    assert compile_check.stray_barriers(SimpleNamespace(asm={"ttgir": ALLOCATED + specialised})) == stray
+
+
+@pytest.mark.parametrize("target, ptx, waits", [
+    ("sm90", "griddepcontrol.wait; ld.global.b32 %r1, [%rd1];", True),
+    ("sm90", "mov.u32 %r1, %tid.x; griddepcontrol.wait; mbarrier.init.shared::cta.b64 [%r1], 1;", True),
+    ("sm90", "ld.global.b32 %r1, [%rd1]; griddepcontrol.wait;", False),
+    ("sm90", "@%p1 st.global.b32 [%rd1], %r1; griddepcontrol.wait;", False),
+    ("sm100", "cp.async.bulk.tensor.2d.shared::cluster [%r1]; griddepcontrol.wait;", False),
+    ("sm90", "ld.global.b32 %r1, [%rd1];", False),
+    ("sm80", "ld.global.b32 %r1, [%rd1];", True),
+    ("sm80", "griddepcontrol.wait; ld.global.b32 %r1, [%rd1];", False),  # no such instruction there
+    ("gfx942", None, True),
+])  # fmt: skip
+def test_waits_for_stream(target, ptx, waits):
+    kernel = SimpleNamespace(asm={"ptx": ptx})
+    assert compile_check.waits_for_stream(kernel, compile_check.TARGETS[target].gpu) is waits

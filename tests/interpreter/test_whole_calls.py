@@ -57,4 +57,5 @@ def test_linear(module, grouped_moe, transposed):
             )
             assert_close("y", got, want, torch.float32)
         assert len(plans) == 2
-    assert grouped_moe.grouped_linear(x, weight, [5, 0, 20], transposed=transposed).equal(got)
+    by_list = grouped_moe.grouped_linear(x, weight, [5, 0, 20], transposed=transposed)  # has no plan: by the CPU's way
+    assert_close("y by a list", by_list, want, torch.float32)

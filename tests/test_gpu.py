@@ -314,10 +314,12 @@ def test_peak_memory_is_what_the_docstring_says(grouped_moe, device, case, recom
     expected_forward = saved + max(s * i, s * (i + h)) + case.T * h
     sizes = {name: tensor.numel() for name, tensor in inputs.floating().items()}
     hopper = torch.cuda.get_device_capability() == (9, 0)
+    made = s * p if recompute else 0  # the pre-activation, before it gives way to the last gradient
     stages = (
-        s * (p + i + h * hopper),
-        sizes["top_k_weights"] + sizes["down_proj"] + s * (p + i),
-        sum(sizes.values()) + s * (p + h),
+        made + s * (i + h * hopper),
+        made + sizes["top_k_weights"] + s * (i + h) + case.T * h,
+        made + sum(sizes.values()) - sizes["down_proj"] + s * i,
+        made + sum(sizes.values()) + s * (i - p),
     )
     expected_backward = max(stages)
     peak, out = allocated_by(lambda: call(grouped_moe, case, inputs, recompute=recompute))

@@ -16,8 +16,11 @@ FP16 += ["odd-extents", "aligned-extents", "one-token", "relu-not-gated-limit"]
 SOME = ["silu-recompute", "gpt-oss", "relu2-not-gated", "odd-extents"]
 
 
-def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1, capacity=None):
-    """Forward and backward by the launchers; with more passes, the last of several backward passes."""
+def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1, capacity=None, spent=False):
+    """Forward and backward by the launchers; with more passes, the last of several backward passes.
+
+    spent: it may overwrite what was saved, and has to give back its memory.
+    """
     experts = module("experts")
     x, ids, weights, up, down, up_bias, down_bias, dout = inputs
     kind = (grouped_moe.Activation(*case.activation), case.gated, case.interleaved, case.transposed, case.recompute)
@@ -30,7 +33,9 @@ def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1, capacity
         routing = module("routing").route_tiles_triton(ids, case.E, block_m, capacity)
         out, preact = experts.forward_triton(block, x, weights, routing, save=not case.recompute)
         for _ in range(passes):
-            grads = experts.backward_triton(block, dout, x, weights, preact, routing, needs)
+            given = preact.clone() if spent else preact
+            grads = experts.backward_triton(block, dout, x, weights, given, routing, needs, spent)
+            assert not spent or given.untyped_storage().nbytes() == 0
         out, grads = out.clone(), [None if grad is None else grad.clone() for grad in grads]
     return Result(out, {name: grad for name, grad, need in zip(names, grads, needs) if need})
 
@@ -107,6 +112,14 @@ def test_backward_leaves_what_was_saved(module, grouped_moe, case_id):
     case = BY_ID[case_id]
     inputs = make_inputs(case, torch.float32, "cpu")
     runs = [run_kernels(module, grouped_moe, case, inputs, passes=passes) for passes in (1, 2)]
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("frozen", [(), ("gate_up_proj",), ("hidden_states", "gate_up_proj")], ids=str)
+def test_what_was_saved_may_be_overwritten(module, grouped_moe, frozen):
+    case = BY_ID["gpt-oss"]
+    inputs = make_inputs(case, torch.float32, "cpu")
+    runs = [run_kernels(module, grouped_moe, case, inputs, frozen, spent=spent) for spent in (False, True)]
     assert_same(*runs)
 
 

@@ -89,6 +89,16 @@ def needs_autograd(*args) -> bool:
     return False
 
 
+def is_spent(saved: torch.Tensor) -> bool:
+    """In a backward: whether what was saved for it, and returned to nobody, is of no use once it is done.
+
+    That is where the graph is not kept, as PyTorch's compiler asks, too, before it donates what was saved. Hooks may
+    have put a view of something larger in its place.
+    """
+    whole = saved.untyped_storage().nbytes() == saved.numel() * saved.element_size()
+    return whole and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def register_autograd(name: str, function) -> None:
     """Makes an autograd function the op's derivative; it is left out of calls that need no gradient.
 

@@ -17,6 +17,7 @@ from .define import (
     below_autograd,
     define_op,
     is_plain,
+    is_spent,
     needs_autograd,
     once_differentiable,
     plain_apply,
@@ -55,18 +56,20 @@ def backward_triton(
     preact: Optional[Tensor],
     routing: TiledRouting,
     needs: Needs,
+    spent: bool = False,
 ) -> Tuple[Optional[Tensor], ...]:
     """The gradients in the order of `Needs` by the Triton kernels, None where not asked for.
 
     x is for the gradient of the up-projection and for recomputing alone, preact for a block that does not recompute.
+    spent: preact is overwritten and its memory given back.
     """
     (tile_map, *sizes), row_to_slot, slot_to_row = routing
     dout, spec = unit_rows(dout), spec_of(dout)
     x = unit_rows(x) if needs.up else x
     tensors = dout, x, weights, *block[:4]
     plan = backward_plan(
-        *map(form_of, tensors), row_to_slot.shape[0], needs, block.recompute, block.transposed, block.kind(spec),
-        tuple(sizes), spec, dout.device,
+        *map(form_of, tensors), row_to_slot.shape[0], needs, block.recompute, spent, block.transposed,
+        block.kind(spec), tuple(sizes), spec, dout.device,
     )  # fmt: skip
     return plan(*tensors, None if block.recompute else preact, row_to_slot, slot_to_row, tile_map)[11:17]
 
@@ -148,21 +151,22 @@ def _backward(
     parameters: Sequence[float],
     flags: Sequence[int],
     needs: Sequence[bool],
+    spent: bool = False,
 ) -> Tuple[Optional[Tensor], ...]:
-    """The gradients in the order of `Needs`, None or empty where not asked for."""
+    """The gradients in the order of `Needs`, None or empty where not asked for. spent: preact may be overwritten."""
     block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
     wanted = Needs(*needs)
     num_rows, num_experts = row_to_slot.shape[0], block.num_experts
     if dout.device.type == "cpu":
         grads = empty_grads(wanted, block, dout, top_k_weights)
         indices = (tile_map[: num_experts + 1], row_to_slot, slot_to_row)
-        _torch_experts.backward(block, dout, x, top_k_weights, preact, indices, wanted, grads)
+        _torch_experts.backward(block, dout, x, top_k_weights, preact, indices, wanted, grads, spent)
         return tuple(grads)
     with on_device_of(dout):
         block_m = choose_block_m(slot_to_row.shape[0], num_experts, dout.dtype)
         schedule = schedule_of_map(tile_map, num_experts, num_rows, block_m)
         routing = TiledRouting(schedule, row_to_slot, slot_to_row)
-        return backward_triton(block, dout, x, top_k_weights, preact, routing, wanted)
+        return backward_triton(block, dout, x, top_k_weights, preact, routing, wanted, spent)
 
 
 def _experts_backward(dout, *args):
@@ -205,6 +209,7 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x, top_k_index, top_k_weights, up, down, up_bias, down_bias, *kind):
         *kind, plain = kind
         *ctx.kind, _ = kind
+        ctx.hidden = bool(plain)  # what is saved is not among the outputs
         ctx.set_materialize_grads(False)
         tensors = x, top_k_index, top_k_weights, up, down, up_bias, down_bias
         if isinstance(plain, Call):
@@ -229,8 +234,10 @@ class _Experts(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 6)]
         saved = ctx.saved_tensors
-        backward = _backward if is_plain(dout, *saved) else ops.experts_backward.default
-        grads = backward(dout, *saved, *ctx.kind, wanted)
+        if is_plain(dout, *saved):
+            grads = _backward(dout, *saved, *ctx.kind, wanted, ctx.hidden and is_spent(saved[6]))
+        else:
+            grads = ops.experts_backward.default(dout, *saved, *ctx.kind, wanted)
         dx, dweights, dup, ddown, dup_bias, ddown_bias = (g if want else None for g, want in zip(grads, wanted))
         return (dx, None, dweights, dup, ddown, dup_bias, ddown_bias) + (None,) * 5
 
@@ -272,9 +279,9 @@ def grouped_mm_experts(
 
     Memory in elements of the dtype, with the rows S = T top_k or, if that is less, capacity, P = 2 I (I if not gated),
     small index tensors apart. Saved for backward: T H (hidden_states itself; not if gate_up_proj is frozen) + S P; with
-    recompute=True T H. Transient in forward: S (I + H); in backward S (P + I), on Hopper S (P + I + H) before there is
-    any gradient, then S (P + I) beside those of top_k_weights and down_proj, then S (P + H) beside all; with
-    recompute=True the same, since the recomputed pre-activation becomes its own gradient in place.
+    recompute=True T H. Transient in forward: S (I + H); in backward S (I + H), then S I beside the gradients, of which
+    those of the weights come last. The pre-activation becomes its own gradient in place and goes before down_proj's
+    gradient comes. If it was not saved, or the backward keeps the graph, that is S P more up to there.
 
     capacity: a promise that at most so many slots (1 or more) are routed to local experts; it sizes buffers. If more
     are, nothing is accessed out of bounds, and an error comes instead of a wrong result: on CPU RuntimeError with both

@@ -79,12 +79,13 @@ def call_plan(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor, rec
 @lru_cache(maxsize=MAX_KEPT)
 def backward_plan(
     dout: Form, x: Optional[Form], weights: Form, up: Form, down: Form, up_bias: Optional[Form],
-    down_bias: Optional[Form], rows: int, needs: Needs, recompute: bool, transposed: bool, kind: Kind, sizes: Sizes,
-    spec: DeviceSpec, device: torch.device,
+    down_bias: Optional[Form], rows: int, needs: Needs, recompute: bool, spent: bool, transposed: bool, kind: Kind,
+    sizes: Sizes, spec: DeviceSpec, device: torch.device,
 ) -> Plan:  # fmt: skip
     """dout, x, routing weights, up, down, their biases, preact (None: recompute it), row_to_slot, slot_to_row, map ->
 
-    the gradients in the order of `Needs`, None where not asked for. Each buffer goes before the next one comes.
+    the gradients in the order of `Needs`, None where not asked for. Each buffer goes before the next one comes, the
+    gradients of weights last: they stay. spent: preact is overwritten, then its memory is given back.
     Columns of dout, and of x for the gradient of up, are contiguous.
     """
     plan, top_k, (num_experts, *_), precision = Plan(device, 11), weights.shape[1], sizes, kind[-1]
@@ -109,8 +110,7 @@ def backward_plan(
     if on_rows is not None:
         dout_rows = plan.make(rows_form)
         plan.add(sort_rows_launch(dout, tokens * top_k, top_k, device), 0, slot_to_row, dout_rows)
-    # A recomputed preact is overwritten: nobody else has seen it.
-    dpreact = preact if recompute else plan.make(preact_form if needs_dpreact else None)
+    dpreact = preact if recompute or spent else plan.make(preact_form if needs_dpreact else None)
     act = plan.make(act_form if needs.down else None)
     sums_shape = num_sums + (num_dots(h) if has_dots else 0), rows
     sums = plan.make(unwritten(torch.float32, *sums_shape) if needs.weights else None)
@@ -128,13 +128,15 @@ def backward_plan(
         slots = tokens * top_k
         sum_up = sum_partials_launch(sums_shape, True, weights.dtype, slots, num_experts, False, device)
         plan.add(sum_up, sums, slot_to_row, tile_map, grads.weights)
+    plan.drop(sums)
+    rows_given = preact_form, dpreact, x, rows, tokens, h, top_k
+    _add_up_grads(plan, needs, grads, rows_given, up, up_bias, transposed, sizes, spec, precision, device)
+    plan.drop(preact if recompute or spent else dpreact)
     if needs.down:
         dw = _wgrad_form(down, transposed)
         wgrad = wgrad_launch(dout, top_k, act_form, 0, rows, dw, False, spec, precision, device)
         plan.add(wgrad, 0, act, grads.down, row_to_slot, tile_map)
-    plan.drop(act, sums)
-    rows_given = preact_form, dpreact, x, rows, tokens, h, top_k
-    _add_up_grads(plan, needs, grads, rows_given, up, up_bias, transposed, sizes, spec, precision, device)
+    plan.drop(act)
     return plan
 
 
@@ -142,17 +144,9 @@ def _add_up_grads(
     plan: Plan, needs: Needs, grads: Needs, rows_given: tuple, up: Form, up_bias: Optional[Form], transposed: bool,
     sizes: Sizes, spec: DeviceSpec, precision: str, device: torch.device,
 ) -> None:  # fmt: skip
-    """Adds what makes the gradients of up, its bias and x of dpreact."""
+    """Adds what makes the gradients of x, up and its bias of dpreact."""
     preact, dpreact, x, rows, tokens, h, top_k = rows_given
     _, row_to_slot, slot_to_row, tile_map = range(7, 11)
-    if needs.up:
-        dw = _wgrad_form(up, transposed)
-        wgrad = wgrad_launch(preact, 0, x, top_k, rows, dw, False, spec, precision, device)
-        plan.add(wgrad, dpreact, 1, grads.up, row_to_slot, tile_map)
-    if needs.up_bias:
-        dbias = unwritten(preact.dtype, *up_bias.shape)
-        bias_grads = bias_grads_plan(preact, 0, None, None, None, False, dbias, sizes, False, device)
-        plan.include(bias_grads, dpreact, None, None, None, None, tile_map, grads.up_bias)
     if needs.x:
         dx_form = unwritten(preact.dtype, rows, h)
         dx_rows = plan.make(dx_form)
@@ -162,6 +156,15 @@ def _add_up_grads(
             plan.add(dx_gemm, dpreact, 3, None, None, dx_rows, tile_map)
         if tokens:
             plan.add(combine_launch(dx_form, None, tokens * top_k, top_k, device), dx_rows, None, slot_to_row, grads.x)
+        plan.drop(dx_rows)
+    if needs.up:
+        dw = _wgrad_form(up, transposed)
+        wgrad = wgrad_launch(preact, 0, x, top_k, rows, dw, False, spec, precision, device)
+        plan.add(wgrad, dpreact, 1, grads.up, row_to_slot, tile_map)
+    if needs.up_bias:
+        dbias = unwritten(preact.dtype, *up_bias.shape)
+        bias_grads = bias_grads_plan(preact, 0, None, None, None, False, dbias, sizes, False, device)
+        plan.include(bias_grads, dpreact, None, None, None, None, tile_map, grads.up_bias)
 
 
 def _make_grads(plan: Plan, needs: Needs, dout: Form, weights: Form, *others: Optional[Form]) -> Needs:

@@ -78,10 +78,10 @@ def backward_triton(
     preact: Tensor,
     needs: Needs,
 ) -> Grads:
-    """The gradients by the Triton kernels, in an order that lets each buffer go before the next one comes."""
+    """The gradients by the Triton kernels. Each buffer goes before the next one comes; weights' gradients come last."""
     dy = unit_rows(dy)
     schedule = schedule_for(splits, block.num_experts, dy.shape[0], dy.dtype)
-    grads = _empty_grads(needs._replace(x=False), block, dy, act_scales, bias_scales)
+    grads = _empty_grads(needs._replace(x=False, up=False, down=False), block, dy, act_scales, bias_scales)
     dpreact = scaled_act = partials = None
     if needs.preact:
         if block.recompute:
@@ -96,19 +96,22 @@ def backward_triton(
     if needs.down_bias or needs.bias_scales:
         dbias, dscales = grads.down_bias if needs.down_bias else None, grads.bias_scales if needs.bias_scales else None
         launch_bias_backward(dy, bias_scales, block.down_bias, schedule, dbias, dscales)
-    if needs.down:
-        dw = grads.down.transpose(1, 2) if block.transposed else grads.down
-        launch_wgrad(dy, 0, scaled_act, 0, None, schedule.map, dw)
-    del scaled_act, partials
-    if needs.up:
-        dw = grads.up.transpose(1, 2) if block.transposed else grads.up
-        launch_wgrad(dpreact, 0, x, 0, None, schedule.map, dw)
-    if needs.up_bias:
-        launch_bias_backward(dpreact, None, None, schedule, grads.up_bias, None)
+    del partials
     if needs.x:
         strides = nk_strides(block.up, not block.transposed)
         dx = launch_gemm(dpreact, block.up, strides, dy.shape[1], None, schedule, zero_rest=True)
         grads = grads._replace(x=dx)
+    if needs.up_bias:
+        launch_bias_backward(dpreact, None, None, schedule, grads.up_bias, None)
+    if needs.up:
+        grads = grads._replace(up=torch.empty_like(block.up))
+        dw = grads.up.transpose(1, 2) if block.transposed else grads.up
+        launch_wgrad(dpreact, 0, x, 0, None, schedule.map, dw)
+    del dpreact
+    if needs.down:
+        grads = grads._replace(down=torch.empty_like(block.down))
+        dw = grads.down.transpose(1, 2) if block.transposed else grads.down
+        launch_wgrad(dy, 0, scaled_act, 0, None, schedule.map, dw)
     return grads
 
 

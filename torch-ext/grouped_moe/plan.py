@@ -76,7 +76,7 @@ class Plan:
         self.steps.append(_Step(makes, launch.numbered(*numbers), ()))
 
     def drop(self, *numbers: int) -> None:
-        """What was made is not needed after the last launch so far, and makes room for what comes next."""
+        """What was made, or was given for good, is not needed after the last launch so far: its memory is given back."""
         if self.steps:
             self.steps[-1] = self.steps[-1]._replace(drop=(*self.steps[-1].drop, *numbers))
 
@@ -120,11 +120,16 @@ class Plan:
                     made = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
                     tensors[number], addresses[number] = made, made.data_ptr()
             launch.direct(addresses, stream)
-            for number in drop:
-                tensors[number] = None
+            self._drop(tensors, drop)
         for number in self.unused:
             tensors[number] = self._make(number)
         return tensors
+
+    def _drop(self, tensors: List[Optional[Tensor]], numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if number < self.num_given and tensors[number] is not None:
+                tensors[number].untyped_storage().resize_(0)  # whoever gave it still refers to it
+            tensors[number] = None
 
     def _make(self, number: int) -> Tensor:
         dtype, shape, strides, _ = self.forms[number]
@@ -136,8 +141,7 @@ class Plan:
             for number in makes:
                 tensors[number] = self._make(number)
             launch(tensors)
-            for number in drop:
-                tensors[number] = None
+            self._drop(tensors, drop)
         for number in self.unused:
             tensors[number] = self._make(number)
         self.ready = bool(self.steps) and all(step.launch.function is not None for step in self.steps)

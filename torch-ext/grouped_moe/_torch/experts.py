@@ -60,8 +60,13 @@ def activate(block, preact: Tensor, offsets: Tensor, scales: Optional[Tensor]) -
 
 
 @without_autocast
-def backward(block, dout: Tensor, x: Tensor, weights: Tensor, preact: Tensor, routing: Indices, needs, grads) -> None:
-    """Fills `grads`, allocated by `grouped_moe.block.empty_grads`, where `needs` asks for them."""
+def backward(
+    block, dout: Tensor, x: Tensor, weights: Tensor, preact: Tensor, routing: Indices, needs, grads, spent: bool
+) -> None:
+    """Fills `grads`, allocated by `grouped_moe.block.empty_grads`, where `needs` asks for them.
+
+    spent: preact may be overwritten.
+    """
     offsets, row_to_slot, slot_to_row = routing
     top_k, num_rows = weights.shape[1], int(offsets[-1])
     slots = row_to_slot[:num_rows]
@@ -69,7 +74,7 @@ def backward(block, dout: Tensor, x: Tensor, weights: Tensor, preact: Tensor, ro
     row_weights = weights.reshape(-1)[slots].to(_wide(dout.dtype))
     if block.recompute:
         preact = up_proj(block, x, tokens, offsets, num_rows)
-    dpreact, scaled_act, inner = down_dgrad(block, dout, tokens, row_weights, preact, offsets)
+    dpreact, scaled_act, inner = down_dgrad(block, dout, tokens, row_weights, preact, offsets, spent or block.recompute)
     if needs.weights:
         if block.down_bias is not None:
             dot_groups(dout, block.down_bias, offsets, inner, tokens, accumulate=True)
@@ -92,16 +97,22 @@ def backward(block, dout: Tensor, x: Tensor, weights: Tensor, preact: Tensor, ro
 
 
 def down_dgrad(
-    block, dout: Tensor, tokens: Optional[Tensor], weights: Optional[Tensor], preact: Tensor, offsets: Tensor
+    block,
+    dout: Tensor,
+    tokens: Optional[Tensor],
+    weights: Optional[Tensor],
+    preact: Tensor,
+    offsets: Tensor,
+    spent: bool,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """(dpreact (R, P), weights * activation (R, I), <dout W, activation> (R,)), of dout read at tokens or in place.
 
-    weights: (R,), None for ones. Rows of no expert stay unwritten.
+    weights: (R,), None for ones. Rows of no expert stay unwritten. spent: dpreact takes the place of preact.
     """
     num_rows, wide = int(offsets[-1]), _wide(preact.dtype)
     grad = preact.new_empty((num_rows, block.intermediate))
     matmul_groups(dout, block.down_nk().transpose(1, 2), offsets, None, grad, tokens)
-    dpreact = preact.new_empty((num_rows, preact.shape[1]))
+    dpreact = preact[:num_rows] if spent else preact.new_empty((num_rows, preact.shape[1]))
     inner = torch.empty(num_rows, dtype=wide)
     for rows in _chunks(offsets):
         wide_grad = grad[rows].to(wide)

@@ -39,7 +39,7 @@ def backward(
     dpreact = scaled_act = inner = None
     if needs.preact:
         preact = up_proj(block, x, None, offsets, dy.shape[0]) if block.recompute else preact
-        dpreact, scaled_act, inner = down_dgrad(block, dy, None, act_scales, preact, offsets)
+        dpreact, scaled_act, inner = down_dgrad(block, dy, None, act_scales, preact, offsets, block.recompute)
     if needs.act_scales:
         grads.act_scales.zero_()
         rows = slice(int(offsets[0]), int(offsets[-1]))

@@ -69,6 +69,8 @@ MLPS = [
     Mlp("first-and-last-empty", "gpt-oss", "same", sizes=(0, 0, 21, 0, 3, 0)),
     Mlp("tall-wide", "tall-wide", "activation", sizes=(150, 0, 260, 90)),
     Mlp("tall-wide-bias", "tall-wide-bias-limit-recompute", "two", sizes=(150, 0, 260, 90), head=11),
+    Mlp("tall-wide-interleaved", "tall-wide-interleaved", "activation", sizes=(150, 0, 260, 90)),
+    Mlp("tall-wide-gpt-oss", "tall-wide-gpt-oss", "two", sizes=(150, 0, 260, 90), head=11),
     Mlp("odd-extents", "odd-extents", "activation"),
     Mlp("extents-of-one", "extents-of-one", "activation"),
     Mlp("aligned-extents", "aligned-extents", "activation", sizes=(64, 16, 128), tail=32),

@@ -25,7 +25,8 @@ SMALL = Case("small", T=1, top_k=4, E=6, H=64, I=48)
 MEDIUM = Case("medium", T=600, top_k=4, E=6, H=64, I=48)  # more than 2048 slots: the routing that takes three launches
 BIAS = MEDIUM._replace(id="bias", bias="both", interleaved=True, activation=("silu", 1.702, 0.5625, 1.0))
 WIDE = MEDIUM._replace(id="wide", H=72, I=136)  # which Hopper's own kernels take
-CASES = pytest.mark.parametrize("case", [SMALL, MEDIUM, BIAS, WIDE], ids=lambda case: case.id)
+WIDE_BIAS = BIAS._replace(id="wide-bias", H=72, I=136, transposed=True)
+CASES = pytest.mark.parametrize("case", [SMALL, MEDIUM, BIAS, WIDE, WIDE_BIAS], ids=lambda case: case.id)
 GIB = 2**30
 
 

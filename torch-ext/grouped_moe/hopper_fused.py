@@ -40,20 +40,20 @@ def hopper_up_proj(
     """`fused.up_launch` for rows in place, if there is a kernel for it."""
     (rows, k), (num_experts, block_m, max_tiles) = x.shape, sizes
     config = hopper_up_config(block_m, n)
-    if config is None or transposed or not _fits(x, up, rows, n, kind, spec):
+    if config is None or not _fits(x, up, rows, n, kind, spec) or (transposed and not kind[1]):
         return None
     from ._triton.hopper_experts import hopper_up_proj_kernel
 
     kernel = bind(
         hopper_up_proj_kernel, config.describe(_PATH),
-        NUM_EXPERTS=num_experts, N=n, K=k, **_activation(kind), **_tile(config),
+        NUM_EXPERTS=num_experts, N=n, K=k, W_KN=transposed, INTERLEAVED=kind[1], **_activation(kind), **_tile(config),
     )  # fmt: skip
     act = Ref(4, _columns(x.dtype, rows, n, n, config.block_m)) if given[1] else None
     return Launch(
         device, kernel, persistent_grid(config, max_tiles, 2 * n, spec),
         Ref(0, box(x, config.block_m, config.block_k, gluon=True)),
-        _halves_of_weight(up, n, config), *bias_operand(2, bias),
-        *_halves(3 if given[0] else None, x.dtype, rows, n, config.block_m), act, ref(5, scales), Ref(7),
+        _up_weight(up, n, transposed, kind, config), *bias_operand(2, bias),
+        *_preact(3 if given[0] else None, x.dtype, rows, n, config.block_m, kind), act, ref(5, scales), Ref(7),
     )  # fmt: skip
 
 
@@ -75,20 +75,21 @@ def hopper_gathered_up_proj(
     """`fused.up_launch` for rows that are gathered from x, if there is a kernel for it."""
     k, (num_experts, block_m, max_tiles) = x.shape[1], sizes
     config = hopper_gathered_up_config(block_m, n)
-    if config is None or transposed or k % 8 or not _fits(x, up, rows, n, kind, spec):
+    if config is None or k % 8 or not _fits(x, up, rows, n, kind, spec) or (transposed and not kind[1]):
         return None
     from ._triton.hopper_gathered import hopper_gathered_up_proj_kernel
 
     kernel = bind(
         hopper_gathered_up_proj_kernel, config.describe(_PATH),
-        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, **_activation(kind), BUFFERS=_BUFFERS, **_tile(config),
+        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, W_KN=transposed, INTERLEAVED=kind[1], **_activation(kind),
+        BUFFERS=_BUFFERS, **_tile(config),
     )  # fmt: skip
     half = config.block_m // 2
     act = Ref(4, _columns(x.dtype, rows, n, n, half)) if given[1] else None
     return Launch(
         device, kernel, persistent_grid(config, max_tiles, 2 * n, spec), Ref(0), x.strides[0] // 8,
-        _halves_of_weight(up, n, config), *bias_operand(2, bias),
-        *_halves(3 if given[0] else None, x.dtype, rows, n, half), act, ref(5, scales), Ref(6), Ref(7),
+        _up_weight(up, n, transposed, kind, config), *bias_operand(2, bias),
+        *_preact(3 if given[0] else None, x.dtype, rows, n, half, kind), act, ref(5, scales), Ref(6), Ref(7),
     )  # fmt: skip
 
 
@@ -114,15 +115,16 @@ def hopper_down_dgrad(
     w_kn = not transposed
     kernel = bind(
         hopper_down_dgrad_kernel, config.describe(_PATH),
-        NUM_EXPERTS=num_experts, N=n, K=k, W_KN=w_kn, **_activation(kind), SLOTS=_SLOTS, **_tile(config),
+        NUM_EXPERTS=num_experts, N=n, K=k, W_KN=w_kn, INTERLEAVED=kind[1], **_activation(kind), SLOTS=_SLOTS,
+        **_tile(config),
     )  # fmt: skip
     block = (config.block_k, config.block_n) if w_kn else (config.block_n, config.block_k)
     dpreact, act, sums, row_to_slot = given
     made = Launch(
         device, kernel, persistent_grid(config, max_tiles, n, spec),
         Ref(0, box(dout, config.block_m, config.block_k, gluon=True)), Ref(1, box(down, 1, *block, gluon=True)),
-        ref(2, weights), *_halves(3, dout.dtype, rows, n, config.block_m),
-        *_halves(4 if dpreact else None, dout.dtype, rows, n, config.block_m),
+        ref(2, weights), *_preact(3, dout.dtype, rows, n, config.block_m, kind),
+        *_preact(4 if dpreact else None, dout.dtype, rows, n, config.block_m, kind),
         Ref(5, _columns(dout.dtype, rows, n, n, config.block_m)) if act else None, Ref(6) if sums else None, rows,
         Ref(7) if row_to_slot else None, Ref(8),
     )  # fmt: skip
@@ -130,12 +132,10 @@ def hopper_down_dgrad(
 
 
 def _fits(x: Form, weight: Form, rows: int, n: int, kind: tuple, spec: DeviceSpec) -> bool:
-    """Whether the kernels take a block whose gate and up lie apart, these rows and this weight of it."""
-    gated, interleaved = kind[:2]
+    """Whether the kernels take a block of this kind, these rows and this weight of it."""
     return (
         spec.hopper
-        and gated
-        and not interleaved
+        and kind[0]  # gated
         and n % 8 == 0
         and 0 < rows <= _MAX_RAGGED_ROWS
         and rows_tma(x, spec)
@@ -149,21 +149,26 @@ def _columns(dtype: torch.dtype, rows: int, width: int, n: int, box_rows: int):
     return ragged_box(Form(dtype, (rows, n), (width, 1), True), box_rows, _BOX)
 
 
-def _halves(
-    index: Optional[int], dtype: torch.dtype, rows: int, n: int, box_rows: int
+def _preact(
+    index: Optional[int], dtype: torch.dtype, rows: int, n: int, box_rows: int, kind: tuple
 ) -> Tuple[Optional[Ref], Optional[Ref]]:  # fmt: skip
-    """The gate and the up columns of a pre-activation, or None without its index."""
+    """The gate and the up columns of a pre-activation, all of its columns twice if they alternate; no index: None."""
     if index is None:
         return None, None
-    boxes = _columns(dtype, rows, 2 * n, n, box_rows)
-    return Ref(index, boxes), Ref(index, boxes, n)
+    interleaved = kind[1]
+    boxes = _columns(dtype, rows, 2 * n, 2 * n if interleaved else n, box_rows)
+    return Ref(index, boxes), Ref(index, boxes, 0 if interleaved else n)
 
 
-def _halves_of_weight(up: Form, n: int, config: GemmConfig) -> Ref:
-    """Blocks of as many rows of the gate's weights as of the up's."""
+def _up_weight(up: Form, n: int, transposed: bool, kind: tuple, config: GemmConfig) -> Ref:
+    """Blocks of as many columns of gate as of up: of each half, or neighbours where they alternate."""
+    columns, interleaved = config.block_n, kind[1]
+    if interleaved:
+        block = (config.block_k, columns) if transposed else (columns, config.block_k)
+        return Ref(1, box(up, 1, *block, gluon=True))
     (num_experts, _, k), (stride_e, stride, _) = up.shape, descriptor_strides(up)
     halves = up._replace(shape=(num_experts, 2, n, k), strides=(stride_e, n * stride, stride, 1))
-    return Ref(1, box(halves, 1, 2, config.block_n // 2, config.block_k, gluon=True))
+    return Ref(1, box(halves, 1, 2, columns // 2, config.block_k, gluon=True))
 
 
 def _activation(kind: tuple) -> dict:

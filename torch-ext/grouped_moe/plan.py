@@ -76,7 +76,7 @@ class Plan:
         self.steps.append(_Step(makes, launch.numbered(*numbers), ()))
 
     def drop(self, *numbers: int) -> None:
-        """What was made, or was given for good, is not needed after the last launch so far: its memory is given back."""
+        """What was made, or given for good, is not needed after the last launch so far: its memory is given back."""
         if self.steps:
             self.steps[-1] = self.steps[-1]._replace(drop=(*self.steps[-1].drop, *numbers))
 

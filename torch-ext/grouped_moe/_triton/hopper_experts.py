@@ -10,10 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from .activation import glu, glu_grad
-from .hopper import allocate_barriers, previous_slot, ragged_coordinates, tma_load, tma_store, wait_for_stream
+from .hopper import allocate_barriers, previous_slot, ragged_coordinates, tma_store, wait_for_stream
+from .hopper_boxes import box_places, column_pieces, load_boxes, read_boxes, store_box, write_boxes
 from .hopper_gemm import load_expert, load_group, locate_tile, multiply, produce
 
-# TILING: NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M. KIND: ACTIVATION, ALPHA, LIMIT, UP_OFFSET.
+# TILING: NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M. KIND: ACTIVATION, ALPHA, LIMIT, UP_OFFSET, INTERLEAVED.
 
 
 @gluon.jit
@@ -36,27 +37,6 @@ def load_slots(row_to_slot_ptr, row, end, BLOCK_M: gl.constexpr, LAYOUT: gl.cons
 
 
 @gluon.jit
-def column_pieces(acc, PIECES: gl.constexpr):
-    """A tile as a tuple of PIECES tiles of neighbouring columns."""
-    if PIECES == 1:
-        return (acc,)
-    else:
-        ROWS: gl.constexpr = acc.shape[0]
-        left, right = acc.reshape([ROWS, 2, acc.shape[1] // 2]).permute((0, 2, 1)).split()
-        return column_pieces(left, PIECES // 2) + column_pieces(right, PIECES // 2)
-
-
-@gluon.jit
-def store_box(value, desc, bufs, row, end, column, BOX: gl.constexpr):
-    """Starts to store some columns of a tile, by way of the BOX-th in turn of some buffers."""
-    tma.store_wait(bufs.shape[0] - 1)  # until what the buffer held was read
-    buf = bufs.index(BOX % bufs.shape[0])
-    buf.reshape(value.shape).store(value.to(desc.dtype))
-    fence_async_shared()
-    tma_store(desc, ragged_coordinates(row, end, column), buf)
-
-
-@gluon.jit
 def load_bias(ptr, stride_bn, columns, N: gl.constexpr):
     """Bias of some columns as a row in fp32."""
     return gl.load(ptr + columns.to(gl.int64) * stride_bn, mask=columns < N, other=0.0).to(gl.float32)[None, :]
@@ -66,25 +46,40 @@ def load_bias(ptr, stride_bn, columns, N: gl.constexpr):
 def up_epilogue(
     acc, outputs, bufs, row, end, column, bias_ptr, stride_bn, scales_ptr, N: gl.constexpr, KIND: gl.constexpr
 ):
-    """Adds the bias and stores pre-activation and activation of a tile [gate | up], either if it has a descriptor."""
+    """Adds the bias and stores pre-activation and activation of a tile, either if it has a descriptor.
+
+    A tile is [gate | up] or, interleaved, columns of gate and up in turn, of which a thread has both.
+    """
     gate_desc, up_desc, act_desc = outputs
+    INTERLEAVED: gl.constexpr = KIND[4]
     COLUMNS: gl.constexpr = bufs.shape[4]
     PIECES: gl.constexpr = acc.shape[1] // (2 * COLUMNS)
     SAVED: gl.constexpr = 0 if gate_desc is None else 2
     BOXES: gl.constexpr = SAVED + (act_desc is not None)
     gl.static_assert(PIECES * BOXES % bufs.shape[0] == 0)  # the buffers' turn goes on with the next tile
-    pieces = column_pieces(acc, 2 * PIECES)
+    pieces = column_pieces(acc, PIECES if INTERLEAVED else 2 * PIECES)
     for i in gl.static_range(PIECES):
-        gate = pieces[i]
-        up = pieces[PIECES + i]
         first = column + i * COLUMNS
-        if bias_ptr is not None:
-            columns = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gate.type.layout))
-            gate += load_bias(bias_ptr, stride_bn, columns, N)
-            up += load_bias(bias_ptr + gl.to_tensor(N).to(gl.int64) * stride_bn, stride_bn, columns, N)
-        if gate_desc is not None:
-            store_box(gate, gate_desc, bufs, row, end, first, i * BOXES)
-            store_box(up, up_desc, bufs, row, end, first, i * BOXES + 1)
+        if INTERLEAVED:
+            pair = pieces[i]
+            if bias_ptr is not None:
+                columns = 2 * first + gl.arange(0, 2 * COLUMNS, layout=gl.SliceLayout(0, pair.type.layout))
+                pair += load_bias(bias_ptr, stride_bn, columns, 2 * N)
+            gate, up = pair.reshape([pair.shape[0], COLUMNS, 2]).split()
+            if gate_desc is not None:
+                left, right = column_pieces(pair, 2)
+                store_box(left, gate_desc, bufs, row, end, 2 * first, i * BOXES)
+                store_box(right, up_desc, bufs, row, end, 2 * first + COLUMNS, i * BOXES + 1)
+        else:
+            gate = pieces[i]
+            up = pieces[PIECES + i]
+            if bias_ptr is not None:
+                columns = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gate.type.layout))
+                gate += load_bias(bias_ptr, stride_bn, columns, N)
+                up += load_bias(bias_ptr + gl.to_tensor(N).to(gl.int64) * stride_bn, stride_bn, columns, N)
+            if gate_desc is not None:
+                store_box(gate, gate_desc, bufs, row, end, first, i * BOXES)
+                store_box(up, up_desc, bufs, row, end, first, i * BOXES + 1)
         if act_desc is not None:
             value = glu(gate, up, KIND[0], KIND[1], KIND[2], KIND[3])
             if scales_ptr is not None:
@@ -96,7 +91,8 @@ def up_epilogue(
 @gluon.jit
 def consume_up(
     GROUP: gl.constexpr, ring, turns, outputs, bufs, bias, scales_ptr, schedule_ptr, num_tiles,
-    N: gl.constexpr, STEPS: gl.constexpr, BLOCK_N: gl.constexpr, KIND: gl.constexpr, TILING: gl.constexpr,
+    N: gl.constexpr, STEPS: gl.constexpr, W_KN: gl.constexpr, BLOCK_N: gl.constexpr, KIND: gl.constexpr,
+    TILING: gl.constexpr,
 ):  # fmt: skip
     """One of two warp groups: up-projects every other tile; one stores its tile while the other one multiplies."""
     bias_ptr, stride_be, stride_bn = bias
@@ -110,7 +106,7 @@ def consume_up(
         expert, row, end, n_tile = find_tile(tile, num_tiles, schedule_ptr, TILING)
         # Without turns both would multiply, then both store.
         mbarrier.wait(turns.index(GROUP), turn)
-        acc, slot, _ = multiply(ring, position % STAGES, (position // STAGES) & 1, False, BLOCK_N, STEPS, 0, BLOCK_M)
+        acc, slot, _ = multiply(ring, position % STAGES, (position // STAGES) & 1, W_KN, BLOCK_N, STEPS, 0, BLOCK_M)
         mbarrier.arrive(turns.index(1 - GROUP), count=1)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(ring[3].index(previous_slot(slot, STAGES)), count=1)
@@ -120,17 +116,6 @@ def consume_up(
         position += 2 * STEPS
         turn ^= 1
     tma.store_wait(0)
-
-
-@gluon.jit
-def load_boxes(inputs, slot, row, end, column, inside):
-    """Starts to load gate and up of some columns of a tile into the slot-th boxes, if there is such a tile."""
-    gate_desc, up_desc, boxes, loaded = inputs
-    landed = loaded.index(slot)
-    mbarrier.expect(landed, 2 * gate_desc.block_type.nbytes, pred=inside)
-    place = ragged_coordinates(row, end, column)
-    tma_load(gate_desc, place, landed, boxes.index(2 * slot), pred=inside)
-    tma_load(up_desc, place, landed, boxes.index(2 * slot + 1), pred=inside)
 
 
 @gluon.jit
@@ -144,6 +129,7 @@ def dgrad_epilogue(
     """
     gate_desc, up_desc, boxes, loaded = inputs
     dgate_desc, dup_desc, act_desc = outputs
+    INTERLEAVED: gl.constexpr = KIND[4]
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = boxes.shape[4]
     SLOTS: gl.constexpr = loaded.shape[0]
@@ -158,8 +144,7 @@ def dgrad_epilogue(
             mbarrier.wait(loaded.index(slot), ((position + i) // SLOTS) & 1)
             gate_box = boxes.index(2 * slot).reshape([ROWS, COLUMNS])
             up_box = boxes.index(2 * slot + 1).reshape([ROWS, COLUMNS])
-            gate = gate_box.load(grad.type.layout).to(gl.float32)
-            up = up_box.load(grad.type.layout).to(gl.float32)
+            gate, up = read_boxes(gate_box, up_box, grad, INTERLEAVED)
             value, d_gate, d_up = glu_grad(gate, up, KIND[0], KIND[1], KIND[2], KIND[3])
             inner += gl.sum(grad * value, 1)
             if weights is not None:
@@ -169,23 +154,26 @@ def dgrad_epilogue(
         if i > 0:
             # The boxes of the piece before have been read: they take what comes SLOTS pieces after it.
             if i - 1 + SLOTS < PIECES:
-                load_boxes(inputs, (position + i - 1) % SLOTS, row, end, column + (i - 1 + SLOTS) * COLUMNS, True)
+                ahead = (i - 1 + SLOTS) * COLUMNS
+                load_boxes(inputs, (position + i - 1) % SLOTS, row, end, column + ahead, True, INTERLEAVED)
             else:
                 ahead = (i - 1 + SLOTS - PIECES) * COLUMNS
-                load_boxes(inputs, (position + i - 1) % SLOTS, next_row, next_end, next_column + ahead, next_inside)
+                load_boxes(
+                    inputs, (position + i - 1) % SLOTS, next_row, next_end, next_column + ahead, next_inside,
+                    INTERLEAVED,
+                )  # fmt: skip
         if i < PIECES:
             if dgate_desc is not None:
-                gate_box.store((grad * d_gate).to(gate_desc.dtype))
-                up_box.store((grad * d_up).to(gate_desc.dtype))
+                write_boxes(grad * d_gate, grad * d_up, gate_box, up_box, INTERLEAVED)
             if act_desc is not None:
                 act_buf.reshape([ROWS, COLUMNS]).store(value.to(gate_desc.dtype))
             fence_async_shared()
-            place = ragged_coordinates(row, end, column + i * COLUMNS)
             if dgate_desc is not None:
-                tma_store(dgate_desc, place, boxes.index(2 * slot))
-                tma_store(dup_desc, place, boxes.index(2 * slot + 1))
+                left, right = box_places(row, end, column + i * COLUMNS, COLUMNS, INTERLEAVED)
+                tma_store(dgate_desc, left, boxes.index(2 * slot))
+                tma_store(dup_desc, right, boxes.index(2 * slot + 1))
             if act_desc is not None:
-                tma_store(act_desc, place, act_buf)
+                tma_store(act_desc, ragged_coordinates(row, end, column + i * COLUMNS), act_buf)
     return inner
 
 
@@ -208,7 +196,7 @@ def consume_dgrad(
     if GROUP == 0:
         _, row0, end0, n_tile0 = find_tile(tile0, num_tiles, schedule_ptr, TILING)
         for i in gl.static_range(SLOTS):
-            load_boxes(inputs, i, row0, end0, n_tile0 * BLOCK_N + i * COLUMNS, tile0 < num_tiles)
+            load_boxes(inputs, i, row0, end0, n_tile0 * BLOCK_N + i * COLUMNS, tile0 < num_tiles, KIND[4])
     position = GROUP * STEPS  # in the sequence of all slots that the program fills
     box = GROUP * PIECES  # in that of all boxes
     turn = 1 - GROUP  # group 0 begins
@@ -254,15 +242,17 @@ def allocate_ring(
 @gluon.jit
 def hopper_up_proj_kernel(
     x_desc,  # (rows, K), blocks of (BLOCK_M, BLOCK_K)
-    w_desc,  # (E, 2, N, K), blocks of both halves, BLOCK_N columns in all
+    w_desc,  # (E, 2, N, K), blocks of both halves; INTERLEAVED: (E, 2 N, K) or, W_KN, (E, K, 2 N); BLOCK_N columns
     bias_ptr, stride_be, stride_bn,  # (E, 2 N) or None
-    gate_desc, up_desc,  # (rows, N) each, the halves of preact, or None, out
+    gate_desc, up_desc,  # (rows, N) each, the halves of preact, both (rows, 2 N) if INTERLEAVED, or None, out
     act_desc,  # (rows, N) or None, out; those for output are ragged, blocks of BLOCK_M rows and some columns
     scales_ptr,  # (rows,) or None
     schedule_ptr,
     NUM_EXPERTS: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,
+    W_KN: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
@@ -281,7 +271,7 @@ def hopper_up_proj_kernel(
     NUM_N_TILES: gl.constexpr = (2 * N + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILING: gl.constexpr = (NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+    KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET, INTERLEAVED)
     out_desc = gate_desc if act_desc is None else act_desc
     ring = allocate_ring(w_desc, 1, STAGES, BLOCK_M, BLOCK_K)
     bufs0 = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
@@ -293,11 +283,11 @@ def hopper_up_proj_kernel(
     # Registers of a thread: a consumer's holds 128 sums of products.
     gl.warp_specialize([
         (consume_up, (0, ring, turns, outputs, bufs0, bias, scales_ptr, schedule_ptr, num_tiles,
-                      N, STEPS, BLOCK_N, KIND, TILING)),
+                      N, STEPS, W_KN, BLOCK_N, KIND, TILING)),
         (consume_up, (1, ring, turns, outputs, bufs1, bias, scales_ptr, schedule_ptr, num_tiles,
-                      N, STEPS, BLOCK_N, KIND, TILING)),
+                      N, STEPS, W_KN, BLOCK_N, KIND, TILING)),
         (produce, (x_desc, w_desc, out_desc, ring[0], ring[1], bufs0, ring[2], ring[3], schedule_ptr, num_tiles, 0,
-                   NUM_EXPERTS, 2 * N, K, False, False, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+                   NUM_EXPERTS, 2 * N, K, False, W_KN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
     ], [4, 1], [232, 40])  # fmt: skip
 
 
@@ -306,8 +296,8 @@ def hopper_down_dgrad_kernel(
     dout_desc,  # (rows, K), blocks of (BLOCK_M, BLOCK_K)
     w_desc,  # (E, K, N), blocks of (1, BLOCK_K, BLOCK_N), if W_KN; else (E, N, K), blocks of (1, BLOCK_N, BLOCK_K)
     weights_ptr,  # routing weight per slot, or None
-    gate_desc, up_desc,  # (rows, N) each, the halves of preact
-    dgate_desc, dup_desc,  # the halves of dpreact, out, or None; it may be preact
+    gate_desc, up_desc,  # (rows, N) each, the halves of preact, both (rows, 2 N) if INTERLEAVED
+    dgate_desc, dup_desc,  # the same of dpreact, out, or None; it may be preact
     act_desc,  # (rows, N) or None, out; all of rows are ragged, blocks of BLOCK_M rows and some columns
     partials_ptr, stride_pn,  # (n tiles, rows) fp32 or None, out
     row_to_slot_ptr,  # (rows,) int32, or None
@@ -316,6 +306,7 @@ def hopper_down_dgrad_kernel(
     N: gl.constexpr,
     K: gl.constexpr,
     W_KN: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
@@ -336,7 +327,7 @@ def hopper_down_dgrad_kernel(
     NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILING: gl.constexpr = (NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+    KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET, INTERLEAVED)
     ring = allocate_ring(w_desc, 1, STAGES, BLOCK_M, BLOCK_K)
     boxes = gl.allocate_shared_memory(w_desc.dtype, [2 * SLOTS] + gate_desc.block_type.shape, gate_desc.layout)
     act_buf = gl.allocate_shared_memory(w_desc.dtype, gate_desc.block_type.shape, gate_desc.layout)

@@ -8,9 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from .hopper import cp_async, hand_over, hand_over_rest, next_slot, previous_slot, tma_load, wait_for_stream
+from .hopper import cp_async, hand_over, hand_over_rest, next_slot, previous_slot, wait_for_stream
 from .hopper_experts import allocate_ring, find_tile, load_slots, up_epilogue
-from .hopper_gemm import multiply
+from .hopper_gemm import load_weight, multiply
 
 
 @gluon.jit
@@ -22,7 +22,7 @@ def load_tokens(row_to_slot_ptr, row, end, TOP_K: gl.constexpr, BLOCK_M: gl.cons
 @gluon.jit
 def gather_tiles(
     tokens, w_desc, ring, schedule_ptr, num_tiles,
-    K: gl.constexpr, TOP_K: gl.constexpr, COLUMNS: gl.constexpr, TILING: gl.constexpr,
+    K: gl.constexpr, TOP_K: gl.constexpr, W_KN: gl.constexpr, BLOCK_N: gl.constexpr, TILING: gl.constexpr,
 ):  # fmt: skip
     """Fills the ring with rows and weights of all steps of a program's tiles, those of the next tile found ahead."""
     x_ptr, stride8, row_to_slot_ptr = tokens
@@ -42,14 +42,14 @@ def gather_tiles(
     token = load_tokens(row_to_slot_ptr, row, end, TOP_K, BLOCK_M, ROWS)
     for tile in range(gl.program_id(0), num_tiles, step):
         source = x_ptr + (token.to(gl.int64) * 8 * stride8)[:, None] + columns[None, :]
-        this_expert, column = expert + 0, n_tile * COLUMNS  # Triton 3.6 does not carry a plain copy
+        this_expert, this_n_tile = expert + 0, n_tile + 0  # Triton 3.6 does not carry a plain copy
         expert, row, end, n_tile = find_tile(tile + step, num_tiles, schedule_ptr, TILING)
         token = load_tokens(row_to_slot_ptr, row, end, TOP_K, BLOCK_M, ROWS)
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(empty.index(slot), phase)
             landed = full.index(slot)
             mbarrier.expect(landed, w_desc.block_type.nbytes)
-            tma_load(w_desc, [this_expert, 0, column, k], landed, w_ring.index(slot))
+            load_weight(w_desc, this_expert, this_n_tile, k, landed, w_ring.index(slot), W_KN, BLOCK_N)
             if K % BLOCK_K == 0:
                 cp_async(x_ring.index(slot), source + k)
             else:
@@ -63,22 +63,22 @@ def gather_tiles(
 @gluon.jit
 def multiply_tiles(
     GROUP: gl.constexpr, ring, outputs, bufs, bias, scales_ptr, schedule_ptr, num_tiles,
-    N: gl.constexpr, STEPS: gl.constexpr, KIND: gl.constexpr, TILING: gl.constexpr,
+    N: gl.constexpr, STEPS: gl.constexpr, W_KN: gl.constexpr, BLOCK_N: gl.constexpr, KIND: gl.constexpr,
+    TILING: gl.constexpr,
 ):  # fmt: skip
     """One of two warp groups: up-projects the GROUP-th half of each tile's rows."""
     bias_ptr, stride_be, stride_bn = bias
     STAGES: gl.constexpr = ring[0].shape[0]
     ROWS: gl.constexpr = ring[0].shape[1] // 2
-    COLUMNS: gl.constexpr = ring[1].shape[3]  # of gate and of up
     step = gl.num_programs(0)
     slot = 0
     phase = 0
     expert1, row1, end1, n_tile1 = find_tile(gl.program_id(0), num_tiles, schedule_ptr, TILING)
     for tile in range(gl.program_id(0), num_tiles, step):
-        expert, row, end, column = expert1 + 0, row1 + GROUP * ROWS, end1 + 0, n_tile1 * COLUMNS
+        expert, row, end, column = expert1 + 0, row1 + GROUP * ROWS, end1 + 0, n_tile1 * (BLOCK_N // 2)
         # Where the next tile is has been read by the time this one is done.
         expert1, row1, end1, n_tile1 = find_tile(tile + step, num_tiles, schedule_ptr, TILING)
-        acc, slot, phase = multiply(ring, slot, phase, False, 2 * COLUMNS, STEPS, GROUP * ROWS, ROWS)
+        acc, slot, phase = multiply(ring, slot, phase, W_KN, BLOCK_N, STEPS, GROUP * ROWS, ROWS)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(ring[3].index(previous_slot(slot, STAGES)), count=1)
         expert_bias_ptr = bias_ptr + expert.to(gl.int64) * stride_be if bias_ptr is not None else None
@@ -89,9 +89,9 @@ def multiply_tiles(
 @gluon.jit
 def hopper_gathered_up_proj_kernel(
     x_ptr, stride8,  # (T, K), columns contiguous, read at row_to_slot[row] // TOP_K; steps of 8 elements
-    w_desc,  # (E, 2, N, K), blocks of both halves, BLOCK_N columns in all
+    w_desc,  # BLOCK_N columns of gate and up: as in `.hopper_experts.hopper_up_proj_kernel`
     bias_ptr, stride_be, stride_bn,  # (E, 2 N) or None
-    gate_desc, up_desc,  # (rows, N) each, the halves of preact, or None, out
+    gate_desc, up_desc,  # (rows, N) each, the halves of preact, both (rows, 2 N) if INTERLEAVED, or None, out
     act_desc,  # (rows, N) or None, out; those for output are ragged, blocks of BLOCK_M / 2 rows and some columns
     scales_ptr,  # (rows,) or None
     row_to_slot_ptr,  # (rows,) int32
@@ -100,6 +100,8 @@ def hopper_gathered_up_proj_kernel(
     N: gl.constexpr,
     K: gl.constexpr,
     TOP_K: gl.constexpr,
+    W_KN: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
@@ -119,7 +121,7 @@ def hopper_gathered_up_proj_kernel(
     NUM_N_TILES: gl.constexpr = (2 * N + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILING: gl.constexpr = (NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+    KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET, INTERLEAVED)
     out_desc = gate_desc if act_desc is None else act_desc
     ring = allocate_ring(w_desc, 2, STAGES, BLOCK_M, BLOCK_K)
     bufs0 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
@@ -130,7 +132,9 @@ def hopper_gathered_up_proj_kernel(
     tokens = (x_ptr, stride8, row_to_slot_ptr)
     # Registers of a thread: a consumer's holds 128 sums of products.
     gl.warp_specialize([
-        (multiply_tiles, (0, ring, outputs, bufs0, bias, scales_ptr, schedule_ptr, num_tiles, N, STEPS, KIND, TILING)),
-        (multiply_tiles, (1, ring, outputs, bufs1, bias, scales_ptr, schedule_ptr, num_tiles, N, STEPS, KIND, TILING)),
-        (gather_tiles, (tokens, w_desc, ring, schedule_ptr, num_tiles, K, TOP_K, BLOCK_N // 2, TILING)),
+        (multiply_tiles, (0, ring, outputs, bufs0, bias, scales_ptr, schedule_ptr, num_tiles,
+                          N, STEPS, W_KN, BLOCK_N, KIND, TILING)),
+        (multiply_tiles, (1, ring, outputs, bufs1, bias, scales_ptr, schedule_ptr, num_tiles,
+                          N, STEPS, W_KN, BLOCK_N, KIND, TILING)),
+        (gather_tiles, (tokens, w_desc, ring, schedule_ptr, num_tiles, K, TOP_K, W_KN, BLOCK_N, TILING)),
     ], [4, 4], [208, 88])  # fmt: skip

@@ -68,6 +68,17 @@ def zero_boxes(
 
 
 @gluon.jit
+def load_weight(w_desc, expert, n_tile, k, landed, buf, W_KN: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Starts to load a weight's block for a tile of BLOCK_N columns, or a block of each half of the columns."""
+    if len(w_desc.block_shape) == 4:
+        tma_load(w_desc, [expert, 0, n_tile * (BLOCK_N // 2), k], landed, buf)
+    elif W_KN:
+        tma_load(w_desc, [expert, k, n_tile * BLOCK_N], landed, buf)
+    else:
+        tma_load(w_desc, [expert, n_tile * BLOCK_N, k], landed, buf)
+
+
+@gluon.jit
 def produce(
     x_desc, w_desc, y_desc, x_bufs, w_bufs, zeros, full, empty, schedule_ptr, num_tiles, total_rows,
     NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, ZERO_UNGROUPED: gl.constexpr, W_KN: gl.constexpr,
@@ -102,12 +113,7 @@ def produce(
             bar = full.index(slot)
             mbarrier.expect(bar, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
             tma_load(x_desc, [row, k], bar, x_bufs.index(slot))
-            if len(w_desc.block_shape) == 4:  # two halves of the columns, a block of each
-                tma_load(w_desc, [expert, 0, n_tile * (BLOCK_N // 2), k], bar, w_bufs.index(slot))
-            elif W_KN:
-                tma_load(w_desc, [expert, k, n_tile * BLOCK_N], bar, w_bufs.index(slot))
-            else:
-                tma_load(w_desc, [expert, n_tile * BLOCK_N, k], bar, w_bufs.index(slot))
+            load_weight(w_desc, expert, n_tile, k, bar, w_bufs.index(slot), W_KN, BLOCK_N)
             slot, phase = next_slot(slot, phase, STAGES)
         if ZERO_UNGROUPED:
             last = gl.minimum(box + boxes_per_tile, boxes)

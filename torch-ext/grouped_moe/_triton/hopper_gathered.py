@@ -61,23 +61,12 @@ def gather_tiles(
 
 
 @gluon.jit
-def pass_steps(ring, slot, phase, STEPS: gl.constexpr):
-    """Gives STEPS slots of the ring back as they are, and returns the slot and phase after them."""
-    _, _, full, empty = ring
-    for _ in range(STEPS):
-        mbarrier.wait(full.index(slot), phase)
-        mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = next_slot(slot, phase, ring[0].shape[0])
-    return slot, phase
-
-
-@gluon.jit
 def multiply_tiles(
     GROUP: gl.constexpr, ring, outputs, bufs, bias, scales_ptr, schedule_ptr, num_tiles,
     N: gl.constexpr, STEPS: gl.constexpr, W_KN: gl.constexpr, BLOCK_N: gl.constexpr, KIND: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """One of two warp groups: up-projects the GROUP-th half of each tile's rows, if there are any."""
+    """One of two warp groups: up-projects the GROUP-th half of each tile's rows."""
     bias_ptr, stride_be, stride_bn = bias
     STAGES: gl.constexpr = ring[0].shape[0]
     ROWS: gl.constexpr = ring[0].shape[1] // 2
@@ -89,14 +78,11 @@ def multiply_tiles(
         expert, row, end, column = expert1 + 0, row1 + GROUP * ROWS, end1 + 0, n_tile1 * (BLOCK_N // 2)
         # Where the next tile is has been read by the time this one is done.
         expert1, row1, end1, n_tile1 = find_tile(tile + step, num_tiles, schedule_ptr, TILING)
-        if row < end:
-            acc, slot, phase = multiply(ring, slot, phase, W_KN, BLOCK_N, STEPS, GROUP * ROWS, ROWS)
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-            mbarrier.arrive(ring[3].index(previous_slot(slot, STAGES)), count=1)
-            expert_bias_ptr = bias_ptr + expert.to(gl.int64) * stride_be if bias_ptr is not None else None
-            up_epilogue(acc, outputs, bufs, row, end, column, expert_bias_ptr, stride_bn, scales_ptr, N, KIND)
-        else:
-            slot, phase = pass_steps(ring, slot, phase, STEPS)
+        acc, slot, phase = multiply(ring, slot, phase, W_KN, BLOCK_N, STEPS, GROUP * ROWS, ROWS)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(ring[3].index(previous_slot(slot, STAGES)), count=1)
+        expert_bias_ptr = bias_ptr + expert.to(gl.int64) * stride_be if bias_ptr is not None else None
+        up_epilogue(acc, outputs, bufs, row, end, column, expert_bias_ptr, stride_bn, scales_ptr, N, KIND)
     tma.store_wait(0)
 
 

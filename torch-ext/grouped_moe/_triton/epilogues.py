@@ -138,7 +138,7 @@ def down_dgrad_epilogue(
         if dpreact_ptr is not None:
             d_act = scale_rows(grad, weights) * activate_grad(clamped, ACTIVATION, ALPHA)
             if LIMIT is not None:
-                d_act = tl.where(preact > LIMIT, 0.0, d_act)
+                d_act = tl.where(preact > clamped, 0.0, d_act)
             store_columns(dpreact_ptr, d_act, first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N)
     if scaled_act_ptr is not None:
         store_columns(

@@ -50,6 +50,26 @@ def load_boxes(inputs, slot, row, end, column, inside, INTERLEAVED: gl.constexpr
 
 
 @gluon.jit
+def refill_boxes(
+    inputs, position, piece, row, end, column, next_row, next_end, next_column, next_inside,
+    PIECES: gl.constexpr, INTERLEAVED: gl.constexpr,
+):  # fmt: skip
+    """Loads into the boxes of a tile's piece, which were read, what comes as many pieces later as there are boxes.
+
+    position: of the tile's first piece in the sequence of all. Past the tile's PIECES come those of the next one.
+    """
+    COLUMNS: gl.constexpr = inputs[2].shape[4]
+    SLOTS: gl.constexpr = inputs[3].shape[0]
+    here = piece + SLOTS < PIECES
+    ahead = (piece + SLOTS) * COLUMNS
+    first_row, last_row = gl.where(here, row, next_row), gl.where(here, end, next_end)
+    first_column = gl.where(here, column + ahead, next_column + ahead - PIECES * COLUMNS)
+    load_boxes(
+        inputs, (position + piece) % SLOTS, first_row, last_row, first_column, here | next_inside, INTERLEAVED
+    )  # fmt: skip
+
+
+@gluon.jit
 def read_boxes(left_box, right_box, like, INTERLEAVED: gl.constexpr):
     """gate and up out of their two boxes, in the layout of `like`, which has their shape."""
     ROWS: gl.constexpr = like.shape[0]
@@ -69,8 +89,8 @@ def write_boxes(gate, up, left_box, right_box, INTERLEAVED: gl.constexpr):
     """The inverse of `read_boxes`."""
     if INTERLEAVED:
         left, right = column_pieces(gl.join(gate, up).reshape([gate.shape[0], 2 * gate.shape[1]]), 2)
-        left_box.store(left.to(left_box.dtype))
-        right_box.store(right.to(right_box.dtype))
+        left_box.store(left)
+        right_box.store(right)
     else:
-        left_box.store(gate.to(left_box.dtype))
-        right_box.store(up.to(right_box.dtype))
+        left_box.store(gate)
+        right_box.store(up)

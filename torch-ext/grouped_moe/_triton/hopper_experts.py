@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .activation import glu, glu_grad
 from .hopper import allocate_barriers, previous_slot, ragged_coordinates, tma_store, wait_for_stream
-from .hopper_boxes import box_places, column_pieces, load_boxes, read_boxes, store_box, write_boxes
+from .hopper_boxes import box_places, column_pieces, load_boxes, read_boxes, refill_boxes, store_box, write_boxes
 from .hopper_gemm import load_expert, load_group, locate_tile, multiply, produce
 
 # TILING: NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M. KIND: ACTIVATION, ALPHA, LIMIT, UP_OFFSET, INTERLEAVED.
@@ -125,7 +125,8 @@ def dgrad_epilogue(
 ):  # fmt: skip
     """Stores dpreact in the place of gate and up, and the weighted activation; returns <acc, activation> per row.
 
-    Boxes that have been stored are filled again: with columns of this tile, then of the next one.
+    Boxes that have been stored are filled again: with columns of this tile, then of the next one. A loop over halves of
+    the tile keeps the code of both warp groups within 128 KB: more than that ran at half the speed.
     """
     gate_desc, up_desc, boxes, loaded = inputs
     dgate_desc, dup_desc, act_desc = outputs
@@ -135,13 +136,15 @@ def dgrad_epilogue(
     SLOTS: gl.constexpr = loaded.shape[0]
     PIECES: gl.constexpr = acc.shape[1] // COLUMNS
     gl.static_assert(SLOTS <= PIECES)
-    pieces = column_pieces(acc, PIECES)
-    inner = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, pieces[0].type.layout))
-    for i in gl.static_range(PIECES + 1):
-        if i < PIECES:
+    half, other_half = column_pieces(acc, 2)
+    inner = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, column_pieces(acc, PIECES)[0].type.layout))
+    for first in range(0, PIECES, PIECES // 2):
+        pieces = column_pieces(half, PIECES // 2)
+        for i in gl.static_range(PIECES // 2):
+            piece = first + i
             grad = pieces[i]
-            slot = (position + i) % SLOTS
-            mbarrier.wait(loaded.index(slot), ((position + i) // SLOTS) & 1)
+            slot = (position + piece) % SLOTS
+            mbarrier.wait(loaded.index(slot), ((position + piece) // SLOTS) & 1)
             gate_box = boxes.index(2 * slot).reshape([ROWS, COLUMNS])
             up_box = boxes.index(2 * slot + 1).reshape([ROWS, COLUMNS])
             gate, up = read_boxes(gate_box, up_box, grad, INTERLEAVED)
@@ -150,30 +153,33 @@ def dgrad_epilogue(
             if weights is not None:
                 grad *= weights[:, None]
                 value *= weights[:, None]
-        tma.store_wait(0)
-        if i > 0:
-            # The boxes of the piece before have been read: they take what comes SLOTS pieces after it.
-            if i - 1 + SLOTS < PIECES:
-                ahead = (i - 1 + SLOTS) * COLUMNS
-                load_boxes(inputs, (position + i - 1) % SLOTS, row, end, column + ahead, True, INTERLEAVED)
-            else:
-                ahead = (i - 1 + SLOTS - PIECES) * COLUMNS
-                load_boxes(
-                    inputs, (position + i - 1) % SLOTS, next_row, next_end, next_column + ahead, next_inside,
-                    INTERLEAVED,
+            # Rounded before the wait: they take half of the registers across it.
+            d_gate = (grad * d_gate).to(gate_desc.dtype)
+            d_up = (grad * d_up).to(gate_desc.dtype)
+            value = value.to(gate_desc.dtype)
+            tma.store_wait(0)
+            if piece > 0:
+                refill_boxes(
+                    inputs, position, piece - 1, row, end, column, next_row, next_end, next_column, next_inside,
+                    PIECES, INTERLEAVED,
                 )  # fmt: skip
-        if i < PIECES:
             if dgate_desc is not None:
-                write_boxes(grad * d_gate, grad * d_up, gate_box, up_box, INTERLEAVED)
+                write_boxes(d_gate, d_up, gate_box, up_box, INTERLEAVED)
             if act_desc is not None:
-                act_buf.reshape([ROWS, COLUMNS]).store(value.to(gate_desc.dtype))
+                act_buf.reshape([ROWS, COLUMNS]).store(value)
             fence_async_shared()
             if dgate_desc is not None:
-                left, right = box_places(row, end, column + i * COLUMNS, COLUMNS, INTERLEAVED)
+                left, right = box_places(row, end, column + piece * COLUMNS, COLUMNS, INTERLEAVED)
                 tma_store(dgate_desc, left, boxes.index(2 * slot))
                 tma_store(dup_desc, right, boxes.index(2 * slot + 1))
             if act_desc is not None:
-                tma_store(act_desc, ragged_coordinates(row, end, column + i * COLUMNS), act_buf)
+                tma_store(act_desc, ragged_coordinates(row, end, column + piece * COLUMNS), act_buf)
+        half = gl.where(first == 0, other_half, 0.0)  # Triton 3.6 does not carry a plain copy
+    tma.store_wait(0)
+    refill_boxes(
+        inputs, position, PIECES - 1, row, end, column, next_row, next_end, next_column, next_inside,
+        PIECES, INTERLEAVED,
+    )  # fmt: skip
     return inner
 
 

@@ -1,5 +1,6 @@
-"""What the compile check says of a kernel from its code alone: stray barriers, and waiting for the stream."""
+"""What the compile check says of a kernel from its code alone: stray barriers, waiting for the stream, its size."""
 
+import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,3 +47,17 @@ def test_stray_barriers(specialised, stray):
 def test_waits_for_stream(target, ptx, waits):
     kernel = SimpleNamespace(asm={"ptx": ptx})
     assert compile_check.waits_for_stream(kernel, compile_check.TARGETS[target].gpu) is waits
+
+
+def test_code_bytes():
+    names = b"\0.text.one\0.data\0.text.two\0.names\0"
+    sizes = {b".text.one": 640, b".data": 16, b".text.two": 256, b".names": len(names)}
+    offsets = [names.index(name) for name in sizes]
+    table = 64 + len(names)
+    sections = [struct.pack("<IIQQQQ24x", at, 1, 0, 0, 64, size) for at, size in zip(offsets, sizes.values())]
+    header = bytearray(64)
+    struct.pack_into("<Q", header, 40, table)
+    struct.pack_into("<HHH", header, 58, 64, len(sections), 3)
+    elf = bytes(header) + names + b"".join(sections)
+    assert compile_check.code_bytes(SimpleNamespace(asm={"cubin": elf})) == 640 + 256
+    assert compile_check.code_bytes(SimpleNamespace(asm={"amdgcn": ""})) == 0

@@ -4,8 +4,9 @@
 
 The launchers themselves run, on CPU tensors of real layers, with Triton's driver replaced by one that only names a
 target: what is compiled is what would be launched there. Exit status 1 if a kernel fails to compile, exceeds the shared
-memory of its target, spills registers, leaves a barrier that no partition uses, or touches memory before it has waited
-for the stream where launches are dependent. Needs a build (make build) and Triton; no GPU.
+memory of its target, spills registers, has more code than the instruction cache holds, leaves a barrier that no
+partition uses, or touches memory before it has waited for the stream where launches are dependent. Needs a build (make
+build) and Triton; no GPU.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import contextlib
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # ptxas parks up to this much in local memory when a kernel uses every register: values that a tile reads once, before
 # its K loop, as the disassembly shows. More is a spill.
 SPILL_ALLOWANCE = 32
+# Bytes of code on sm90, of which a tile runs most. 160 KB took 1.8 to 1.9 times as long as 96 KB that did the same, 124
+# KB as long as 76 (H200; benchmarks/NOTES.md).
+CODE_LIMIT = 128 << 10
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -87,7 +92,7 @@ LAYERS = (
 
 @dataclass
 class Row:
-    """What one compiled kernel uses. registers per thread, shared and spilled in bytes."""
+    """What one compiled kernel uses. registers per thread; shared, spilled and code in bytes, code only on CUDA."""
 
     target: str
     layer: str
@@ -99,6 +104,7 @@ class Row:
     registers: int
     shared: int
     spilled: int
+    code: int = 0
     error: str = ""
 
 
@@ -162,6 +168,19 @@ def resource_usage(kernel) -> tuple:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
     return int(registers), int(stack)
+
+
+def code_bytes(kernel) -> int:
+    """Machine code of a kernel: the sections .text.* of its ELF file (64 bits, little endian)."""
+    elf = kernel.asm.get("cubin")
+    if elf is None:
+        return 0
+    (table,) = struct.unpack_from("<Q", elf, 40)
+    entry_size, count, of_names = struct.unpack_from("<HHH", elf, 58)
+    # name, type, flags, address, offset, size
+    sections = [struct.unpack_from("<IIQQQQ", elf, table + number * entry_size) for number in range(count)]
+    names = sections[of_names][4]
+    return sum(section[5] for section in sections if elf.startswith(b".text.", names + section[0]))
 
 
 def stray_barriers(kernel) -> list:
@@ -256,12 +275,14 @@ def check(modules, target: str, layer: Layer, dtype_name: str, tokens: int, body
         registers, spilled = resource_usage(kernel)
         row = Row(
             target, layer.name, dtype_name, block_m, function.fn.__name__, meta.num_warps, meta.num_stages,
-            registers, meta.shared, spilled,
+            registers, meta.shared, spilled, code_bytes(kernel),
         )  # fmt: skip
         if meta.shared > TARGETS[target].shared_memory:
             row.error = f"shared memory {meta.shared} > {TARGETS[target].shared_memory}"
         elif spilled > SPILL_ALLOWANCE:
             row.error = f"spills {spilled} bytes"
+        elif target == "sm90" and row.code > CODE_LIMIT:
+            row.error = f"code {row.code} > {CODE_LIMIT}"
         elif stray_barriers(kernel):
             row.error = f"barriers that no partition uses: {stray_barriers(kernel)}"
         elif not waits_for_stream(kernel, TARGETS[target].gpu):
@@ -274,7 +295,7 @@ def check(modules, target: str, layer: Layer, dtype_name: str, tokens: int, body
             body(modules, layer, DTYPES[dtype_name], tokens)
     except Exception as error:  # a compiler failure of any kind is a result of this tool, not its end
         message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        rows.append(Row(target, layer.name, dtype_name, block_m, "?", 0, 0, 0, 0, 0, message))
+        rows.append(Row(target, layer.name, dtype_name, block_m, "?", 0, 0, 0, 0, 0, error=message))
     modules("tuning").device_spec.cache_clear()
     return rows
 
@@ -318,12 +339,12 @@ def write(path: Path, rows) -> None:
 def report(rows) -> None:
     """Prints the table, each distinct line once."""
     head = f"{'target':7}{'layer':12}{'dtype':6}{'M':>4} {'kernel':30}{'warps':>6}{'stages':>7}{'regs':>6}{'shared':>8}"
-    print(head + f"{'spilled':>9}")
+    print(head + f"{'spilled':>9}{'code':>8}")
     seen, errors = set(), 0
     for row in rows:
         line = (
             f"{row.target:7}{row.layer:12}{row.dtype:6}{row.block_m:>4} {row.kernel:30}{row.num_warps:>6}"
-            f"{row.num_stages:>7}{row.registers:>6}{row.shared:>8}{row.spilled:>9}  {row.error}"
+            f"{row.num_stages:>7}{row.registers:>6}{row.shared:>8}{row.spilled:>9}{row.code:>8}  {row.error}"
         )
         if line not in seen:
             seen.add(line)

@@ -5,6 +5,9 @@ lie (as views), so that all compute on the same weights and nothing is converted
 """
 
 import math
+import os
+import tempfile
+from pathlib import Path
 from types import ModuleType
 from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
 
@@ -133,6 +136,16 @@ def make_sonicmoe(sonic: ModuleType, block: Block) -> Function:
     return forward
 
 
+def show_to_workers(module: ModuleType, folder: str) -> None:
+    """Lets processes that this one starts import a kernel of the Hub, to which Python's path does not lead, by name.
+
+    SonicMoE's tuner compiles in such processes, or, where they cannot, one variant after the other.
+    """
+    name = module.__name__.partition(".")[0]
+    (Path(folder) / name).symlink_to(Path(module.__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+
+
 class Providers:
     """Makes the providers of a cell; keeps what is slow to have: peers of the Hub, and a compiled function.
 
@@ -153,6 +166,7 @@ class Providers:
         if name not in self.hub:
             try:
                 self.hub[name] = kernels.get_kernel(**where, trust_remote_code=True)
+                show_to_workers(self.hub[name], tempfile.mkdtemp())
                 self.builds[name] = self.hub[name].__name__
             except Exception as error:  # of the network, the kernel or what it imports
                 self.hub[name] = error

@@ -1,5 +1,7 @@
 """The benchmarks' inputs are what they say, their providers agree with the reference, and growth is flagged."""
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -48,6 +50,14 @@ def test_providers_agree(grouped_moe, layer, local):
     for function in functions.values():
         checked = peers.check(peers.make_call(function, block, [inputs], True)(0), wanted, inputs)
         assert checked["ok"], checked
+
+
+def test_workers_can_import_a_kernel(grouped_moe, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # puts it back in the end
+    command = [sys.executable, "-c", f"import {grouped_moe.__name__}.reference"]
+    assert subprocess.run(command, stderr=subprocess.DEVNULL).returncode
+    peers.show_to_workers(grouped_moe, str(tmp_path))
+    assert not subprocess.run(command).returncode
 
 
 def test_a_lost_row_is_wrong(grouped_moe):

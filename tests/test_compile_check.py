@@ -1,5 +1,6 @@
 """What the compile check says of a kernel from its code alone: stray barriers, waiting for the stream, its size."""
 
+import dataclasses
 import struct
 import sys
 from pathlib import Path
@@ -47,6 +48,20 @@ def test_stray_barriers(specialised, stray):
 def test_waits_for_stream(target, ptx, waits):
     kernel = SimpleNamespace(asm={"ptx": ptx})
     assert compile_check.waits_for_stream(kernel, compile_check.TARGETS[target].gpu) is waits
+
+
+@pytest.mark.parametrize("changes, problem", [
+    ({}, ""),
+    ({"shared": 232449}, "shared memory"),
+    ({"spilled": 33}, "spills"),
+    ({"code": (128 << 10) + 16}, "code"),
+    ({"target": "sm100", "code": (128 << 10) + 16}, ""),  # not seen there
+])  # fmt: skip
+def test_problems(changes, problem):
+    row = compile_check.Row("sm90", "layer", "bf16", 128, "kernel", 12, 3, 168, 232448, 32, 128 << 10)
+    kernel = SimpleNamespace(asm={"ptx": "griddepcontrol.wait;"})
+    assert compile_check.problem_of(dataclasses.replace(row, **changes), kernel).startswith(problem)
+    assert bool(compile_check.problem_of(dataclasses.replace(row, **changes), kernel)) is bool(problem)
 
 
 def test_code_bytes():

@@ -1,5 +1,6 @@
 """What a backward does with what was saved for it: the last one of a graph may overwrite the pre-activation."""
 
+import sys
 from typing import List, Tuple
 
 import pytest
@@ -13,19 +14,21 @@ PREACT = (CASE.T * CASE.top_k, CASE.preact_width)
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["let-go", "kept"])
-def test_a_pool_behind_hooks_is_left_alone(grouped_moe, device, keep):
-    """Hooks that move what is saved to a pool hand out views of it, which the backward does not own."""
+@pytest.mark.parametrize("padding", [0, 64])
+def test_a_pool_behind_hooks_is_left_alone(grouped_moe, device, padding, keep):
+    """Hooks that move what is saved to memory of their own hand that out: the backward does not own it."""
     inputs = make_inputs(CASE, torch.float32, device)
     leaves = with_leaves(inputs)
     pools: List[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> Tuple[int, torch.Size]:
-        pools.append(torch.cat([tensor.detach().reshape(-1), tensor.new_ones(64)]))  # all types here have four bytes
+        # All types here have four bytes.
+        pools.append(torch.cat([tensor.detach().reshape(-1), tensor.new_ones(padding)]))
         return len(pools) - 1, tensor.shape
 
     def unpack(packed: Tuple[int, torch.Size]) -> torch.Tensor:
         number, shape = packed
-        return pools[number][:-64].view(shape)
+        return pools[number][: shape.numel()].view(shape)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         out = call(grouped_moe, CASE, leaves)
@@ -37,9 +40,8 @@ def test_a_pool_behind_hooks_is_left_alone(grouped_moe, device, keep):
         assert_bitwise(name, grad, want)
 
 
-def test_the_last_backward_gives_the_preactivation_back(grouped_moe, device):
-    """Before the backward is over, so that there is room for gradients; one that keeps the graph leaves it as it is."""
-    leaves = with_leaves(make_inputs(CASE, torch.float32, device))
+def record(grouped_moe, leaves) -> Tuple[torch.Tensor, torch.Tensor, int]:
+    """The output, the pre-activation that was saved for it, and how many rows of that were written."""
     saved: List[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,8 +51,14 @@ def test_the_last_backward_gives_the_preactivation_back(grouped_moe, device):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = call(grouped_moe, CASE, leaves)
     (preact,) = (tensor for tensor in saved if tensor.shape == PREACT)
-    tensors, routed = list(leaves.floating().values()), int((leaves.top_k_index % CASE.E == leaves.top_k_index).sum())
-    before = preact.clone()
+    return out, preact, int((leaves.top_k_index % CASE.E == leaves.top_k_index).sum())
+
+
+def test_the_last_backward_takes_the_preactivation(grouped_moe, device):
+    """One that keeps the graph leaves it as it is. On an accelerator its memory is given back as well."""
+    leaves = with_leaves(make_inputs(CASE, torch.float32, device))
+    out, preact, routed = record(grouped_moe, leaves)
+    tensors, before = list(leaves.floating().values()), preact.clone()
     torch.autograd.grad(out, tensors, leaves.dout, retain_graph=True)
     assert_bitwise("kept", preact[:routed], before[:routed])
     torch.autograd.grad(out, tensors, leaves.dout)
@@ -58,3 +66,42 @@ def test_the_last_backward_gives_the_preactivation_back(grouped_moe, device):
         assert not torch.equal(preact[:routed], before[:routed])
     else:
         assert preact.untyped_storage().nbytes() == 0
+
+
+def test_a_checkpoint_takes_it_too(grouped_moe, device):
+    """What a checkpoint computes again is as much the backward's own, and gives the same."""
+    inputs = make_inputs(CASE, torch.float32, device)
+    leaves = with_leaves(inputs)
+    taken = []
+    define = sys.modules[f"{grouped_moe.__name__}.define"]
+    experts = sys.modules[f"{grouped_moe.__name__}.experts"]
+
+    def take_over(saved: torch.Tensor) -> bool:
+        taken.append(define.take_over(saved))
+        return taken[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "take_over", take_over)
+        out = torch.utils.checkpoint.checkpoint(lambda: call(grouped_moe, CASE, leaves), use_reentrant=False)
+        got = torch.autograd.grad(out, list(leaves.floating().values()), leaves.dout)
+    assert taken == [True]
+    for (name, want), grad in zip(run(grouped_moe, CASE, inputs).grads.items(), got):
+        assert_bitwise(name, grad, want)
+
+
+def test_after_a_backward_that_failed_another_raises(grouped_moe, device):
+    """It would read what the first one has overwritten."""
+    leaves = with_leaves(make_inputs(CASE, torch.float32, device))
+    out = call(grouped_moe, CASE, leaves)
+    tensors = list(leaves.floating().values())
+    experts = sys.modules[f"{grouped_moe.__name__}.experts"]
+
+    def fail(*_):
+        raise MemoryError("of the test")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "_backward", fail)
+        with pytest.raises(MemoryError, match="of the test"):
+            torch.autograd.grad(out, tensors, leaves.dout)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, tensors, leaves.dout)

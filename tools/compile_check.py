@@ -4,9 +4,9 @@
 
 The launchers themselves run, on CPU tensors of real layers, with Triton's driver replaced by one that only names a
 target: what is compiled is what would be launched there. Exit status 1 if a kernel fails to compile, exceeds the shared
-memory of its target, spills registers, has more code than the instruction cache holds, leaves a barrier that no
-partition uses, or touches memory before it has waited for the stream where launches are dependent. Needs a build (make
-build) and Triton; no GPU.
+memory of its target, spills registers, has more than 128 KB of code (sm90), leaves a barrier that no partition uses, or
+touches memory before it has waited for the stream where launches are dependent. Needs a build (make build) and Triton;
+no GPU.
 """
 
 import argparse
@@ -253,16 +253,32 @@ def run_building_blocks(modules, layer: Layer, dtype: torch.dtype, num_tokens: i
         linear.backward_triton(y, rows, weight, offsets, bias, factors, False, (True, True, True, factors is not None))
     for main_grad in (torch.empty(weight.shape), torch.empty_like(weight)):
         modules("gemm").launch_wgrad(y, 0, rows, 0, None, offsets, main_grad, accumulate=True)
-    act = modules("activation").Activation()
+    act = modules("activation").Activation(layer.activation, layer.alpha, layer.limit, layer.up_offset)
     up, down = torch.empty((e, 2 * i, h), dtype=dtype), torch.empty((e, h, i), dtype=dtype)
-    block = mlp.Block(
-        up, down, torch.empty((e, 2 * i), dtype=dtype), torch.empty((e, h), dtype=dtype), act, True, *[False] * 3
-    )
+    up, down = (up.mT.contiguous(), down.mT.contiguous()) if layer.transposed else (up, down)
+    biases = torch.empty((e, 2 * i), dtype=dtype), torch.empty((e, h), dtype=dtype)
+    block = mlp.Block(up, down, *biases, act, True, layer.interleaved, layer.transposed, recompute=False)
     y, preact = mlp.forward_triton(block, rows, offsets, scales, scales, True)
     mlp.backward_triton(block, y, rows, offsets, scales, scales, preact, mlp.Needs(*[True] * 7))
     weights = torch.empty(ids.shape, dtype=torch.float32)
     out = permute.launch_combine(y, weights, slot_to_row, layer.top_k)
     permute.combine_grad_triton(out, y, weights, offsets, slot_to_row, True)
+
+
+def problem_of(row: Row, kernel) -> str:
+    """What is wrong with a compiled kernel, if anything."""
+    target = TARGETS[row.target]
+    if row.shared > target.shared_memory:
+        return f"shared memory {row.shared} > {target.shared_memory}"
+    if row.spilled > SPILL_ALLOWANCE:
+        return f"spills {row.spilled} bytes"
+    if row.target == "sm90" and row.code > CODE_LIMIT:
+        return f"code {row.code} > {CODE_LIMIT}"
+    if stray_barriers(kernel):
+        return f"barriers that no partition uses: {stray_barriers(kernel)}"
+    if not waits_for_stream(kernel, target.gpu):
+        return "does not wait for the stream first, or where it cannot"
+    return ""
 
 
 def check(modules, target: str, layer: Layer, dtype_name: str, tokens: int, body) -> list:
@@ -277,16 +293,7 @@ def check(modules, target: str, layer: Layer, dtype_name: str, tokens: int, body
             target, layer.name, dtype_name, block_m, function.fn.__name__, meta.num_warps, meta.num_stages,
             registers, meta.shared, spilled, code_bytes(kernel),
         )  # fmt: skip
-        if meta.shared > TARGETS[target].shared_memory:
-            row.error = f"shared memory {meta.shared} > {TARGETS[target].shared_memory}"
-        elif spilled > SPILL_ALLOWANCE:
-            row.error = f"spills {spilled} bytes"
-        elif target == "sm90" and row.code > CODE_LIMIT:
-            row.error = f"code {row.code} > {CODE_LIMIT}"
-        elif stray_barriers(kernel):
-            row.error = f"barriers that no partition uses: {stray_barriers(kernel)}"
-        elif not waits_for_stream(kernel, TARGETS[target].gpu):
-            row.error = "does not wait for the stream first, or where it cannot"
+        row.error = problem_of(row, kernel)
         rows.append(row)
 
     modules("tuning").device_spec.cache_clear()
@@ -322,7 +329,8 @@ def main() -> int:
             for tokens in map(int, arguments.tokens.split(",")):
                 for layer in layers:
                     rows += check(modules, target, layer, dtype, tokens, run_layer)
-                rows += check(modules, target, layers[0], dtype, tokens, run_building_blocks)
+                    if layer.gated:
+                        rows += check(modules, target, layer, dtype, tokens, run_building_blocks)
     report(rows)
     if arguments.json:
         write(arguments.json, rows)

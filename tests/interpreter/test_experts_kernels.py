@@ -115,7 +115,10 @@ def test_backward_leaves_what_was_saved(module, grouped_moe, case_id):
     assert_same(*runs)
 
 
-@pytest.mark.parametrize("frozen", [(), ("gate_up_proj",), ("hidden_states", "gate_up_proj")], ids=str)
+UP = ("hidden_states", "gate_up_proj", "gate_up_proj_bias")  # whose gradients are made of that of the pre-activation
+
+
+@pytest.mark.parametrize("frozen", [(), UP[1:2], UP[:2], UP, (*UP, "down_proj"), (*UP, "top_k_weights")], ids=str)
 def test_what_was_saved_may_be_overwritten(module, grouped_moe, frozen):
     case = BY_ID["gpt-oss"]
     inputs = make_inputs(case, torch.float32, "cpu")

@@ -10,6 +10,15 @@ from .activation import Activation
 from .tuning import DeviceSpec, dot_precision
 
 
+class Kind(NamedTuple):
+    """What of a block a kernel is compiled for. precision: of products, as `dot_precision` says."""
+
+    gated: bool
+    interleaved: bool
+    activation: Activation
+    precision: str
+
+
 class Block(NamedTuple):
     """The weights and the kind of an experts block, as both directions need them.
 
@@ -54,9 +63,9 @@ class Block(NamedTuple):
         """The down-projection as a view (E, H, I)."""
         return self.down.transpose(1, 2) if self.transposed else self.down
 
-    def kind(self, spec: DeviceSpec) -> Tuple[bool, bool, Activation, str]:
-        """What of the block a kernel is compiled for: gated, interleaved, activation, precision of products."""
-        return self.gated, self.interleaved, self.activation, dot_precision(self.up.dtype, spec)
+    def kind(self, spec: DeviceSpec) -> Kind:
+        """What of the block a kernel is compiled for."""
+        return Kind(self.gated, self.interleaved, self.activation, dot_precision(self.up.dtype, spec))
 
 
 def pack_kind(

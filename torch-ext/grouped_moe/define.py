@@ -89,14 +89,23 @@ def needs_autograd(*args) -> bool:
     return False
 
 
-def is_spent(saved: torch.Tensor) -> bool:
-    """In a backward: whether what was saved for it, and returned to nobody, is of no use once it is done.
+def mark_as_own(saved: torch.Tensor) -> None:
+    """Says of what a forward saves for its backward that it is the whole of its memory, and returned to nobody."""
+    saved.untyped_storage()._grouped_moe_own = True
 
-    That is where the graph is not kept, as PyTorch's compiler asks, too, before it donates what was saved. Hooks may
-    have put a view of something larger in its place.
+
+def take_over(saved: torch.Tensor) -> bool:
+    """In a backward: whether what was saved may be overwritten, and its memory given back, since nobody will miss it.
+
+    It is so if a forward has marked it, which hooks that put other memory in its place do not, and the graph is not
+    kept, which PyTorch's compiler asks, too, before it donates what was saved. From here on autograd takes it for
+    changed: if this backward fails, another one raises.
     """
-    whole = saved.untyped_storage().nbytes() == saved.numel() * saved.element_size()
-    return whole and not torch._C._autograd._get_current_graph_task_keep_graph()
+    own = getattr(saved.untyped_storage(), "_grouped_moe_own", False)
+    if not own or torch._C._autograd._get_current_graph_task_keep_graph():
+        return False
+    torch.autograd.graph.increment_version(saved)
+    return True
 
 
 def register_autograd(name: str, function) -> None:

@@ -17,12 +17,13 @@ from .define import (
     below_autograd,
     define_op,
     is_plain,
-    is_spent,
+    mark_as_own,
     needs_autograd,
     once_differentiable,
     plain_apply,
     plan_key,
     register_autograd,
+    take_over,
 )
 from .experts_plans import Call, backward_plan, call_plan, forward_plan
 from .gemm import unit_rows
@@ -209,7 +210,6 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x, top_k_index, top_k_weights, up, down, up_bias, down_bias, *kind):
         *kind, plain = kind
         *ctx.kind, _ = kind
-        ctx.hidden = bool(plain)  # what is saved is not among the outputs
         ctx.set_materialize_grads(False)
         tensors = x, top_k_index, top_k_weights, up, down, up_bias, down_bias
         if isinstance(plain, Call):
@@ -223,7 +223,10 @@ class _Experts(torch.autograd.Function):
             with below_autograd():
                 out, *others = ops.experts.default(*tensors, *kind)
             ctx.mark_non_differentiable(*others)
-        reads_x = ctx.needs_input_grad[3] or ctx.kind[2][3]  # recompute
+        recompute = ctx.kind[2][3]
+        if plain and not recompute:  # else preact is an output of the op
+            mark_as_own(others[0])
+        reads_x = ctx.needs_input_grad[3] or recompute
         ctx.save_for_backward(x if reads_x else None, top_k_weights, up, down, up_bias, down_bias, *others)
         return out if plain else (out, *others)
 
@@ -235,7 +238,8 @@ class _Experts(torch.autograd.Function):
         wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 6)]
         saved = ctx.saved_tensors
         if is_plain(dout, *saved):
-            grads = _backward(dout, *saved, *ctx.kind, wanted, ctx.hidden and is_spent(saved[6]))
+            preact = saved[6]
+            grads = _backward(dout, *saved, *ctx.kind, wanted, take_over(preact))
         else:
             grads = ops.experts_backward.default(dout, *saved, *ctx.kind, wanted)
         dx, dweights, dup, ddown, dup_bias, ddown_bias = (g if want else None for g, want in zip(grads, wanted))
@@ -279,9 +283,10 @@ def grouped_mm_experts(
 
     Memory in elements of the dtype, with the rows S = T top_k or, if that is less, capacity, P = 2 I (I if not gated),
     small index tensors apart. Saved for backward: T H (hidden_states itself; not if gate_up_proj is frozen) + S P; with
-    recompute=True T H. Transient in forward: S (I + H); in backward S (I + H), then S I beside the gradients, of which
-    those of the weights come last. The pre-activation becomes its own gradient in place and goes before down_proj's
-    gradient comes. If it was not saved, or the backward keeps the graph, that is S P more up to there.
+    recompute=True T H. Transient in forward: S (I + H); in backward, on an accelerator, S (I + H) beside the gradient
+    of hidden_states, then S I beside all, those of the weights last. The pre-activation becomes its own gradient in
+    place and goes before down_proj's gradient comes. Up to there it is S P more if it is recomputed, or must stay as it
+    is: where the backward keeps the graph, under torch.compile or a profiler, and behind hooks that move what is saved.
 
     capacity: a promise that at most so many slots (1 or more) are routed to local experts; it sizes buffers. If more
     are, nothing is accessed out of bounds, and an error comes instead of a wrong result: on CPU RuntimeError with both

@@ -6,9 +6,9 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .block import Block, Needs
+from .block import Block, Kind, Needs
 from .decode import decode_plan, is_decode
-from .fused import Kind, dgrad_launch, up_launch
+from .fused import dgrad_launch, up_launch
 from .gemm import bias_grads_plan, gemm_launch, nk_order, num_dots, sum_partials_launch, unit_rows, wgrad_launch
 from .hopper_fused import hopper_down_dgrad
 from .launch import MAX_KEPT, Form, form_of
@@ -36,7 +36,7 @@ def forward_plan(
         given = (save, True, True)
         up_proj = up_launch(x, up, up_bias, None, given, rows, n, top_k, transposed, kind, sizes, spec, device)
         plan.add(up_proj, 0, 2, 4, *numbers[:2], None, 6, 8)
-        strides, precision = nk_order(down.strides, transposed), kind[-1]
+        strides, precision = nk_order(down.strides, transposed), kind.precision
         down_proj = gemm_launch(a, down, strides, h, down_bias, None, sizes, False, spec, precision, device)
         plan.add(down_proj, numbers[1], 3, 5, None, numbers[2], 8)
     if tokens:
@@ -88,7 +88,7 @@ def backward_plan(
     gradients of weights last: they stay. spent: preact is overwritten, then its memory is given back.
     Columns of dout, and of x for the gradient of up, are contiguous.
     """
-    plan, top_k, (num_experts, *_), precision = Plan(device, 11), weights.shape[1], sizes, kind[-1]
+    plan, top_k, (num_experts, *_), precision = Plan(device, 11), weights.shape[1], sizes, kind.precision
     (tokens, h), dtype, n = dout.shape, dout.dtype, down.shape[1 if transposed else 2]
     preact, row_to_slot, slot_to_row, tile_map = range(7, 11)
     grads = _make_grads(plan, needs, dout, weights, up, down, up_bias, down_bias)
@@ -131,7 +131,10 @@ def backward_plan(
     plan.drop(sums)
     rows_given = preact_form, dpreact, x, rows, tokens, h, top_k
     _add_up_grads(plan, needs, grads, rows_given, up, up_bias, transposed, sizes, spec, precision, device)
-    plan.drop(preact if recompute or spent else dpreact)
+    if spent:
+        plan.give_back(preact)
+    else:
+        plan.drop(dpreact)
     if needs.down:
         dw = _wgrad_form(down, transposed)
         wgrad = wgrad_launch(dout, top_k, act_form, 0, rows, dw, False, spec, precision, device)

@@ -6,16 +6,13 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .activation import Activation
-from .block import Block
+from .block import Block, Kind
 from .descriptors import Strides, box, weight_tma
 from .gemm import nk_order, num_dots
 from .hopper_fused import hopper_down_dgrad, hopper_gathered_up_proj, hopper_up_proj
 from .launch import MAX_KEPT, Form, Kernel, Launch, Ref, bias_operand, bind, form_of, ref
 from .schedule import Schedule, Sizes
 from .tuning import DeviceSpec, GemmConfig, dgrad_config, persistent_grid, spec_of, triton_path, up_config
-
-Kind = Tuple[bool, bool, Activation, str]  # `Block.kind`
 
 
 def _bind(
@@ -51,12 +48,11 @@ def _weight_operand(weight: Form, strides: Strides, w_kn: Optional[bool], width:
 
 def _up_operand(up: Form, n: int, strides: Strides, w_kn: Optional[bool], kind: Kind, config) -> Tuple[Any, ...]:
     """`_weight_operand` of the up-projection, whose tiles hold both gate and up, of N columns each."""
-    gated, interleaved = kind[:2]
-    if gated and not interleaved and w_kn is False:
+    if kind.gated and not kind.interleaved and w_kn is False:
         (num_experts, _, k), (stride_e, stride_n, stride_k) = up.shape, up.strides
         up = up._replace(shape=(num_experts, 2, n, k), strides=(stride_e, n * stride_n, stride_n, stride_k))
         return Ref(1, box(up, 1, 2, config.block_n, config.block_k)), 0, 0, 0
-    return _weight_operand(up, strides, w_kn, (2 if gated and interleaved else 1) * config.block_n, config)
+    return _weight_operand(up, strides, w_kn, (2 if kind.gated and kind.interleaved else 1) * config.block_n, config)
 
 
 def launch_up_proj(
@@ -108,7 +104,7 @@ def up_launch(
     num_experts, block_m, max_tiles = sizes
     strides = nk_order(up.strides, transposed)
     w_kn = _weight_by_tma(up, strides, block_m, spec)
-    config = up_config(block_m, n, x.dtype, spec, kind[0], w_kn is not None)
+    config = up_config(block_m, n, x.dtype, spec, kind.gated, w_kn is not None)
     kernel = _bind(up_proj_kernel, config, w_kn, num_experts, n, x.shape[1], top_k, kind)
     preact, a, row_to_slot = (Ref(index) if there else None for index, there in zip((3, 4, 6), given))
     return Launch(
@@ -174,7 +170,7 @@ def dgrad_launch(
     num_experts, block_m, max_tiles = sizes
     strides = nk_order(down.strides, not transposed)
     w_kn = _weight_by_tma(down, strides, block_m, spec)
-    config = dgrad_config(block_m, n, dout.dtype, spec, kind[1], w_kn is not None)
+    config = dgrad_config(block_m, n, dout.dtype, spec, kind.interleaved, w_kn is not None)
     kernel = _bind(down_dgrad_kernel, config, w_kn, num_experts, n, dout.shape[1], top_k, kind)
     d_preact, a, sums, row_to_slot = (Ref(index) if there else None for index, there in zip((4, 5, 6, 7), given))
     made = Launch(

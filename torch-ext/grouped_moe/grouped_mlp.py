@@ -78,7 +78,7 @@ def backward_triton(
     preact: Tensor,
     needs: Needs,
 ) -> Grads:
-    """The gradients by the Triton kernels. Each buffer goes before the next one comes; weights' gradients come last."""
+    """The gradients by the Triton kernels. Those of the weights come last, that of down once dpreact is gone."""
     dy = unit_rows(dy)
     schedule = schedule_for(splits, block.num_experts, dy.shape[0], dy.dtype)
     grads = _empty_grads(needs._replace(x=False, up=False, down=False), block, dy, act_scales, bias_scales)
@@ -90,7 +90,6 @@ def backward_triton(
             block, dy, act_scales, preact, None, schedule,
             dpreact=needs.x or needs.up or needs.up_bias, scaled_act=needs.down, partials=needs.act_scales,
         )  # fmt: skip
-    del preact
     if needs.act_scales:
         launch_sum_partials(partials, None, schedule, grads.act_scales)
     if needs.down_bias or needs.bias_scales:

@@ -4,7 +4,7 @@ from typing import Optional, Tuple
 
 import torch
 
-from .activation import Activation
+from .block import Kind
 from .descriptors import box, descriptor_strides, ragged_box, rows_tma, tma_fits
 from .launch import Form, Launch, Ref, bias_operand, bind, ref
 from .schedule import Sizes
@@ -32,7 +32,7 @@ def hopper_up_proj(
     given: Tuple[bool, ...],
     n: int,
     transposed: bool,
-    kind: Tuple[bool, bool, Activation, str],
+    kind: Kind,
     sizes: Sizes,
     spec: DeviceSpec,
     device: torch.device,
@@ -40,13 +40,13 @@ def hopper_up_proj(
     """`fused.up_launch` for rows in place, if there is a kernel for it."""
     (rows, k), (num_experts, block_m, max_tiles) = x.shape, sizes
     config = hopper_up_config(block_m, n)
-    if config is None or not _fits(x, up, rows, n, kind, spec) or (transposed and not kind[1]):
+    if config is None or not _up_fits(x, up, rows, n, transposed, kind, spec):
         return None
     from ._triton.hopper_experts import hopper_up_proj_kernel
 
     kernel = bind(
         hopper_up_proj_kernel, config.describe(_PATH),
-        NUM_EXPERTS=num_experts, N=n, K=k, W_KN=transposed, INTERLEAVED=kind[1], **_activation(kind), **_tile(config),
+        NUM_EXPERTS=num_experts, N=n, K=k, W_KN=transposed, **_epilogue(kind), **_tile(config),
     )  # fmt: skip
     act = Ref(4, _columns(x.dtype, rows, n, n, config.block_m)) if given[1] else None
     return Launch(
@@ -67,7 +67,7 @@ def hopper_gathered_up_proj(
     n: int,
     top_k: int,
     transposed: bool,
-    kind: Tuple[bool, bool, Activation, str],
+    kind: Kind,
     sizes: Sizes,
     spec: DeviceSpec,
     device: torch.device,
@@ -75,13 +75,13 @@ def hopper_gathered_up_proj(
     """`fused.up_launch` for rows that are gathered from x, if there is a kernel for it."""
     k, (num_experts, block_m, max_tiles) = x.shape[1], sizes
     config = hopper_gathered_up_config(block_m, n)
-    if config is None or k % 8 or not _fits(x, up, rows, n, kind, spec) or (transposed and not kind[1]):
+    if config is None or k % 8 or not _up_fits(x, up, rows, n, transposed, kind, spec):
         return None
     from ._triton.hopper_gathered import hopper_gathered_up_proj_kernel
 
     kernel = bind(
         hopper_gathered_up_proj_kernel, config.describe(_PATH),
-        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, W_KN=transposed, INTERLEAVED=kind[1], **_activation(kind),
+        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, W_KN=transposed, **_epilogue(kind),
         BUFFERS=_BUFFERS, **_tile(config),
     )  # fmt: skip
     half = config.block_m // 2
@@ -100,7 +100,7 @@ def hopper_down_dgrad(
     given: Tuple[bool, ...],
     n: int,
     transposed: bool,
-    kind: Tuple[bool, bool, Activation, str],
+    kind: Kind,
     sizes: Sizes,
     spec: DeviceSpec,
     device: torch.device,
@@ -115,7 +115,7 @@ def hopper_down_dgrad(
     w_kn = not transposed
     kernel = bind(
         hopper_down_dgrad_kernel, config.describe(_PATH),
-        NUM_EXPERTS=num_experts, N=n, K=k, W_KN=w_kn, INTERLEAVED=kind[1], **_activation(kind), SLOTS=_SLOTS,
+        NUM_EXPERTS=num_experts, N=n, K=k, W_KN=w_kn, **_epilogue(kind), SLOTS=_SLOTS,
         **_tile(config),
     )  # fmt: skip
     block = (config.block_k, config.block_n) if w_kn else (config.block_n, config.block_k)
@@ -131,11 +131,11 @@ def hopper_down_dgrad(
     return made, -(-n // config.block_n)
 
 
-def _fits(x: Form, weight: Form, rows: int, n: int, kind: tuple, spec: DeviceSpec) -> bool:
+def _fits(x: Form, weight: Form, rows: int, n: int, kind: Kind, spec: DeviceSpec) -> bool:
     """Whether the kernels take a block of this kind, these rows and this weight of it."""
     return (
         spec.hopper
-        and kind[0]  # gated
+        and kind.gated
         and n % 8 == 0
         and 0 < rows <= _MAX_RAGGED_ROWS
         and rows_tma(x, spec)
@@ -144,26 +144,30 @@ def _fits(x: Form, weight: Form, rows: int, n: int, kind: tuple, spec: DeviceSpe
     )
 
 
+def _up_fits(x: Form, up: Form, rows: int, n: int, transposed: bool, kind: Kind, spec: DeviceSpec) -> bool:
+    """The same of an up-projection. A box of both halves of (E, H, 2 I) would be no operand of wgmma."""
+    return _fits(x, up, rows, n, kind, spec) and (kind.interleaved or not transposed)
+
+
 def _columns(dtype: torch.dtype, rows: int, width: int, n: int, box_rows: int):
     """Boxes of N columns of contiguous (rows, width)."""
     return ragged_box(Form(dtype, (rows, n), (width, 1), True), box_rows, _BOX)
 
 
 def _preact(
-    index: Optional[int], dtype: torch.dtype, rows: int, n: int, box_rows: int, kind: tuple
+    index: Optional[int], dtype: torch.dtype, rows: int, n: int, box_rows: int, kind: Kind
 ) -> Tuple[Optional[Ref], Optional[Ref]]:  # fmt: skip
     """The gate and the up columns of a pre-activation, all of its columns twice if they alternate; no index: None."""
     if index is None:
         return None, None
-    interleaved = kind[1]
-    boxes = _columns(dtype, rows, 2 * n, 2 * n if interleaved else n, box_rows)
-    return Ref(index, boxes), Ref(index, boxes, 0 if interleaved else n)
+    boxes = _columns(dtype, rows, 2 * n, 2 * n if kind.interleaved else n, box_rows)
+    return Ref(index, boxes), Ref(index, boxes, 0 if kind.interleaved else n)
 
 
-def _up_weight(up: Form, n: int, transposed: bool, kind: tuple, config: GemmConfig) -> Ref:
+def _up_weight(up: Form, n: int, transposed: bool, kind: Kind, config: GemmConfig) -> Ref:
     """Blocks of as many columns of gate as of up: of each half, or neighbours where they alternate."""
-    columns, interleaved = config.block_n, kind[1]
-    if interleaved:
+    columns = config.block_n
+    if kind.interleaved:
         block = (config.block_k, columns) if transposed else (columns, config.block_k)
         return Ref(1, box(up, 1, *block, gluon=True))
     (num_experts, _, k), (stride_e, stride, _) = up.shape, descriptor_strides(up)
@@ -171,14 +175,10 @@ def _up_weight(up: Form, n: int, transposed: bool, kind: tuple, config: GemmConf
     return Ref(1, box(halves, 1, 2, columns // 2, config.block_k, gluon=True))
 
 
-def _activation(kind: tuple) -> dict:
-    activation = kind[2]
-    return {
-        "ACTIVATION": activation.name,
-        "ALPHA": activation.alpha,
-        "LIMIT": activation.limit,
-        "UP_OFFSET": activation.up_offset,
-    }
+def _epilogue(kind: Kind) -> dict:
+    name, alpha, limit, up_offset = kind.activation
+    activation = {"ACTIVATION": name, "ALPHA": alpha, "LIMIT": limit, "UP_OFFSET": up_offset}
+    return {"INTERLEAVED": kind.interleaved, **activation}
 
 
 def _tile(config: GemmConfig) -> dict:

@@ -73,12 +73,17 @@ class Plan:
         """Appends a launch over the tensors of these numbers."""
         makes = [number for number in self.unused if number in numbers]
         self.unused = [number for number in self.unused if number not in makes]
-        self.steps.append(_Step(makes, launch.numbered(*numbers), ()))
+        self.steps.append(_Step(makes, launch.numbered(*numbers), (), ()))
 
     def drop(self, *numbers: int) -> None:
-        """What was made, or given for good, is not needed after the last launch so far: its memory is given back."""
+        """What was made is not needed after the last launch so far, and makes room for what comes next."""
         if self.steps:
             self.steps[-1] = self.steps[-1]._replace(drop=(*self.steps[-1].drop, *numbers))
+
+    def give_back(self, number: int) -> None:
+        """The same of what was given, by whoever still refers to it, for good: its storage becomes empty."""
+        if self.steps:
+            self.steps[-1] = self.steps[-1]._replace(give_back=(*self.steps[-1].give_back, number))
 
     def include(
         self, plan: "Plan", *given: Union[int, Within, None], keep: Sequence[int] = ()
@@ -90,13 +95,13 @@ class Plan:
         offsets = {place: within.offset for place, within in enumerate(given) if isinstance(within, Within)}
         numbers = [within.number if isinstance(within, Within) else within for within in given]
         numbers += [self.make(form, scratch=number not in keep) for number, form in plan.forms.items()]
-        for _, launch, _ in plan.steps:
+        for _, launch, *_ in plan.steps:
             used = {numbers[ref.tensor] for ref in launch.refs()}
             makes = [number for number in self.unused if number in used]
             self.unused = [number for number in self.unused if number not in makes]
             for place, offset in offsets.items():
                 launch = launch.shifted(place, offset)
-            self.steps.append(_Step(makes, launch.numbered(*numbers), ()))
+            self.steps.append(_Step(makes, launch.numbered(*numbers), (), ()))
         return numbers
 
     def __call__(self, *given: Optional[Tensor]) -> List[Optional[Tensor]]:
@@ -113,23 +118,20 @@ class Plan:
             for number, place in self.pieces.items():
                 addresses[number] = start + place
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        for makes, launch, drop in self.steps:
+        for makes, launch, drop, give_back in self.steps:
             for number in makes:
                 if number not in self.pieces:
                     dtype, shape, strides, _ = self.forms[number]
                     made = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
                     tensors[number], addresses[number] = made, made.data_ptr()
             launch.direct(addresses, stream)
-            self._drop(tensors, drop)
+            for number in drop:
+                tensors[number] = None
+            for number in give_back:
+                tensors[number].untyped_storage().resize_(0)
         for number in self.unused:
             tensors[number] = self._make(number)
         return tensors
-
-    def _drop(self, tensors: List[Optional[Tensor]], numbers: Sequence[int]) -> None:
-        for number in numbers:
-            if number < self.num_given and tensors[number] is not None:
-                tensors[number].untyped_storage().resize_(0)  # whoever gave it still refers to it
-            tensors[number] = None
 
     def _make(self, number: int) -> Tensor:
         dtype, shape, strides, _ = self.forms[number]
@@ -137,11 +139,14 @@ class Plan:
 
     def _by_kernels(self, tensors: List[Optional[Tensor]]) -> List[Optional[Tensor]]:
         """A tensor at a time, a launch at a time."""
-        for makes, launch, drop in self.steps:
+        for makes, launch, drop, give_back in self.steps:
             for number in makes:
                 tensors[number] = self._make(number)
             launch(tensors)
-            self._drop(tensors, drop)
+            for number in drop:
+                tensors[number] = None
+            for number in give_back:
+                tensors[number].untyped_storage().resize_(0)
         for number in self.unused:
             tensors[number] = self._make(number)
         self.ready = bool(self.steps) and all(step.launch.function is not None for step in self.steps)
@@ -160,8 +165,9 @@ class Plans(dict):
 
 
 class _Step(NamedTuple):
-    """A launch of a plan: which tensors come with it, and which go after it."""
+    """A launch of a plan: which tensors come with it, which go after it, and of which the memory does."""
 
     makes: Sequence[int]
     launch: Launch
     drop: Sequence[int]
+    give_back: Sequence[int]

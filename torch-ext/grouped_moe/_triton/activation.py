@@ -52,12 +52,12 @@ def activate_grad(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
 
 
 @triton.jit
-def clamp_gate(gate, LIMIT: tl.constexpr):
-    """min(gate, LIMIT); a NaN stays one."""
+def clamp_above(x, LIMIT: tl.constexpr):
+    """min(x, LIMIT); a NaN stays one."""
     if LIMIT is None:
-        return gate
+        return x
     else:
-        return tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        return tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -66,19 +66,19 @@ def clamp_up(up, LIMIT: tl.constexpr):
     if LIMIT is None:
         return up
     else:
-        return tl.maximum(clamp_gate(up, LIMIT), -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        return tl.maximum(clamp_above(up, LIMIT), -LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def glu(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
     """act(min(gate, LIMIT)) * (clamp(up) + UP_OFFSET)."""
-    return activate(clamp_gate(gate, LIMIT), NAME, ALPHA) * (clamp_up(up, LIMIT) + UP_OFFSET)
+    return activate(clamp_above(gate, LIMIT), NAME, ALPHA) * (clamp_up(up, LIMIT) + UP_OFFSET)
 
 
 @triton.jit
 def glu_grad(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
     """(glu, d glu / d gate, d glu / d up)."""
-    clamped_gate = clamp_gate(gate, LIMIT)
+    clamped_gate = clamp_above(gate, LIMIT)
     shifted_up = clamp_up(up, LIMIT) + UP_OFFSET
     value = activate(clamped_gate, NAME, ALPHA)
     d_gate = activate_grad(clamped_gate, NAME, ALPHA) * shifted_up
@@ -88,5 +88,5 @@ def glu_grad(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.conste
         # What was two bytes wide is not compared with LIMIT itself: LLVM would compare two bytes, which is slow.
         size = tl.abs(up)
         d_gate = tl.where(gate > clamped_gate, 0.0, d_gate)
-        d_up = tl.where(size > clamp_gate(size, LIMIT), 0.0, value)
+        d_up = tl.where(size > clamp_above(size, LIMIT), 0.0, value)
         return value * shifted_up, d_gate, d_up

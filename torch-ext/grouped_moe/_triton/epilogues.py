@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .activation import activate, activate_grad, clamp_gate, glu, glu_grad
+from .activation import activate, activate_grad, clamp_above, glu, glu_grad
 from .tiles import add_bias, column_halves, store_columns, tile_ptrs
 
 
@@ -103,7 +103,7 @@ def wide_epilogue(
             gate, up = split_pairs(preact, BLOCK_M, BLOCK_N)
             value = glu(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
         else:
-            value = activate(clamp_gate(preact, LIMIT), ACTIVATION, ALPHA)
+            value = activate(clamp_above(preact, LIMIT), ACTIVATION, ALPHA)
         store_columns(act_ptr, scale_rows(value, scales), first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N)
 
 
@@ -133,7 +133,7 @@ def down_dgrad_epilogue(
             )
     else:
         preact = gate.to(tl.float32)
-        clamped = clamp_gate(preact, LIMIT)
+        clamped = clamp_above(preact, LIMIT)
         value = activate(clamped, ACTIVATION, ALPHA)
         if dpreact_ptr is not None:
             d_act = scale_rows(grad, weights) * activate_grad(clamped, ACTIVATION, ALPHA)

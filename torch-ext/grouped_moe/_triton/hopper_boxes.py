@@ -50,23 +50,23 @@ def load_boxes(inputs, slot, row, end, column, inside, INTERLEAVED: gl.constexpr
 
 
 @gluon.jit
-def refill_boxes(
-    inputs, position, piece, row, end, column, next_row, next_end, next_column, next_inside,
-    PIECES: gl.constexpr, INTERLEAVED: gl.constexpr,
-):  # fmt: skip
+def refill_boxes(inputs, position, piece, tile, next_tile, PIECES: gl.constexpr, INTERLEAVED: gl.constexpr):
     """Loads into the boxes of a tile's piece, which were read, what comes as many pieces later as there are boxes.
 
-    position: of the tile's first piece in the sequence of all. Past the tile's PIECES come those of the next one.
+    position: of the tile's first piece in the sequence of all. tile: first row, end of rows, first column. Past the
+    tile's PIECES come those of the next one, if the last of next_tile, which is as tile before that, says that it is.
     """
-    COLUMNS: gl.constexpr = inputs[2].shape[4]
-    SLOTS: gl.constexpr = inputs[3].shape[0]
+    _, _, boxes, loaded = inputs
+    row, end, column = tile
+    next_row, next_end, next_column, next_inside = next_tile
+    COLUMNS: gl.constexpr = boxes.shape[4]
+    SLOTS: gl.constexpr = loaded.shape[0]
     here = piece + SLOTS < PIECES
     ahead = (piece + SLOTS) * COLUMNS
     first_row, last_row = gl.where(here, row, next_row), gl.where(here, end, next_end)
     first_column = gl.where(here, column + ahead, next_column + ahead - PIECES * COLUMNS)
-    load_boxes(
-        inputs, (position + piece) % SLOTS, first_row, last_row, first_column, here | next_inside, INTERLEAVED
-    )  # fmt: skip
+    slot = (position + piece) % SLOTS
+    load_boxes(inputs, slot, first_row, last_row, first_column, here | next_inside, INTERLEAVED)
 
 
 @gluon.jit

@@ -119,10 +119,7 @@ def consume_up(
 
 
 @gluon.jit
-def dgrad_epilogue(
-    acc, inputs, outputs, act_buf, position, row, end, column, next_row, next_end, next_column, next_inside, weights,
-    KIND: gl.constexpr,
-):  # fmt: skip
+def dgrad_epilogue(acc, inputs, outputs, act_buf, position, tile, next_tile, weights, KIND: gl.constexpr):
     """Stores dpreact in the place of gate and up, and the weighted activation; returns <acc, activation> per row.
 
     Boxes that have been stored are filled again: with columns of this tile, then of the next one. A loop over halves of
@@ -135,7 +132,8 @@ def dgrad_epilogue(
     COLUMNS: gl.constexpr = boxes.shape[4]
     SLOTS: gl.constexpr = loaded.shape[0]
     PIECES: gl.constexpr = acc.shape[1] // COLUMNS
-    gl.static_assert(SLOTS <= PIECES)
+    gl.static_assert(SLOTS <= PIECES and PIECES % 2 == 0)
+    row, end, column = tile
     half, other_half = column_pieces(acc, 2)
     inner = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, column_pieces(acc, PIECES)[0].type.layout))
     for first in range(0, PIECES, PIECES // 2):
@@ -159,10 +157,7 @@ def dgrad_epilogue(
             value = value.to(gate_desc.dtype)
             tma.store_wait(0)
             if piece > 0:
-                refill_boxes(
-                    inputs, position, piece - 1, row, end, column, next_row, next_end, next_column, next_inside,
-                    PIECES, INTERLEAVED,
-                )  # fmt: skip
+                refill_boxes(inputs, position, piece - 1, tile, next_tile, PIECES, INTERLEAVED)
             if dgate_desc is not None:
                 write_boxes(d_gate, d_up, gate_box, up_box, INTERLEAVED)
             if act_desc is not None:
@@ -176,10 +171,7 @@ def dgrad_epilogue(
                 tma_store(act_desc, ragged_coordinates(row, end, column + piece * COLUMNS), act_buf)
         half = gl.where(first == 0, other_half, 0.0)  # Triton 3.6 does not carry a plain copy
     tma.store_wait(0)
-    refill_boxes(
-        inputs, position, PIECES - 1, row, end, column, next_row, next_end, next_column, next_inside,
-        PIECES, INTERLEAVED,
-    )  # fmt: skip
+    refill_boxes(inputs, position, PIECES - 1, tile, next_tile, PIECES, INTERLEAVED)
     return inner
 
 
@@ -221,10 +213,9 @@ def consume_dgrad(
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(ring[3].index(previous_slot(slot, STAGES)), count=1)
         mbarrier.wait(epilogues.index(GROUP), turn)
-        inner = dgrad_epilogue(
-            acc, inputs, outputs, act_buf, box, row, end, n_tile * BLOCK_N,
-            row1, end1, n_tile1 * BLOCK_N, tile + programs < num_tiles, weights, KIND,
-        )  # fmt: skip
+        this_tile = (row, end, n_tile * BLOCK_N)
+        next_tile = (row1, end1, n_tile1 * BLOCK_N, tile + programs < num_tiles)
+        inner = dgrad_epilogue(acc, inputs, outputs, act_buf, box, this_tile, next_tile, weights, KIND)
         mbarrier.arrive(epilogues.index(1 - GROUP), count=1)
         if partials_ptr is not None:
             rows = row + gl.arange(0, BLOCK_M, layout=LAYOUT)

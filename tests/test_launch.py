@@ -186,6 +186,24 @@ def test_plan_of_experts(module, sent, monkeypatch, tokens, kind, record):
         assert_plan(module, sent, monkeypatch, call.plan, inputs)
 
 
+def test_memory_is_given_back_either_way(module, sent, monkeypatch):
+    """By the first call, through Triton, and by direct ones; by none that is not told to."""
+    launch, experts, direct = module("launch"), module("experts"), []
+    call = launch.Launch.direct
+    monkeypatch.setattr(launch.Launch, "direct", lambda self, *args: direct.append(self) or call(self, *args))
+    x, ids, weights, *tensors = inputs = experts_inputs(40)
+    block = block_of(module, inputs, {})
+    routing = experts._route_tiles(block, x, ids, specified=True)
+    needs, counts = experts.Needs(*[True] * 4, False, False), []
+    for spent in (False, True, True, False):
+        preact = torch.zeros(80, 192, dtype=BF16)
+        direct.clear()
+        experts.backward_triton(block, torch.zeros_like(x), x, weights, preact, routing, needs, spent)
+        assert preact.untyped_storage().nbytes() == (0 if spent else preact.nbytes)
+        counts.append(len(direct))
+    assert counts == [0, 0, 6, 6]
+
+
 def test_plan_of_linear(module, sent, monkeypatch):
     x, weight, sizes = torch.zeros(2048, 256, dtype=BF16), torch.zeros(4, 512, 256, dtype=BF16), torch.tensor([512] * 4)
     plan = module("grouped_linear")._plan_of(x, weight, sizes, None, None, False)

@@ -208,6 +208,14 @@ def waits_for_stream(kernel, target: GPUTarget) -> bool:
     return bool(wait) and not re.search(r"\b(?:ld|st)\.global|\bcp\.async|\bmbarrier\.", before)
 
 
+def weights_of(layer: Layer, dtype: torch.dtype) -> tuple:
+    """Unwritten gate_up_proj and down_proj, as the layer has them."""
+    e, h, i = layer.num_experts, layer.hidden, layer.intermediate
+    p = 2 * i if layer.gated else i
+    shapes = ((e, h, p), (e, i, h)) if layer.transposed else ((e, p, h), (e, h, i))
+    return tuple(torch.empty(shape, dtype=dtype) for shape in shapes)
+
+
 def run_layer(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> None:
     """Forward and backward of the experts block through the launchers, on unwritten CPU tensors."""
     experts, routing, activation = modules("experts"), modules("routing"), modules("activation")
@@ -217,7 +225,7 @@ def run_layer(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> Non
 
     e, h, i = layer.num_experts, layer.hidden, layer.intermediate
     p = 2 * i if layer.gated else i
-    up, down = (empty(e, h, p), empty(e, i, h)) if layer.transposed else (empty(e, p, h), empty(e, h, i))
+    up, down = weights_of(layer, dtype)
     up_bias, down_bias = (empty(e, p), empty(e, h)) if layer.bias else (None, None)
     act = activation.Activation(layer.activation, layer.alpha, layer.limit, layer.up_offset)
     block = experts.Block(
@@ -254,8 +262,7 @@ def run_building_blocks(modules, layer: Layer, dtype: torch.dtype, num_tokens: i
     for main_grad in (torch.empty(weight.shape), torch.empty_like(weight)):
         modules("gemm").launch_wgrad(y, 0, rows, 0, None, offsets, main_grad, accumulate=True)
     act = modules("activation").Activation(layer.activation, layer.alpha, layer.limit, layer.up_offset)
-    up, down = torch.empty((e, 2 * i, h), dtype=dtype), torch.empty((e, h, i), dtype=dtype)
-    up, down = (up.mT.contiguous(), down.mT.contiguous()) if layer.transposed else (up, down)
+    up, down = weights_of(layer, dtype)
     biases = torch.empty((e, 2 * i), dtype=dtype), torch.empty((e, h), dtype=dtype)
     block = mlp.Block(up, down, *biases, act, True, layer.interleaved, layer.transposed, recompute=False)
     y, preact = mlp.forward_triton(block, rows, offsets, scales, scales, True)

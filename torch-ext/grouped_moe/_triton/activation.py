@@ -85,7 +85,7 @@ def glu_grad(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.conste
     if LIMIT is None:
         return value * shifted_up, d_gate, value
     else:
-        # What was two bytes wide is not compared with LIMIT itself: LLVM would compare two bytes, which is slow.
+        # Next to LIMIT itself LLVM would compare what was two bytes wide as such, in a fourth more instructions.
         size = tl.abs(up)
         d_gate = tl.where(gate > clamped_gate, 0.0, d_gate)
         d_up = tl.where(size > clamp_above(size, LIMIT), 0.0, value)

@@ -81,8 +81,8 @@ def hopper_gathered_up_proj(
 
     kernel = bind(
         hopper_gathered_up_proj_kernel, config.describe(_PATH),
-        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, W_KN=transposed, **_epilogue(kind),
-        BUFFERS=_BUFFERS, **_tile(config),
+        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, W_KN=transposed, **_epilogue(kind), BUFFERS=_BUFFERS,
+        **_tile(config),
     )  # fmt: skip
     half = config.block_m // 2
     act = Ref(4, _columns(x.dtype, rows, n, n, half)) if given[1] else None
@@ -115,8 +115,7 @@ def hopper_down_dgrad(
     w_kn = not transposed
     kernel = bind(
         hopper_down_dgrad_kernel, config.describe(_PATH),
-        NUM_EXPERTS=num_experts, N=n, K=k, W_KN=w_kn, **_epilogue(kind), SLOTS=_SLOTS,
-        **_tile(config),
+        NUM_EXPERTS=num_experts, N=n, K=k, W_KN=w_kn, **_epilogue(kind), SLOTS=_SLOTS, **_tile(config),
     )  # fmt: skip
     block = (config.block_k, config.block_n) if w_kn else (config.block_n, config.block_k)
     dpreact, act, sums, row_to_slot = given
@@ -176,6 +175,7 @@ def _up_weight(up: Form, n: int, transposed: bool, kind: Kind, config: GemmConfi
 
 
 def _epilogue(kind: Kind) -> dict:
+    """The kernels' constants that say what becomes of products."""
     name, alpha, limit, up_offset = kind.activation
     activation = {"ACTIVATION": name, "ALPHA": alpha, "LIMIT": limit, "UP_OFFSET": up_offset}
     return {"INTERLEAVED": kind.interleaved, **activation}

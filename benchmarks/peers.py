@@ -155,6 +155,7 @@ class Providers:
     def __init__(self, kernel: ModuleType) -> None:
         self.kernel = kernel
         self.hub: Dict[str, object] = {}
+        self.links = tempfile.TemporaryDirectory()
         self.builds: Dict[str, str] = {}  # of the Hub's kernels
         self.compiled: Callable = lambda *_: None
         self.compiled_for: object = None
@@ -166,7 +167,7 @@ class Providers:
         if name not in self.hub:
             try:
                 self.hub[name] = kernels.get_kernel(**where, trust_remote_code=True)
-                show_to_workers(self.hub[name], tempfile.mkdtemp())
+                show_to_workers(self.hub[name], self.links.name)
                 self.builds[name] = self.hub[name].__name__
             except Exception as error:  # of the network, the kernel or what it imports
                 self.hub[name] = error

@@ -3,6 +3,7 @@
     python benchmarks/tune.py --output torch-ext/grouped_moe/configs/nvidia_h200.json [--budget SECONDS]
     python benchmarks/tune.py --quick --output quick.json           # one layer, one step away from the tiles in use
     python benchmarks/tune.py --layers Mixtral OLMoE --rows 32 128  # these layers, so many rows per expert
+    python benchmarks/tune.py --products up down --rows 1 4         # these products, of small batches
 
 Without --output the JSON is printed. `make build` packs the file with the package; tiles that were not timed stay those
 of the file that is there, or else of the heuristic.
@@ -210,6 +211,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=1800, help="no search starts past so many seconds (1800)")
     parser.add_argument("--layers", nargs="+", metavar="WORD", help="layers of workload.py with one of these words")
     parser.add_argument("--rows", nargs="+", type=int, help=f"per expert ({' '.join(map(str, ROWS))})")
+    parser.add_argument("--products", nargs="+", metavar="NAME", help="of tiles.make_products, 'down dgrad' for one")
     parser.add_argument("--steps", type=int, help="of the search, for a kernel and size (6)")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="that compile")
     parser.add_argument("--quick", action="store_true", help="one layer, few row counts, one step, no fp32 results")
@@ -227,6 +229,7 @@ def main() -> int:
     rows = arguments.rows or (QUICK_ROWS if arguments.quick else ROWS)
     bench = Bench(gpu)
     names = [name for name in make_products(QWEN3_30B, 16, "cpu") if not (arguments.quick and "linear" in name)]
+    names = [name for name in names if name in (arguments.products or names)]
     cases = [Case(layer, row, name) for layer in layers for row in rows for name in names]
 
     def write(found: Dict[Key, Tile]) -> None:

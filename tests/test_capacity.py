@@ -9,7 +9,7 @@ import torch
 from block import assert_same, call, run, with_leaves
 from cases import BY_ID, CASES, make_inputs
 from compare import assert_bitwise
-from poison import is_sentinel, poison_sentinels, poisoned_allocations
+from poison import allocated_by, is_sentinel, poison_sentinels, poisoned_allocations
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -259,23 +259,15 @@ def test_peak_memory(grouped_moe, recompute):
     ids = torch.arange(tokens * top_k, device="cuda").view(tokens, top_k) % (8 * experts)
     weights = torch.rand(tokens, top_k, dtype=torch.bfloat16, device="cuda", requires_grad=True)
 
-    def peak(function):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        result = function()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before, result
-
     def forward():
         return grouped_moe.grouped_mm_experts(x, ids, weights, up, down, recompute=recompute, capacity=rows)
 
     dout = torch.randn_like(x)
     torch.autograd.grad(forward(), (x, weights, up, down), dout)  # compiles
-    taken, out = peak(forward)
+    taken, out = allocated_by(forward)
     saved = 0 if recompute else rows * p
     assert taken == pytest.approx(2 * (saved + rows * (i + h) + tokens * h), rel=0.05)
-    taken, _ = peak(lambda: torch.autograd.grad(out, (x, weights, up, down), dout))
+    taken, _ = allocated_by(lambda: torch.autograd.grad(out, (x, weights, up, down), dout))
     made = rows * p if recompute else 0
     gradients = sum(t.numel() for t in (x, weights, up, down))
     stages = (x.numel() + rows * (i + h), gradients - down.numel() + rows * i, gradients + rows * (i - p))

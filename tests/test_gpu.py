@@ -4,7 +4,6 @@ second device.
 Shapes are few on purpose: every new one compiles kernels.
 """
 
-import gc
 import importlib
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import torch
 from block import call, with_leaves
 from cases import Case, Inputs, make_ids, make_inputs
 from compare import assert_bitwise, assert_close
-from poison import dirty_allocator, poisoned_allocations
+from poison import allocated_by, dirty_allocator, poisoned_allocations
 
 pytestmark = [
     pytest.mark.gpu,
@@ -287,18 +286,6 @@ def test_streams_do_not_share_buffers(grouped_moe, device):
 
 LARGE = Case("large", T=8192, top_k=8, E=16, H=1024, I=384, sentinels=0.0)
 FEW_COLUMNS = LARGE._replace(id="wide-intermediate", H=256, I=768)
-
-
-def allocated_by(function) -> tuple:
-    """(peak bytes over what was there before, result)."""
-    gc.collect()  # what an earlier test left behind would be freed in between
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = function()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before, result
 
 
 @pytest.mark.parametrize("case", [LARGE, FEW_COLUMNS], ids=lambda case: case.id)

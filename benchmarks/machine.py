@@ -93,8 +93,9 @@ def make_parser(description: str, budget: float, cell_seconds: float) -> argpars
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, also without a GPU")
     parser.add_argument("--prepare", action="store_true", help="compile into the caches on disk, measure nothing")
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="WORD", help="cells with all these words in their name"
-    )
+        "--only", nargs="+", action="append", metavar="WORD",
+        help="cells with all these words in their name; given again: these cells, too",
+    )  # fmt: skip
     parser.add_argument(
         "--budget", type=float, default=budget, help=f"no cell starts past so many seconds ({budget:g})"
     )
@@ -114,12 +115,17 @@ class Task(NamedTuple):
     prepare: Callable[[], None]
 
 
+def wanted(title: str, only: Optional[List[List[str]]]) -> bool:
+    """Whether a cell's name has all the words of one of the lists, if there are any."""
+    return not only or any(all(word in title for word in words) for words in only)
+
+
 def prepare_tasks(tasks: List[Task], arguments: argparse.Namespace) -> None:
     """Compiles into the caches on disk what the tasks need, as far as the budget goes."""
     begun = time.monotonic()
     for task in tasks:
         left = arguments.budget - (time.monotonic() - begun)
-        if left > 0 and all(word in task.title for word in arguments.only):
+        if left > 0 and wanted(task.title, arguments.only):
             try:
                 with time_box(left):
                     task.prepare()
@@ -142,7 +148,7 @@ def run_tasks(results: dict, tasks: List[Task], arguments: argparse.Namespace, p
     faulthandler.dump_traceback_later(arguments.budget + HANGING_SECONDS, exit=True)
     for task in tasks:
         results.setdefault(task.key, [])
-        if not all(word in task.title for word in arguments.only):
+        if not wanted(task.title, arguments.only):
             continue
         start = time.monotonic()
         left = arguments.budget - (start - begun)

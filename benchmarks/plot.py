@@ -2,8 +2,8 @@
 
     python benchmarks/plot.py benchmarks/results/layers.json [--output FOLDER]
 
-layers.json: speedup.png, sentinels.png, memory.png. decode.json: decode.png. growth.json: growth.png. linear.json:
-linear_speedup.png. Lines differ by dash and marker, bars by hatch: the figures read without colour.
+layers.json: speedup.png, sentinels.png, memory.png. decode.json: decode.png. growth.json: growth.png, by the name of
+the JSON. linear.json: linear_speedup.png, likewise. Lines differ by dash and marker, bars by hatch: the figures read without colour.
 """
 
 import argparse
@@ -271,7 +271,7 @@ def draw(results_path: Path, folder: Path) -> None:
         LINEAR: {f"{results_path.stem}_speedup.png": draw_linear},
         LAYERS: {"speedup.png": draw_speedup, "sentinels.png": draw_sentinels, "memory.png": draw_memory},
         DECODE: {"decode.png": draw_decode},
-        GROWTH: {"growth.png": draw_growth},
+        GROWTH: {f"{results_path.stem}.png": draw_growth},
     }[results["benchmark"]]
     for name, function in figures.items():
         function(results, folder / name)

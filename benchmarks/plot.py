@@ -2,8 +2,9 @@
 
     python benchmarks/plot.py benchmarks/results/layers.json [--output FOLDER]
 
-layers.json: speedup.png, sentinels.png, memory.png. decode.json: decode.png. growth.json: growth.png, by the name of
-the JSON. linear.json: linear_speedup.png, likewise. Lines differ by dash and marker, bars by hatch: the figures read without colour.
+layers.json: speedup.png, sentinels.png, memory.png. decode.json: decode.png. By the name of the JSON, growth.json:
+growth.png, linear.json: linear_speedup.png. Lines differ by dash and marker, bars by hatch: the figures read without
+colour.
 """
 
 import argparse

@@ -117,12 +117,39 @@ def test_a_negative_view(linear, device):
     assert_bitwise("y", got, want)
 
 
-def test_differentiable_once(linear, device):
-    function, (x, weight, *_), dy = linear
-    y = function(x, weight, torch.tensor([5, 0, 12], device=device))
-    dx, dw = torch.autograd.grad(y, (x, weight), dy.requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        (dx.sum() + dw.sum()).backward()
+def assert_differentiable_once(out, x, curved: bool, backward: bool) -> None:
+    """A second derivative raises, by autograd.grad or backward().
+
+    curved: the first loss is not linear, so that its gradient depends on the output, too, not on what was saved alone.
+    """
+    (grad,) = torch.autograd.grad(out.square().sum() if curved else out.sum(), x, create_graph=True)
+    again = out.square().sum() + grad.square().sum()
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        again.backward() if backward else torch.autograd.grad(again, x)
+
+
+by_loss = pytest.mark.parametrize("curved", [False, True], ids=["linear-loss", "curved-loss"])
+by_entry = pytest.mark.parametrize("backward", [False, True], ids=["grad", "backward"])
+
+
+@by_loss
+@by_entry
+@pytest.mark.parametrize("watched", [False, True], ids=["plain", "watched"])
+def test_differentiable_once(linear, device, curved, backward, watched):
+    function, (x, weight, *others), _ = linear
+    with Log() if watched else contextlib.nullcontext():
+        y = function(x, weight, torch.tensor([5, 0, 12], device=device), *others)
+        assert_differentiable_once(y, x, curved, backward)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_keeps_the_splits_as_an_input(linear, device):
+    function, (x, weight, *_), _ = linear
+    sizes, others = (torch.tensor(values, device=device) for values in ([5, 0, 12], [9, 8, 0]))
+    with torch.no_grad():
+        weight = weight.detach()
+        traced = torch.jit.trace(lambda x, splits: function(x, weight, splits), (x, sizes), check_trace=False)
+        assert_bitwise("y", traced(x, others), function(x, weight, others))
 
 
 @pytest.fixture

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from block import assert_same, call, run
+from block import assert_same, call, run, with_leaves
 from cases import BY_ID, make_inputs
-from test_dispatch import Log
+from test_dispatch import Log, assert_differentiable_once, by_entry, by_loss
+from torch.utils.checkpoint import checkpoint
 
 
 @pytest.mark.parametrize("case_id", ["silu-bias", "silu-recompute"])
@@ -30,11 +31,16 @@ def test_without_gradients(grouped_moe, device):
     assert "experts" in log.names and "experts_backward" not in log.names
 
 
-def test_differentiable_once(grouped_moe, device):
-    case = BY_ID["silu-bias"]
-    inputs = make_inputs(case, torch.float32, device)
-    x = inputs.hidden_states.requires_grad_()
-    out = call(grouped_moe, case, inputs)
-    (dx,) = torch.autograd.grad(out, x, inputs.dout.requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+@by_loss
+@by_entry
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpoint"])
+@pytest.mark.parametrize("case_id", ["silu-bias", "silu-recompute"])
+def test_differentiable_once(grouped_moe, device, case_id, curved, backward, checkpointed):
+    case = BY_ID[case_id]
+    inputs = with_leaves(make_inputs(case, torch.float32, device))
+
+    def function():
+        return call(grouped_moe, case, inputs)
+
+    out = checkpoint(function, use_reentrant=False) if checkpointed else function()
+    assert_differentiable_once(out, inputs.hidden_states, curved, backward)

@@ -164,11 +164,13 @@ def test_type_says_what_a_tensor_means(grouped_moe, device):
         (grouped_moe.GroupSizes(offsets), r"^splits: expected shape \(G,\) = \(4\), got \(5,\)"),
         (grouped_moe.GroupOffsets(offsets.diff()), r"^splits: expected shape \(G \+ 1,\) = \(5\), got \(4,\)"),
         ([1, 2, 3], "^splits: expected 4 sizes, got 3"),
+        ([2**63, 1, 1, 1], "^splits: expected sizes that fit in int64"),
     ):
         with pytest.raises(ValueError, match=message):
             grouped_moe.grouped_linear(x, weight, wrong, bias, scales)
-    with pytest.raises(TypeError, match="^splits: expected a list of ints"):
-        grouped_moe.grouped_linear(x, weight, [1.0, 2, 3, 4], bias, scales)
+    for wrong in (1.0, True):
+        with pytest.raises(TypeError, match="^splits: expected a list of ints"):
+            grouped_moe.grouped_linear(x, weight, [wrong, 2, 3, 4], bias, scales)
 
 
 def test_scales_need_a_bias(grouped_moe, device):

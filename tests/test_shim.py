@@ -209,3 +209,48 @@ def test_runs_cold_on_fake_tensors(grouped_moe, implementation):
     with FakeTensorMode(allow_non_fake_inputs=True):
         out = experts(*inputs)
     assert out.shape == inputs[0].shape
+
+
+def make_silu_experts(device: str, implementation: str) -> torch.nn.Module:
+    """A gate that is silu times up, in a class that a test may change."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(
+        num_experts=NUM_EXPERTS, hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, num_experts_per_tok=TOP_K
+    )
+    config._experts_implementation = implementation
+    experts = type("OwnExperts", (Qwen3MoeExperts,), {})(config)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return experts.to(device)
+
+
+def assert_as_grouped_mm(experts: torch.nn.Module, implementation: str, device: str) -> None:
+    """Which, unlike eager, asks the class for its gate."""
+    inputs = make_inputs(device, NUM_EXPERTS - 1)  # without sentinels
+    with torch.no_grad():
+        actual = experts(*inputs)
+        experts.config._experts_implementation = "grouped_mm"
+        expected = experts(*inputs)
+        experts.config._experts_implementation = implementation
+    assert torch.linalg.vector_norm(actual - expected) < 1e-3 * torch.linalg.vector_norm(expected)
+
+
+def test_a_gate_that_changes_is_looked_at_again(implementation, device):
+    """A class is patched after the first forward; then its activation gets a hook."""
+    experts = make_silu_experts(device, implementation)
+    assert_as_grouped_mm(experts, implementation, device)
+    usual = type(experts)._apply_gate
+    type(experts)._apply_gate = lambda self, gate_up: 1.5 * usual(self, gate_up)
+    assert_as_grouped_mm(experts, implementation, device)
+    type(experts)._apply_gate = usual
+    experts.act_fn.register_forward_hook(lambda module, inputs, output: 0.5 * output)
+    assert_as_grouped_mm(experts, implementation, device)
+
+
+def test_quantized_weights_are_named(implementation, device):
+    experts = make_silu_experts(device, implementation)
+    experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj.to(torch.uint8), requires_grad=False)
+    with pytest.raises(TypeError, match="^gate_up_proj: expected one of .*, got torch.uint8"):
+        experts(*make_inputs(device))

@@ -32,6 +32,7 @@ def is_unwatched() -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_function_stack()
         or torch.autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
     )
 
 
@@ -131,11 +132,29 @@ def plain_apply(function) -> Callable:
     return super(torch.autograd.Function, function).apply
 
 
+class _NotTwice(torch.autograd.Function):
+    """What a function returns, as of tensors by which nothing of it can be differentiated: to ask for that raises."""
+
+    @staticmethod
+    def forward(ctx, function, *tensors):
+        return function()
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("grouped_moe: differentiable once, but a derivative of a gradient was asked for")
+
+
 def once_differentiable(backward: Callable) -> Callable:
-    """PyTorch's `once_differentiable`, which costs nothing where no graph of the backward is asked for."""
-    guarded = torch.autograd.function.once_differentiable(backward)
+    """An autograd function's backward(ctx, *grads) of a backward(ctx, saved tensors, *grads).
+
+    To differentiate its results raises RuntimeError, by whatever they depend on. PyTorch's decorator of this name
+    raises for incoming gradients alone: by tensors that were saved the derivative would be silently 0.
+    """
 
     def once(ctx, *grads):
-        return (guarded if torch.is_grad_enabled() else backward)(ctx, *grads)
+        saved = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return backward(ctx, saved, *grads)
+        return _NotTwice.apply(lambda: backward(ctx, saved, *grads), *grads, *saved)
 
     return once

@@ -67,12 +67,15 @@ def backward_triton(
     (tile_map, *sizes), row_to_slot, slot_to_row = routing
     dout, spec = unit_rows(dout), spec_of(dout)
     x = unit_rows(x) if needs.up else x
+    # Hooks on what was saved may return it in other strides.
+    weights, row_to_slot, slot_to_row = weights.contiguous(), row_to_slot.contiguous(), slot_to_row.contiguous()
+    tile_map, preact = tile_map.contiguous(), None if block.recompute else preact.contiguous()
     tensors = dout, x, weights, *block[:4]
     plan = backward_plan(
         *map(form_of, tensors), row_to_slot.shape[0], needs, block.recompute, spent, block.transposed,
         block.kind(spec), tuple(sizes), spec, dout.device,
     )  # fmt: skip
-    return plan(*tensors, None if block.recompute else preact, row_to_slot, slot_to_row, tile_map)[11:17]
+    return plan(*tensors, preact, row_to_slot, slot_to_row, tile_map)[11:17]
 
 
 def _route_tiles(block: Block, x: Tensor, top_k_index: Tensor, specified: bool) -> TiledRouting:
@@ -232,11 +235,10 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, *_):
+    def backward(ctx, saved, dout, *_):
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
         wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 6)]
-        saved = ctx.saved_tensors
         if is_plain(dout, *saved):
             preact = saved[6]
             grads = _backward(dout, *saved, *ctx.kind, wanted, take_over(preact))
@@ -287,6 +289,8 @@ def grouped_mm_experts(
     of hidden_states, then S I beside all, those of the weights last. The pre-activation becomes its own gradient in
     place and goes before down_proj's gradient comes. Up to there it is S P more if it is recomputed, or must stay as it
     is: where the backward keeps the graph, under torch.compile or a profiler, and behind hooks that move what is saved.
+    Whoever keeps it beyond the backward, as hooks that hand it on or `grad_fn.saved_tensors` allow, is left without its
+    memory, and has to copy it before.
 
     capacity: a promise that at most so many slots (1 or more) are routed to local experts; it sizes buffers. If more
     are, nothing is accessed out of bounds, and an error comes instead of a wrong result: on CPU RuntimeError with both
@@ -304,11 +308,12 @@ def grouped_mm_experts(
 
 def _call(tensors, activation, gated, interleaved, transposed, recompute, capacity) -> Tensor:
     """`grouped_mm_experts`: by a plan that is kept, else checked and by the op or what stands in for it."""
+    checks.check_capacity("capacity", capacity)  # before it is part of a key
     record = needs_autograd(*tensors)
     key = plan_key(tensors, activation, gated, interleaved, transposed, recompute, capacity, record)
     call = None if key is None else _plans.get(key)
     if call is None:
-        given, tensors = tensors, _checked(*tensors, gated, transposed, capacity)
+        given, tensors = tensors, _checked(*tensors, gated, transposed)
     if torch.version.hip is not None:  # no device assertions there: an overflow would go unseen
         capacity = None
     kind = pack_kind(activation, gated, interleaved, transposed, recompute, capacity)
@@ -328,10 +333,9 @@ def _call(tensors, activation, gated, interleaved, transposed, recompute, capaci
 _plans = Plans()
 
 
-def _checked(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed, capacity):
+def _checked(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed):
     """The op's tensors. Raises what `grouped_mm_experts` raises."""
     dtype = checks.autocast_dtype(x.device.type) if isinstance(x, Tensor) else None
     x, up, down, up_bias, down_bias = (checks.autocast(tensor, dtype) for tensor in (x, up, down, up_bias, down_bias))
     checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed)
-    checks.check_capacity("capacity", capacity)
     return x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias

@@ -284,10 +284,10 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, saved, dy):
         needs_x, needs_weight, _, needs_bias, needs_scales, *_ = ctx.needs_input_grad
         needs = [needs_x, needs_weight, needs_bias, needs_scales]
-        x, weight, splits, bias, scales = ctx.saved_tensors
+        x, weight, splits, bias, scales = saved
         if is_plain(dy, x, weight, splits, bias, scales):
             splits = splits if ctx.schedule is None else ctx.schedule
             dx, dw, dbias, dscales = _backward(dy, x, weight, splits, bias, scales, ctx.transposed, needs)

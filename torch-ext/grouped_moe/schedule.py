@@ -85,15 +85,17 @@ def as_splits(splits: Splits, num_groups: int, device: torch.device) -> Tensor:
 
 
 def _from_list(sizes: Sequence[int], num_groups: int, device: torch.device) -> Tensor:
-    if not all(isinstance(size, int) for size in sizes):
+    if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
         raise TypeError(f"splits: expected a list of ints, got {sizes!r}")
+    if any(abs(size) >= 2**63 for size in sizes):
+        raise ValueError(f"splits: expected sizes that fit in int64, got {sizes!r}")
     if len(sizes) != num_groups:
         raise ValueError(f"splits: expected {num_groups} sizes, got {len(sizes)}")
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(sizes, dtype=torch.int64, device=device)
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("splits: expected a tensor on the device under CUDA graph capture, got a list")
-    return torch.tensor(sizes, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(sizes, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
 def schedule_sizes(rows: int, num_groups: int, dtype: torch.dtype) -> Sizes:

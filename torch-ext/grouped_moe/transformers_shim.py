@@ -7,12 +7,13 @@ with the module's own gate (and post-expert norm) between them.
 from fractions import Fraction
 from functools import lru_cache, partial
 from types import SimpleNamespace
-from typing import Dict, Optional, Tuple
+from typing import Callable, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from . import _checks as checks
 from . import activation as formulas
 from .activation import Activation
 from .experts import grouped_mm_experts
@@ -62,9 +63,9 @@ def _same(actual: Tensor, expected: Tensor) -> bool:
 
 @lru_cache(maxsize=None)
 def _probe_gate(
-    experts_class: type, act: Activation, attributes: Tuple[Tuple[str, bool], ...], interleaved: bool
+    apply_gate: Callable, act: Activation, attributes: Tuple[Tuple[str, bool], ...], interleaved: bool
 ) -> Optional[int]:
-    """Which of `_gate_candidates` is `experts_class._apply_gate`, or None. attributes: names, and whether not None.
+    """Which of `_gate_candidates` a class's `_apply_gate` is, or None. attributes: names, and whether not None.
 
     Found by evaluating the gate in fp64, for several limits and alphas, on a grid that is fine where activations differ
     and wide enough to see constants at which it clamps. A gate that reads anything but its activation, limit and alpha,
@@ -72,11 +73,11 @@ def _probe_gate(
     """
     # Also under a compiler's or an exporter's fake tensors, which have no values to compare.
     with _disable_current_modes():
-        return _matching_gate(experts_class, act, attributes, interleaved)
+        return _matching_gate(apply_gate, act, attributes, interleaved)
 
 
 def _matching_gate(
-    experts_class: type, act: Activation, attributes: Tuple[Tuple[str, bool], ...], interleaved: bool
+    apply_gate: Callable, act: Activation, attributes: Tuple[Tuple[str, bool], ...], interleaved: bool
 ) -> Optional[int]:
     fine = torch.linspace(-3.0, 3.0, 41, dtype=torch.float64, device="cpu")
     points = torch.cat((fine, 4.0 * fine, 1e3 * fine))
@@ -87,7 +88,7 @@ def _matching_gate(
         values = {name: trial[name.split("_")[-1]] if is_set else None for name, is_set in attributes}
         act_fn = partial(formulas.activate, name=act.name, alpha=act.alpha)
         try:
-            expected = experts_class._apply_gate(SimpleNamespace(act_fn=act_fn, **values), gate_up).to(gate.dtype)
+            expected = apply_gate(SimpleNamespace(act_fn=act_fn, **values), gate_up).to(gate.dtype)
         except Exception:  # whatever it lacks in the namespace
             return None
         candidates = _gate_candidates(act, *(_number(values, names) for names in (_LIMITS, _ALPHAS)))
@@ -106,7 +107,7 @@ def _fused_gate(
     The mark has to be outside of lru_cache, and the arguments constants themselves: named tuples are not, nor are
     floats that differ between layers.
     """
-    return _probe_gate(experts_class, Activation(*act), attributes, interleaved)
+    return _probe_gate(experts_class._apply_gate, Activation(*act), attributes, interleaved)
 
 
 def _number(values: Dict[str, Optional[float]], names: Tuple[str, ...]) -> Optional[float]:
@@ -121,9 +122,12 @@ def _fused_activation(experts: torch.nn.Module, interleaved: bool) -> Optional[A
     """The activation with which the fused block computes what `experts` does, or None."""
     if getattr(experts, "has_post_expert_norm", False):
         return None
-    act = _activation_of(getattr(experts, "act_fn", None))
+    act_fn = getattr(experts, "act_fn", None)
+    if getattr(act_fn, "_forward_hooks", None) or getattr(act_fn, "_forward_pre_hooks", None):
+        return None
+    act = _activation_of(act_fn)
     if act is None or not getattr(experts, "has_gate", True):
-        return act if getattr(experts, "act_fn", None) is not None else None
+        return act if act_fn is not None else None
     if "_apply_gate" in experts.__dict__:  # set on this very module, not by its class
         return None
     values = {name: getattr(experts, name) for name in _LIMITS + _ALPHAS if hasattr(experts, name)}
@@ -178,6 +182,7 @@ def experts_forward(
     interleaved = gated and not getattr(self, "is_concatenated", True)
     if self.num_experts != up.shape[0]:
         raise ValueError(f"num_experts: expected {up.shape[0]} as in {name}, got {self.num_experts}")
+    checks.check_compute_dtype(name, up)
     x = hidden_states.to(up.dtype)
     activation = _fused_activation(self, interleaved)
     if activation is not None:

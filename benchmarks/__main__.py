@@ -7,6 +7,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -47,14 +48,22 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="commit of the package, where git can't tell")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, minutes on a CPU")
     parser.add_argument("--scripts", nargs="+", default=list(SCRIPTS), choices=SCRIPTS, help="these alone")
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the JSON and the figures")
+    parser.add_argument(
+        "--results", type=Path, help="folder of JSON and figures (benchmarks/results; with --smoke a temporary one)"
+    )
     arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        return run(arguments, arguments.results or (Path(scratch) if arguments.smoke else HERE / "results"))
+
+
+def run(arguments: argparse.Namespace, results: Path) -> int:
+    """1 if a script failed."""
     options = [f"--commit={arguments.commit}"] * bool(arguments.commit) + ["--smoke"] * arguments.smoke
     if not arguments.smoke:
         prepare(arguments.scripts)
     failed = 0
     for name in arguments.scripts:
-        output = arguments.results / f"{name}.json"
+        output = results / f"{name}.json"
         failed += subprocess.run(command(name, "--output", str(output), *options)).returncode != 0
         if output.exists():
             plot.draw(output, output.parent)

@@ -204,7 +204,7 @@ def tasks_of(bench: Bench, smoke: bool) -> List[Task]:
 
 
 def main(argv: Optional[List[str]] = None) -> dict:
-    arguments = make_parser(__doc__, budget=50, cell_seconds=2.0).parse_args(argv)
+    arguments = make_parser(__doc__, budget=150, cell_seconds=2.0).parse_args(argv)
     kernel = load_kernel()
     bench = Bench(kernel, "cuda" if torch.cuda.is_available() else "cpu", arguments)
     results = {"benchmark": report.GROWTH, **describe_machine(kernel, arguments.commit)}

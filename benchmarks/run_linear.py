@@ -5,7 +5,7 @@
     python benchmarks/run_linear.py --floors         # the floors of every cell, without running anything
     python benchmarks/run_linear.py --smoke          # every code path at tiny sizes, also without a GPU
 
-The method is in NOTES.md. The JSON is rewritten after every cell, so a run that is cut short leaves what it has.
+The method is in NOTES_linear.md. The JSON is rewritten after every cell, so a run that is cut short leaves what it has.
 """
 
 import argparse
@@ -312,7 +312,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--commit", help="commit of the package, where git can't tell")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, a few seconds")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, a minute or two")
     parser.add_argument("--floors", action="store_true", help="print the floors and stop")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cells with all these words; or: host")
     parser.add_argument("--budget", type=float, default=480, help="no cell starts after so many seconds (default 480)")

@@ -4,9 +4,9 @@
 
 The launchers themselves run, on CPU tensors of real layers, with Triton's driver replaced by one that only names a
 target: what is compiled is what would be launched there. Exit status 1 if a kernel fails to compile, exceeds the shared
-memory of its target, spills registers, has more than 128 KB of code (sm90), leaves a barrier that no partition uses, or
-touches memory before it has waited for the stream where launches are dependent. Needs a build (make build) and Triton;
-no GPU.
+memory of its target, spills more than 32 bytes, has more than 128 KB of code (sm90), leaves a barrier that no partition
+uses, or touches memory before it has waited for the stream where launches are dependent. Needs a build (make build) and
+Triton; no GPU.
 """
 
 import argparse

@@ -87,7 +87,7 @@ def as_splits(splits: Splits, num_groups: int, device: torch.device) -> Tensor:
 def _from_list(sizes: Sequence[int], num_groups: int, device: torch.device) -> Tensor:
     if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
         raise TypeError(f"splits: expected a list of ints, got {sizes!r}")
-    if any(abs(size) >= 2**63 for size in sizes):
+    if not all(-(2**63) <= size < 2**63 for size in sizes):
         raise ValueError(f"splits: expected sizes that fit in int64, got {sizes!r}")
     if len(sizes) != num_groups:
         raise ValueError(f"splits: expected {num_groups} sizes, got {len(sizes)}")

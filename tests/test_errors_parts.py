@@ -29,6 +29,11 @@ def test_route(grouped_moe, device, ids, experts, error, message):
     raises(error, f"^{message}", grouped_moe.route, ids, experts)
 
 
+def test_route_too_many_slots(grouped_moe, device):
+    ids = torch.zeros(1, dtype=torch.int32, device=device).expand(2**24 - 1, 128)
+    raises(ValueError, "^top_k_index: expected at most 2147483519 slots, got 2147483520", grouped_moe.route, ids, 4)
+
+
 def linear_arguments(device):
     """Valid arguments of grouped_linear by name."""
     return {

@@ -5,6 +5,7 @@ from typing import Optional, Sequence
 import torch
 
 MAX_EXPERTS = 1024
+MAX_SLOTS = 2**31 - 129  # kernels count them, and up to 128 past the last one, in int32
 
 _ACCELERATOR_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "meta")
@@ -83,6 +84,9 @@ def check_routing(top_k_index: torch.Tensor, num_experts: int, owner: str = "num
     check_index_dtype("top_k_index", top_k_index)
     if top_k_index.dim() != 2 or top_k_index.shape[1] == 0:
         raise ValueError(f"top_k_index: expected shape (T, top_k) with top_k > 0, got {tuple(top_k_index.shape)}")
+    num_slots = top_k_index.shape[0] * top_k_index.shape[1]
+    if num_slots > MAX_SLOTS:
+        raise ValueError(f"top_k_index: expected at most {MAX_SLOTS} slots, got {num_slots}")
     if not isinstance(num_experts, (int, torch.SymInt)):
         raise TypeError(f"{owner}: expected an int, got {type(num_experts).__name__}")
     if not 1 <= num_experts <= MAX_EXPERTS:
@@ -135,7 +139,6 @@ def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gat
     check_compute_dtype("top_k_weights", top_k_weights)
     check_shape("top_k_index", top_k_index, (x.shape[0], None), "(T, top_k)")
     check_shape("top_k_weights", top_k_weights, tuple(top_k_index.shape), "(T, top_k)")
-    check_rows("top_k_index", top_k_index.shape[0] * top_k_index.shape[1])
     check_device("top_k_index", top_k_index, x.device, "hidden_states")
     check_device("top_k_weights", top_k_weights, x.device, "hidden_states")
 

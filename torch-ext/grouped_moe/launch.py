@@ -117,7 +117,7 @@ class Kernel:
                 key += (arg.dtype, address % ALIGNMENT)
                 arg = address  # which Triton's launcher would ask for again
             else:
-                key.append(arg.base.dtype)  # a descriptor's block is among the constants
+                key.append(arg.base.dtype)  # a descriptor's block is among the constants, or part of the choice
             operands.append(arg)
         key = tuple(key)
         variant = self.variants.get(key)

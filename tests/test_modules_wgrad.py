@@ -33,6 +33,7 @@ from linear_modules import (
     wanted_main_grad,
 )
 from poison import poisoned_allocations
+from test_dispatch import assert_differentiable_once, by_entry, by_loss
 
 
 @pytest.mark.parametrize("dtypes", [(FLOAT, FLOAT), (FLOAT, HALF), (HALF, FLOAT), (HALF, HALF)], ids=str)
@@ -346,3 +347,15 @@ def test_main_grad_that_overlaps_itself_is_refused(grouped_moe, device):
     module.weight.main_grad = torch.zeros((), device=device).expand(module.weight.shape)
     with pytest.raises(ValueError, match="^weight.main_grad: expected memory of its own for each element"):
         module(*batch[:3]).backward(batch.dy)
+
+
+@by_loss
+@by_entry
+@pytest.mark.parametrize("option", ["accumulate_into_main_grad", "delay_wgrad"])
+def test_differentiable_once(grouped_moe, device, option, curved, backward):
+    module = grouped_moe.GroupedLinear(3, 8, 6, device=device, dtype=torch.float32, **{option: True})
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    x = torch.randn(10, 8, device=device, requires_grad=True)
+    y = module(x, torch.tensor([3, 4, 3], device=device))
+    assert_differentiable_once(y, x, curved, backward)

@@ -8,6 +8,7 @@ from torch import Tensor
 from . import _checks as checks
 from ._ops import add_op_namespace_prefix, ops
 from ._torch.schedule import safe_offsets
+from .define import once_differentiable
 from .gemm import launch_wgrad
 from .grouped_linear import accumulate_wgrad
 from .schedule import schedule_for
@@ -166,14 +167,14 @@ class MainGradTap(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor):
+    @once_differentiable
+    def backward(ctx, saved, dy: Tensor):
         check_weights(ctx.watched, ctx.versions)
         targets = ctx.targets
         if targets is None:
             targets = [main_grad_of(name, weight) for name, weight in zip(ctx.names, ctx.weights)]
             mark_added(ctx.weights)
-        accumulate(targets, dy, *ctx.saved_tensors, ctx.num_groups, ctx.groups)
+        accumulate(targets, dy, *saved, ctx.num_groups, ctx.groups)
         dummies = [dummy_grad(weight, target.dummy) for weight, target in zip(ctx.weights, targets)]
         return (dy, None, None, None, None, None, None, None, *dummies)
 
@@ -219,10 +220,10 @@ class DelayWgrad(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor):
+    @once_differentiable
+    def backward(ctx, saved, dy: Tensor):
         check_weights(ctx.watched, ctx.versions)
         # Detached, lest they keep the autograd graph that x hangs on.
-        tensors = [None if tensor is None else tensor.detach() for tensor in (dy, *ctx.saved_tensors)]
+        tensors = [None if tensor is None else tensor.detach() for tensor in (dy, *saved)]
         ctx.queue.append(Delayed(*tensors, ctx.wants_bias, versions_of(tensors)))
         return (dy,) + (None,) * 7

@@ -228,8 +228,11 @@ def main() -> int:
     layers = [layer for layer in LAYERS if any(word in layer.name for word in words)]
     rows = arguments.rows or (QUICK_ROWS if arguments.quick else ROWS)
     bench = Bench(gpu)
-    names = [name for name in make_products(QWEN3_30B, 16, "cpu") if not (arguments.quick and "linear" in name)]
-    names = [name for name in names if name in (arguments.products or names)]
+    products = list(make_products(QWEN3_30B, 16, "cpu"))
+    names = arguments.products or [name for name in products if not (arguments.quick and "linear" in name)]
+    if not set(names) <= set(products):
+        print(f"tune.py: --products: expected some of {', '.join(products)}", file=sys.stderr)
+        return 1
     cases = [Case(layer, row, name) for layer in layers for row in rows for name in names]
 
     def write(found: Dict[Key, Tile]) -> None:

@@ -124,7 +124,7 @@ def _fused_activation(experts: torch.nn.Module, interleaved: bool) -> Optional[A
         return None
     act_fn = getattr(experts, "act_fn", None)
     if getattr(act_fn, "_forward_hooks", None) or getattr(act_fn, "_forward_pre_hooks", None):
-        return None
+        return None  # the fused block would not call them
     act = _activation_of(act_fn)
     if act is None or not getattr(experts, "has_gate", True):
         return act if act_fn is not None else None

@@ -15,7 +15,8 @@ from .routing import Routing
 from .tuning import on_device_of
 
 _MAX_BLOCK_H = 2048
-_WARP_BYTES = 1024  # of a row that one warp takes: few enough for the loads of all top_k rows to be under way
+_WARP_BYTES = 1024  # of a row that one warp sums up: few enough for the loads of all top_k rows to be under way
+_SORT_BYTES = 2048  # of a row that one warp copies
 
 
 def _block_h(h: int) -> int:
@@ -54,7 +55,7 @@ def sort_rows_launch(x: Form, num_slots: int, top_k: int, device: torch.device) 
     from ._triton.rows import sort_rows_kernel
 
     h = x.shape[1]
-    block_h = min(_block_h(h), _WARP_BYTES // x.dtype.itemsize)
+    block_h = min(_block_h(h), _SORT_BYTES // x.dtype.itemsize)
     kernel = bind(sort_rows_kernel, H=h, TOP_K=top_k, BLOCK_H=block_h, num_warps=1)
     return Launch(device, kernel, (num_slots // top_k, -(-h // block_h), 1), Ref(0), x.strides[0], Ref(1), Ref(2))
 

@@ -77,13 +77,14 @@ def row_ptrs(ptr, slots, stride_r, stride_k, TOP_K: tl.constexpr, BLOCK_K: tl.co
 
 
 @triton.jit
-def load_x(x_ptrs, stride_xk, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """BLOCK_K columns from start on, 0 past K."""
+def load_x(x_ptrs, row_mask, stride_xk, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """BLOCK_K columns from start on, 0 past K and past the expert's last row."""
     x_ptrs += start * tl.cast(stride_xk, tl.int64)
     if K % BLOCK_K == 0:
-        return tl.load(x_ptrs)
+        return tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
     else:
-        return tl.load(x_ptrs, mask=(tl.arange(0, BLOCK_K) < K - start)[None, :], other=0.0)
+        mask = row_mask[:, None] & (tl.arange(0, BLOCK_K) < K - start)[None, :]
+        return tl.load(x_ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -105,14 +106,14 @@ def load_w(
 
 @triton.jit
 def dot_wide(
-    x_ptrs, stride_xk, w_ptr, stride_we, stride_wn, stride_wk, expert, first_column, N: tl.constexpr, K: tl.constexpr,
-    TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptrs, row_mask, stride_xk, w_ptr, stride_we, stride_wn, stride_wk, expert, first_column,
+    N: tl.constexpr, K: tl.constexpr, TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """x @ w of BLOCK_N columns over K, in fp32."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
-        x = load_x(x_ptrs, stride_xk, start, K, BLOCK_K)
+        x = load_x(x_ptrs, row_mask, stride_xk, start, K, BLOCK_K)
         w = load_w(
             w_ptr, stride_we, stride_wn, stride_wk, expert, first_column, start, N, K,
             TMA, W_KN, N % BLOCK_N == 0, BLOCK_N, BLOCK_K,
@@ -123,8 +124,8 @@ def dot_wide(
 
 @triton.jit
 def dot_gate_up(
-    x_ptrs, stride_xk, w_ptr, stride_we, stride_wn, stride_wk, expert, first_column, N: tl.constexpr, K: tl.constexpr,
-    TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptrs, row_mask, stride_xk, w_ptr, stride_we, stride_wn, stride_wk, expert, first_column,
+    N: tl.constexpr, K: tl.constexpr, TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The same of BLOCK_N columns of gate and those N columns on, of up: both."""
@@ -132,7 +133,7 @@ def dot_gate_up(
         # One product of both widths: Hopper's matrix instructions read x once for up to 256 columns.
         acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
-            x = load_x(x_ptrs, stride_xk, start, K, BLOCK_K)
+            x = load_x(x_ptrs, row_mask, stride_xk, start, K, BLOCK_K)
             w = w_ptr.load([expert, 0, first_column, start]).reshape(2 * BLOCK_N, BLOCK_K)
             acc = tl.dot(x, w.T, acc)
         return column_halves(acc, BLOCK_M, 2 * BLOCK_N)
@@ -140,7 +141,7 @@ def dot_gate_up(
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
-            x = load_x(x_ptrs, stride_xk, start, K, BLOCK_K)
+            x = load_x(x_ptrs, row_mask, stride_xk, start, K, BLOCK_K)
             w_gate = load_w(
                 w_ptr, stride_we, stride_wn, stride_wk, expert, first_column, start, N, K,
                 TMA, W_KN, N % BLOCK_N == 0, BLOCK_N, BLOCK_K,
@@ -209,7 +210,7 @@ def up_proj_kernel(
             column = n_tile * BLOCK_N
             if GATED and not INTERLEAVED:
                 gate, up = dot_gate_up(
-                    x_ptrs, stride_xk, w_ptr, stride_we, stride_wn, stride_wk, expert, column, N, K,
+                    x_ptrs, row_mask, stride_xk, w_ptr, stride_we, stride_wn, stride_wk, expert, column, N, K,
                     TMA, W_KN, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 gates, ups = column_pieces(gate, BLOCK_M, BLOCK_N, 2), column_pieces(up, BLOCK_M, BLOCK_N, 2)
@@ -222,8 +223,8 @@ def up_proj_kernel(
                 # One product of WIDTH columns per output column: gate and up in turn, or the one column itself.
                 WIDTH: tl.constexpr = 2 if GATED else 1
                 preact = dot_wide(
-                    x_ptrs, stride_xk, w_ptr, stride_we, stride_wn, stride_wk, expert, WIDTH * column, WIDTH * N, K,
-                    TMA, W_KN, PRECISION, BLOCK_M, WIDTH * BLOCK_N, BLOCK_K,
+                    x_ptrs, row_mask, stride_xk, w_ptr, stride_we, stride_wn, stride_wk, expert,
+                    WIDTH * column, WIDTH * N, K, TMA, W_KN, PRECISION, BLOCK_M, WIDTH * BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 preacts = column_pieces(preact, BLOCK_M, WIDTH * BLOCK_N, 2)
                 for i in tl.static_range(2):
@@ -286,7 +287,7 @@ def down_dgrad_kernel(
             row_mask = tl.arange(0, BLOCK_M) < count
             column = n_tile * BLOCK_N
             grad = dot_wide(
-                dout_ptrs, stride_dk, w_ptr, stride_we, stride_wn, stride_wk, expert, column, N, K,
+                dout_ptrs, row_mask, stride_dk, w_ptr, stride_we, stride_wn, stride_wk, expert, column, N, K,
                 TMA, W_KN, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             # A piece's pre-activation is on its way while the piece before it is worked on.

@@ -89,7 +89,7 @@ def grouped_gemm_kernel(
             expert_ptr = w_ptr + expert.to(tl.int64) * stride_we
             w_ptrs = expert_ptr + columns.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
             acc = dot_tile(
-                x_ptrs, stride_xk, w_ptrs, stride_wk, columns < N, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+                x_ptrs, row_mask, stride_xk, w_ptrs, stride_wk, columns < N, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
             )
         expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
         scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None

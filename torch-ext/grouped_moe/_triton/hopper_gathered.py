@@ -34,6 +34,7 @@ def gather_tiles(
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     LAG: gl.constexpr = STAGES // 2
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
+    index = gl.arange(0, BLOCK_M, ROWS)
     step = gl.num_programs(0)
     slot = 0
     phase = 1
@@ -42,6 +43,8 @@ def gather_tiles(
     token = load_tokens(row_to_slot_ptr, row, end, TOP_K, BLOCK_M, ROWS)
     for tile in range(gl.program_id(0), num_tiles, step):
         source = x_ptr + (token.to(gl.int64) * 8 * stride8)[:, None] + columns[None, :]
+        # Past the expert's last row nothing is read: to repeat one row took longer than to read as many others.
+        inside = (index < end - row)[:, None]
         this_expert, this_n_tile = expert + 0, n_tile + 0  # Triton 3.6 does not carry a plain copy
         expert, row, end, n_tile = find_tile(tile + step, num_tiles, schedule_ptr, TILING)
         token = load_tokens(row_to_slot_ptr, row, end, TOP_K, BLOCK_M, ROWS)
@@ -51,9 +54,9 @@ def gather_tiles(
             mbarrier.expect(landed, w_desc.block_type.nbytes)
             load_weight(w_desc, this_expert, this_n_tile, k, landed, w_ring.index(slot), W_KN, BLOCK_N)
             if K % BLOCK_K == 0:
-                cp_async(x_ring.index(slot), source + k)
+                cp_async(x_ring.index(slot), source + k, mask=inside)
             else:
-                cp_async(x_ring.index(slot), source + k, mask=(columns < K - k)[None, :])
+                cp_async(x_ring.index(slot), source + k, mask=inside & (columns < K - k)[None, :])
             hand_over(full, slot, filled, LAG, STAGES)
             filled += 1
             slot, phase = next_slot(slot, phase, STAGES)

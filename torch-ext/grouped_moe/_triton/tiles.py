@@ -122,7 +122,8 @@ def load_weights(w_ptrs, k_mask, n_mask, EVEN_K: tl.constexpr, EVEN_N: tl.conste
 
 @triton.jit
 def dot_tile(
-    x_ptrs,  # (BLOCK_M, BLOCK_K) pointers at k = 0, rows in range
+    x_ptrs,  # (BLOCK_M, BLOCK_K) pointers at k = 0
+    row_mask,  # (BLOCK_M,) rows that are read: the same one for many of a tile would be read as often
     stride_xk,
     w_ptrs,  # (BLOCK_K, BLOCK_N) pointers at k = 0
     stride_wk,
@@ -139,9 +140,9 @@ def dot_tile(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
-            x = tl.load(x_ptrs)
+            x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
         else:
-            x = tl.load(x_ptrs, mask=(k < K - start)[None, :], other=0.0)
+            x = tl.load(x_ptrs, mask=row_mask[:, None] & (k < K - start)[None, :], other=0.0)
         w = load_weights(w_ptrs, k < K - start, n_mask, K % BLOCK_K == 0, N % BLOCK_N == 0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
         x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K

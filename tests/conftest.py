@@ -37,7 +37,16 @@ def accelerator() -> str:
     return "xpu" if torch.xpu.is_available() else ""
 
 
+def spread_over_gpus() -> None:
+    """Gives each process of pytest-xdist another GPU as its first one, if there are several."""
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
+    if worker and count > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        first = int(worker.removeprefix("gw"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + i) % count) for i in range(count))
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    spread_over_gpus()
     # The Hub build sets LOCAL_KERNELS to the variant under test.
     if "LOCAL_KERNELS" in os.environ:
         return

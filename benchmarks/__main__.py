@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE))
 import plot  # noqa: E402
 from workload import LAYERS  # noqa: E402
 
-SCRIPTS = ("layers", "decode", "growth", "linear")
+SCRIPTS = ("layers", "decode", "growth", "linear", "products")
 PREPARE_SECONDS = 60
 # The words that choose the cells which one process prepares.
 SHARES = {

@@ -265,7 +265,7 @@ def draw_linear(results: dict, path: Path) -> None:
 
 
 def draw(results_path: Path, folder: Path) -> None:
-    """Writes the figures of a script's JSON into folder."""
+    """Writes the figures of a script's JSON into folder, if it has any."""
     results = json.loads(results_path.read_text(encoding="utf-8"))
     folder.mkdir(parents=True, exist_ok=True)
     figures = {
@@ -273,7 +273,7 @@ def draw(results_path: Path, folder: Path) -> None:
         LAYERS: {"speedup.png": draw_speedup, "sentinels.png": draw_sentinels, "memory.png": draw_memory},
         DECODE: {"decode.png": draw_decode},
         GROWTH: {f"{results_path.stem}.png": draw_growth},
-    }[results["benchmark"]]
+    }.get(results["benchmark"], {})
     for name, function in figures.items():
         function(results, folder / name)
 

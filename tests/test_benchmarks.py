@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import peers  # noqa: E402
 import report  # noqa: E402
+import run_products  # noqa: E402
 from workload import SMOKE, SMOKE_GPT_OSS, Cell, count, draw_ids, make_inputs  # noqa: E402
 
 
@@ -77,3 +78,11 @@ def test_over_line():
     assert report.over_line(series([1, 2, 4])) == [None, pytest.approx(1.0), None]
     assert report.over_line(series([1, 2.5, 4]))[1] == pytest.approx(1.25)
     assert report.over_line(series([1, None, 4])) == [None, None, None]
+
+
+def test_kernels_of_a_step_go_to_products():
+    """Kernels that share a name come in the order of a step; all others, and those past it, are the rest."""
+    names = "place_slots up_proj gemm combine sort_rows down_dgrad gemm combine wgrad wgrad wgrad".split()
+    sums = run_products.total([(f"hopper_{name}_kernel", 2.0**place) for place, name in enumerate(names)])
+    at = {name: 2.0**place for name, place in zip(run_products.PRODUCTS, (1, 2, 5, 6, 8, 9))}
+    assert sums == {**at, run_products.REST: 2.0**11 - 1 - sum(at.values())}

@@ -1,0 +1,174 @@
+"""The products of a training step, one by one, next to cuBLAS: what a library reaches that pads and gathers nothing.
+
+    python benchmarks/run_products.py --output benchmarks/results/products.json [--commit SHA] [--budget SECONDS]
+    python benchmarks/run_products.py --only gpt-oss T=8192  # the cells that have all of these words in their name
+    python benchmarks/run_products.py --smoke                # tiny sizes; without a GPU nothing is measured
+
+dense: one product over all rows, with one weight for all. batched: `torch.bmm`, one weight per expert and equally many
+rows for each, in place. Ours: the kernels of a step with random routing, gathers, activation and ragged rows included.
+All run in turn within one trace of PyTorch's profiler, after a second of the same: the card is hot for all of them.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from types import ModuleType
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from machine import Task, describe_machine, load_kernel, make_parser, run_tasks
+from peers import make_block, make_call, make_ours
+from report import markdown_table, text
+from torch.profiler import ProfilerActivity, profile
+from workload import GPT_OSS, LAYERS, OLMOE, QWEN3_30B, SMOKE, Cell, Layer, make_inputs
+
+UP, DOWN, DGRAD, DX, WGRAD_UP, WGRAD_DOWN = PRODUCTS = ("up", "down", "dgrad", "dx", "wgrad up", "wgrad down")
+REST = "combine, sort, routing, sums"
+# What the names of our kernels hold, in the order of a step. Where two products share one, they come in this order.
+KERNELS = (
+    (UP, "up_proj"), (DGRAD, "down_dgrad"), (DOWN, "gemm"), (DX, "gemm"), (WGRAD_UP, "wgrad"), (WGRAD_DOWN, "wgrad"),
+)  # fmt: skip
+CALLS = 2  # of one provider in a row
+WARM_SECONDS = 1.0
+
+Span = Tuple[str, float]  # a kernel's name and microseconds
+
+
+def cells(smoke: bool) -> List[Cell]:
+    """In order of importance."""
+    if smoke:
+        return [Cell(SMOKE, 64, backward=True)]
+    few = [Cell(layer, 8192, backward=True) for layer in (QWEN3_30B, OLMOE, GPT_OSS)]
+    return few + [Cell(layer, 16384, backward=True) for layer in (QWEN3_30B, GPT_OSS)] + [
+        Cell(layer, 8192, backward=True) for layer in LAYERS if layer not in (QWEN3_30B, OLMOE, GPT_OSS)
+    ]
+
+
+def flops(cell: Cell, product: str) -> float:
+    """Of the rows there are."""
+    wide = 2 if product in (UP, DX, WGRAD_UP) else 1
+    return 2.0 * wide * cell.tokens * cell.layer.top_k * cell.layer.hidden * cell.layer.intermediate
+
+
+def cublas(layer: Layer, rows: int, batch: Optional[int], device: str) -> Dict[str, Callable]:
+    """The products over so many rows, of one weight or, with a batch, of one per expert."""
+    shape, h, i = (() if batch is None else (batch,)), layer.hidden, layer.intermediate
+
+    def make(*sizes: int) -> torch.Tensor:
+        return torch.randn((*shape, *sizes), device=device, dtype=torch.bfloat16)
+
+    rows //= batch or 1
+    up, down, x, p, a = make(2 * i, h), make(h, i), make(rows, h), make(rows, 2 * i), make(rows, i)
+    pairs = ((x, up.mT), (a, down.mT), (x, down), (p, up), (p.mT, x), (x.mT, a))
+    return {name: lambda pair=pair: torch.matmul(*pair) for name, pair in zip(PRODUCTS, pairs)}
+
+
+def trace(calls: Sequence[Callable], rounds: int) -> List[List[List[Span]]]:
+    """[call][round * CALLS + repetition]: the kernels of every call; a kernel that does nothing tells calls apart."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(rounds):
+            for call in calls:
+                for _ in range(CALLS):
+                    torch.cuda._sleep(1)
+                    call()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    groups: List[List[Span]] = []
+    for event in sorted(events, key=lambda e: e.time_range.start):
+        if "spin_kernel" in event.name:
+            groups.append([])
+        elif groups:
+            groups[-1].append((event.name, event.time_range.elapsed_us()))
+    found: List[List[List[Span]]] = [[] for _ in calls]
+    for number, group in enumerate(groups):
+        found[number // CALLS % len(calls)].append(group)
+    return found
+
+
+def products_of(step: List[Span]) -> Iterator[Span]:
+    """Our kernels of one step by product; all others as the rest."""
+    left = list(KERNELS)
+    for name, taken in step:
+        product = next(((p, part) for p, part in left if part in name), None)
+        if product is not None:
+            left.remove(product)
+        yield (REST if product is None else product[0]), taken
+
+
+def total(step: List[Span]) -> Dict[str, float]:
+    """Microseconds by product."""
+    sums: Dict[str, float] = defaultdict(float)
+    for product, taken in products_of(step):
+        sums[product] += taken
+    return sums
+
+
+def measure(kernel: ModuleType, cell: Cell, rounds: int, device: str) -> dict:
+    """Median ms of every product, by provider."""
+    torch.manual_seed(0)
+    block, sets = make_block(cell.layer, device), [make_inputs(cell, device)]
+    step = make_call(make_ours(kernel, block), block, sets, cell.backward)
+    rows = cell.tokens * cell.layer.top_k
+    dense, batched = (cublas(cell.layer, rows, batch, device) for batch in (None, cell.layer.experts))
+    calls = [lambda: step(0), *dense.values(), *batched.values()]
+    for call in calls:
+        call()
+    if device != "cuda":
+        return {"skipped": "needs a GPU"}
+    until = time.monotonic() + WARM_SECONDS
+    while time.monotonic() < until:
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+    ours, *others = trace(calls, rounds)
+    steps = [total(one) for one in ours]
+    found: Dict[str, dict] = {}
+    for name in (*PRODUCTS, REST):
+        found[name] = {"ours": statistics.median(one[name] for one in steps) / 1e3}
+    for number, calls_of in enumerate(others):
+        name, provider = PRODUCTS[number % len(PRODUCTS)], ("dense", "batched")[number // len(PRODUCTS)]
+        found[name][provider] = statistics.median(sum(taken for _, taken in one) for one in calls_of) / 1e3
+    return {"products": found, "flops": {name: flops(cell, name) for name in PRODUCTS}}
+
+
+def progress(title: str, found: dict) -> str:
+    """Shares of the dense products' speed."""
+    if "products" not in found:
+        return f"{title}: {found['skipped']}"
+    shares = [f"{name} {t['dense'] / t['ours']:.2f}" for name, t in found["products"].items() if "dense" in t]
+    return f"{title}: of dense: {', '.join(shares)}"
+
+
+def table(results: dict) -> List[Dict[str, str]]:
+    """TFLOP/s of ours, batched and dense products, and both shares of dense."""
+    rows = []
+    for cell in results["cells"]:
+        for name, times in cell.get("products", {}).items():
+            row = {"layer": cell["layer"], "T": str(cell["tokens"]), "product": name, "ours, ms": text(times["ours"])}
+            for provider in ("ours", "batched", "dense"):
+                rate = cell["flops"][name] / times[provider] / 1e9 if name in cell["flops"] else None
+                row[f"{provider}, TF/s"] = text(rate, ".0f")
+            for provider in ("ours", "batched"):
+                share = times["dense"] / times[provider] if "dense" in times else None
+                row[f"{provider} of dense"] = text(share, ".2f")
+            rows.append(row)
+    return rows
+
+
+def main(argv: Optional[List[str]] = None) -> dict:
+    arguments = make_parser(__doc__, budget=120, cell_seconds=0).parse_args(argv)
+    kernel, device = load_kernel(), "cuda" if torch.cuda.is_available() else "cpu"
+    results = {"benchmark": "products", **describe_machine(kernel, arguments.commit)}
+    rounds = 2 if arguments.smoke else arguments.rounds
+    tasks = [
+        Task("cells", cell.described(), str(cell), lambda c=cell: measure(kernel, c, rounds, device), lambda: None)
+        for cell in cells(arguments.smoke)
+    ]
+    run_tasks(results, tasks, arguments, progress)
+    found = [] if arguments.prepare else table(results)
+    print("\n".join(markdown_table(found)) if found else "nothing measured")
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -273,7 +273,8 @@ def draw(results_path: Path, folder: Path) -> None:
         LAYERS: {"speedup.png": draw_speedup, "sentinels.png": draw_sentinels, "memory.png": draw_memory},
         DECODE: {"decode.png": draw_decode},
         GROWTH: {f"{results_path.stem}.png": draw_growth},
-    }.get(results["benchmark"], {})
+        "products": {},
+    }[results["benchmark"]]
     for name, function in figures.items():
         function(results, folder / name)
 

@@ -3,15 +3,21 @@
     python benchmarks/run_products.py --output benchmarks/results/products.json [--commit SHA] [--budget SECONDS]
     python benchmarks/run_products.py --only gpt-oss T=8192  # the cells that have all of these words in their name
     python benchmarks/run_products.py --smoke                # tiny sizes; without a GPU nothing is measured
+    python benchmarks/run_products.py --table benchmarks/results/products.json  # as Markdown
 
 dense: one product over all rows, with one weight for all. batched: `torch.bmm`, one weight per expert and equally many
-rows for each, in place. Ours: the kernels of a step with random routing, gathers, activation and ragged rows included.
-All run in turn within one trace of PyTorch's profiler, after a second of the same: the card is hot for all of them.
+rows for each, in place. Ours: the kernels of a step with random routing, gathers, activation and ragged rows included;
+the pass that sorts dout's rows for the dgrad on Hopper, combines and routing are apart. All run in turn within one
+trace of PyTorch's profiler, after a second of the same: the card is hot for all of them. While a profiler watches, the
+package goes through its ops and does not overwrite the pre-activation; kernels and their order are those of any step.
 """
 
+import argparse
+import json
 import statistics
 import time
 from collections import defaultdict
+from pathlib import Path
 from types import ModuleType
 from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -24,12 +30,12 @@ from workload import GPT_OSS, LAYERS, OLMOE, QWEN3_30B, SMOKE, Cell, Layer, make
 
 UP, DOWN, DGRAD, DX, WGRAD_UP, WGRAD_DOWN = PRODUCTS = ("up", "down", "dgrad", "dx", "wgrad up", "wgrad down")
 REST = "combine, sort, routing, sums"
-# What the names of our kernels hold, in the order of a step. Where two products share one, they come in this order.
+# What the names of our kernels hold, in the order of a step.
 KERNELS = (
-    (UP, "up_proj"), (DGRAD, "down_dgrad"), (DOWN, "gemm"), (DX, "gemm"), (WGRAD_UP, "wgrad"), (WGRAD_DOWN, "wgrad"),
+    (UP, "up_proj"), (DOWN, "gemm"), (DGRAD, "down_dgrad"), (DX, "gemm"), (WGRAD_UP, "wgrad"), (WGRAD_DOWN, "wgrad"),
 )  # fmt: skip
 CALLS = 2  # of one provider in a row
-WARM_SECONDS = 1.0
+LEAST_ROUNDS = 3
 
 Span = Tuple[str, float]  # a kernel's name and microseconds
 
@@ -63,15 +69,20 @@ def cublas(layer: Layer, rows: int, batch: Optional[int], device: str) -> Dict[s
     return {name: lambda pair=pair: torch.matmul(*pair) for name, pair in zip(PRODUCTS, pairs)}
 
 
-def trace(calls: Sequence[Callable], rounds: int) -> List[List[List[Span]]]:
-    """[call][round * CALLS + repetition]: the kernels of every call; a kernel that does nothing tells calls apart."""
+def trace(calls: Sequence[Callable], rounds: int, seconds: float) -> List[List[List[Span]]]:
+    """[call][round * CALLS + repetition]: the kernels of every call; a kernel that does nothing tells calls apart.
+
+    Ends early, but not before LEAST_ROUNDS, when so many seconds are over.
+    """
+    deadline, done = time.monotonic() + seconds, 0
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(rounds):
+        while done < rounds and (done < LEAST_ROUNDS or time.monotonic() < deadline):
+            done += 1
             for call in calls:
                 for _ in range(CALLS):
                     torch.cuda._sleep(1)
                     call()
-        torch.cuda.synchronize()
+            torch.cuda.synchronize()
     events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     groups: List[List[Span]] = []
     for event in sorted(events, key=lambda e: e.time_range.start):
@@ -79,6 +90,8 @@ def trace(calls: Sequence[Callable], rounds: int) -> List[List[List[Span]]]:
             groups.append([])
         elif groups:
             groups[-1].append((event.name, event.time_range.elapsed_us()))
+    if len(groups) != done * len(calls) * CALLS:
+        raise RuntimeError(f"the trace has {len(groups)} calls of {done * len(calls) * CALLS}")
     found: List[List[List[Span]]] = [[] for _ in calls]
     for number, group in enumerate(groups):
         found[number // CALLS % len(calls)].append(group)
@@ -103,8 +116,11 @@ def total(step: List[Span]) -> Dict[str, float]:
     return sums
 
 
-def measure(kernel: ModuleType, cell: Cell, rounds: int, device: str) -> dict:
+def measure(kernel: ModuleType, cell: Cell, arguments: argparse.Namespace) -> dict:
     """Median ms of every product, by provider."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not arguments.smoke:
+        return {"skipped": "needs a GPU"}
     torch.manual_seed(0)
     block, sets = make_block(cell.layer, device), [make_inputs(cell, device)]
     step = make_call(make_ours(kernel, block), block, sets, cell.backward)
@@ -113,15 +129,18 @@ def measure(kernel: ModuleType, cell: Cell, rounds: int, device: str) -> dict:
     calls = [lambda: step(0), *dense.values(), *batched.values()]
     for call in calls:
         call()
-    if device != "cuda":
+    if device == "cpu":
         return {"skipped": "needs a GPU"}
-    until = time.monotonic() + WARM_SECONDS
+    until = time.monotonic() + arguments.warm_seconds
     while time.monotonic() < until:
         for call in calls:
             call()
         torch.cuda.synchronize()
-    ours, *others = trace(calls, rounds)
+    ours, *others = trace(calls, arguments.rounds, arguments.cell_seconds)
     steps = [total(one) for one in ours]
+    lost = [name for name in PRODUCTS if not all(one[name] for one in steps)]
+    if lost:
+        raise RuntimeError(f"no kernel of ours for {', '.join(lost)}")
     found: Dict[str, dict] = {}
     for name in (*PRODUCTS, REST):
         found[name] = {"ours": statistics.median(one[name] for one in steps) / 1e3}
@@ -156,16 +175,21 @@ def table(results: dict) -> List[Dict[str, str]]:
 
 
 def main(argv: Optional[List[str]] = None) -> dict:
-    arguments = make_parser(__doc__, budget=120, cell_seconds=0).parse_args(argv)
-    kernel, device = load_kernel(), "cuda" if torch.cuda.is_available() else "cpu"
-    results = {"benchmark": "products", **describe_machine(kernel, arguments.commit)}
-    rounds = 2 if arguments.smoke else arguments.rounds
-    tasks = [
-        Task("cells", cell.described(), str(cell), lambda c=cell: measure(kernel, c, rounds, device), lambda: None)
-        for cell in cells(arguments.smoke)
-    ]
-    run_tasks(results, tasks, arguments, progress)
-    found = [] if arguments.prepare else table(results)
+    parser = make_parser(__doc__, budget=120, cell_seconds=5.0)
+    parser.set_defaults(warm_seconds=1.0)
+    parser.add_argument("--table", type=Path, help="print that JSON as Markdown and stop")
+    arguments = parser.parse_args(argv)
+    if arguments.table is not None:
+        results = json.loads(arguments.table.read_text(encoding="utf-8"))
+    else:
+        kernel = load_kernel()
+        results = {"benchmark": "products", **describe_machine(kernel, arguments.commit)}
+        tasks = [
+            Task("cells", cell.described(), str(cell), lambda c=cell: measure(kernel, c, arguments), lambda: None)
+            for cell in cells(arguments.smoke)
+        ]
+        run_tasks(results, tasks, arguments, progress)
+    found = table(results)
     print("\n".join(markdown_table(found)) if found else "nothing measured")
     return results
 

@@ -38,7 +38,7 @@ def accelerator() -> str:
 
 
 def spread_over_gpus() -> None:
-    """Gives each process of pytest-xdist another GPU as its first one, if there are several."""
+    """Gives each process of pytest-xdist another GPU as its first one, if there are several and nobody chose one."""
     worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
     if worker and count > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
         first = int(worker.removeprefix("gw"))

@@ -48,8 +48,8 @@ def grouped_order(tile, num_m_tiles, NUM_N_TILES: tl.constexpr, GROUP_M: tl.cons
 def tile_rows(expert, m_tile, expert_offsets_ptr, BLOCK_M: tl.constexpr):
     """Rows of a tile: (first row, rows in range, mask).
 
-    Rows past the expert's last one repeat it, so that every address is valid and no other expert's row is read; the
-    mask keeps them out of every store.
+    Rows past the expert's last one repeat it, so that every address is valid; the mask keeps them out of every store
+    and out of loads, which would read that one row many times.
     """
     first = tl.load(expert_offsets_ptr + expert) + m_tile * BLOCK_M
     count = tl.load(expert_offsets_ptr + expert + 1) - first

@@ -69,8 +69,27 @@ def cublas(layer: Layer, rows: int, batch: Optional[int], device: str) -> Dict[s
     return {name: lambda pair=pair: torch.matmul(*pair) for name, pair in zip(PRODUCTS, pairs)}
 
 
+def by_call(spans: Sequence[Span], calls: int, rounds: int) -> List[List[List[Span]]]:
+    """[call][round * CALLS + repetition]: the kernels of every call, of all in the order of their start.
+
+    Before each call runs a kernel that does nothing. Raises RuntimeError if one of those is missing.
+    """
+    groups: List[List[Span]] = []
+    for span in spans:
+        if "spin_kernel" in span[0]:
+            groups.append([])
+        elif groups:
+            groups[-1].append(span)
+    if len(groups) != rounds * calls * CALLS:
+        raise RuntimeError(f"the trace has {len(groups)} calls of {rounds * calls * CALLS}")
+    found: List[List[List[Span]]] = [[] for _ in range(calls)]
+    for number, group in enumerate(groups):
+        found[number // CALLS % calls].append(group)
+    return found
+
+
 def trace(calls: Sequence[Callable], rounds: int, seconds: float) -> List[List[List[Span]]]:
-    """[call][round * CALLS + repetition]: the kernels of every call; a kernel that does nothing tells calls apart.
+    """`by_call` of calls that take turns.
 
     Ends early, but not before LEAST_ROUNDS, when so many seconds are over.
     """
@@ -84,18 +103,8 @@ def trace(calls: Sequence[Callable], rounds: int, seconds: float) -> List[List[L
                     call()
             torch.cuda.synchronize()
     events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    groups: List[List[Span]] = []
-    for event in sorted(events, key=lambda e: e.time_range.start):
-        if "spin_kernel" in event.name:
-            groups.append([])
-        elif groups:
-            groups[-1].append((event.name, event.time_range.elapsed_us()))
-    if len(groups) != done * len(calls) * CALLS:
-        raise RuntimeError(f"the trace has {len(groups)} calls of {done * len(calls) * CALLS}")
-    found: List[List[List[Span]]] = [[] for _ in calls]
-    for number, group in enumerate(groups):
-        found[number // CALLS % len(calls)].append(group)
-    return found
+    events.sort(key=lambda event: event.time_range.start)
+    return by_call([(event.name, event.time_range.elapsed_us()) for event in events], len(calls), done)
 
 
 def products_of(step: List[Span]) -> Iterator[Span]:
@@ -116,11 +125,8 @@ def total(step: List[Span]) -> Dict[str, float]:
     return sums
 
 
-def measure(kernel: ModuleType, cell: Cell, arguments: argparse.Namespace) -> dict:
-    """Median ms of every product, by provider."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and not arguments.smoke:
-        return {"skipped": "needs a GPU"}
+def prepare(kernel: ModuleType, cell: Cell, device: str) -> List[Callable]:
+    """A step, then the dense and the batched products, each called once."""
     torch.manual_seed(0)
     block, sets = make_block(cell.layer, device), [make_inputs(cell, device)]
     step = make_call(make_ours(kernel, block), block, sets, cell.backward)
@@ -129,7 +135,13 @@ def measure(kernel: ModuleType, cell: Cell, arguments: argparse.Namespace) -> di
     calls = [lambda: step(0), *dense.values(), *batched.values()]
     for call in calls:
         call()
-    if device == "cpu":
+    return calls
+
+
+def measure(kernel: ModuleType, cell: Cell, device: str, arguments: argparse.Namespace) -> dict:
+    """Median ms of every product, by provider."""
+    calls = prepare(kernel, cell, device) if device == "cuda" or arguments.smoke else []
+    if device != "cuda":
         return {"skipped": "needs a GPU"}
     until = time.monotonic() + arguments.warm_seconds
     while time.monotonic() < until:
@@ -184,11 +196,17 @@ def main(argv: Optional[List[str]] = None) -> dict:
     else:
         kernel = load_kernel()
         results = {"benchmark": "products", **describe_machine(kernel, arguments.commit)}
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         tasks = [
-            Task("cells", cell.described(), str(cell), lambda c=cell: measure(kernel, c, arguments), lambda: None)
-            for cell in cells(arguments.smoke)
+            Task(
+                "cells", c.described(), str(c),
+                lambda c=c: measure(kernel, c, device, arguments), lambda c=c: prepare(kernel, c, device),
+            )  # fmt: skip
+            for c in cells(arguments.smoke)
         ]
         run_tasks(results, tasks, arguments, progress)
+        if arguments.prepare:
+            return results
     found = table(results)
     print("\n".join(markdown_table(found)) if found else "nothing measured")
     return results

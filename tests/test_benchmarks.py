@@ -1,5 +1,6 @@
 """The benchmarks' inputs are what they say, their providers agree with the reference, and growth is flagged."""
 
+import json
 import os
 import subprocess
 import sys
@@ -86,3 +87,32 @@ def test_kernels_of_a_step_go_to_products():
     sums = run_products.total([(f"hopper_{name}_kernel", 2.0**place) for place, name in enumerate(names)])
     at = {name: 2.0**place for name, place in zip(run_products.PRODUCTS, (1, 2, 5, 6, 8, 9))}
     assert sums == {**at, run_products.REST: 2.0**11 - 1 - sum(at.values())}
+
+
+def test_calls_of_a_trace():
+    """Calls take turns, some repetitions of each in a row; one whose mark is lost would shift all that come after."""
+    calls, rounds = 3, 2
+    spans = []
+    for number in range(rounds * calls * run_products.CALLS):
+        spans += [("void at::cuda::spin_kernel(long)", 0.1), (f"kernel {number}", 1.0), (f"second {number}", 2.0)]
+    numbers = [[int(one[0][0].split()[1]) for one in call] for call in run_products.by_call(spans, calls, rounds)]
+    assert numbers == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+    with pytest.raises(RuntimeError, match="the trace has 11 calls of 12"):
+        run_products.by_call(spans[:3] + spans[4:], calls, rounds)
+
+
+@pytest.mark.parametrize(
+    "options, last", [((), "nothing measured"), (("--only", "none of them"), "nothing measured"), (("--prepare",), None)]
+)
+def test_products_without_a_gpu(options, last, tmp_path):
+    """All of it runs there but the trace, and the JSON says why there are no times."""
+    script, output = ROOT / "benchmarks" / "run_products.py", tmp_path / "products.json"
+    done = subprocess.run(
+        [sys.executable, str(script), "--smoke", "--output", str(output), *options],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout.splitlines() or [None])[-1] == last
+    if not options:
+        (cell,) = json.loads(output.read_text(encoding="utf-8"))["cells"]
+        assert cell["skipped"] == "needs a GPU"

@@ -123,7 +123,7 @@ def load_weights(w_ptrs, k_mask, n_mask, EVEN_K: tl.constexpr, EVEN_N: tl.conste
 @triton.jit
 def dot_tile(
     x_ptrs,  # (BLOCK_M, BLOCK_K) pointers at k = 0
-    row_mask,  # (BLOCK_M,) rows that are read: the same one for many of a tile would be read as often
+    row_mask,  # (BLOCK_M,) rows to read; the others, which point at the expert's last one, count as 0
     stride_xk,
     w_ptrs,  # (BLOCK_K, BLOCK_N) pointers at k = 0
     stride_wk,

@@ -39,10 +39,9 @@ def accelerator() -> str:
 
 def spread_over_gpus() -> None:
     """Gives each process of pytest-xdist another GPU as its first one, if there are several and nobody chose one."""
-    worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
-    if worker and count > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        first = int(worker.removeprefix("gw"))
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + i) % count) for i in range(count))
+    first, count = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"), torch.cuda.device_count()
+    if first.isdigit() and count > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((int(first) + i) % count) for i in range(count))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,9 +1,15 @@
-"""Which hazards the GPU suite's racecheck step may count apart: those in Triton's own hand-over of work to warps."""
+"""Which hazards the GPU suite's racecheck step may count apart, those in Triton's own hand-over of work to warps; and
 
+which GPU each of the suite's processes gets.
+"""
+
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import spread_over_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -56,3 +62,22 @@ def test_any_other_hazard_is_not(change):
 
 def test_without_the_addresses_nothing_is_explained():
     assert counts(report().split("\n", 1)[1]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "worker, count, chosen, want",
+    [
+        ("gw0", 4, None, "0,1,2,3"), ("gw6", 4, None, "2,3,0,1"), ("gw6", 1, None, None), ("gw6", 0, None, None),
+        (None, 4, None, None), ("named", 4, None, None), ("gw6", 4, "3", "3"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_processes_are_spread_over_gpus(monkeypatch, worker, count, chosen, want):
+    """In turn, with all GPUs in sight, for the tests that need another one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    for name, value in (("PYTEST_XDIST_WORKER", worker), ("CUDA_VISIBLE_DEVICES", chosen)):
+        monkeypatch.setenv(name, value or "")  # puts it back in the end
+        if value is None:
+            monkeypatch.delenv(name)
+    spread_over_gpus()
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == want

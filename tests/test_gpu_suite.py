@@ -1,7 +1,4 @@
-"""Which hazards the GPU suite's racecheck step may count apart, those in Triton's own hand-over of work to warps; and
-
-which GPU each of the suite's processes gets.
-"""
+"""Which hazards the GPU suite counts apart, those of Triton's own hand-over to warps, and how processes share GPUs."""
 
 import os
 import sys

@@ -25,7 +25,8 @@ MEDIUM = Case("medium", T=600, top_k=4, E=6, H=64, I=48)  # more than 2048 slots
 BIAS = MEDIUM._replace(id="bias", bias="both", interleaved=True, activation=("silu", 1.702, 0.5625, 1.0))
 WIDE = MEDIUM._replace(id="wide", H=72, I=136)  # which Hopper's own kernels take
 WIDE_BIAS = BIAS._replace(id="wide-bias", H=72, I=136, transposed=True)
-CASES = pytest.mark.parametrize("case", [SMALL, MEDIUM, BIAS, WIDE, WIDE_BIAS], ids=lambda case: case.id)
+DEEP = WIDE._replace(id="deep", H=392)  # more steps than the ring of the up-projection has
+CASES = pytest.mark.parametrize("case", [SMALL, MEDIUM, BIAS, WIDE, WIDE_BIAS, DEEP], ids=lambda case: case.id)
 GIB = 2**30
 
 
@@ -197,6 +198,42 @@ def check_long_step(grouped_moe, case: Case, device: str) -> None:
     got = [out.detach()[rows], dx[rows], dweights[rows], dup, ddown]
     for name, a, b in zip(("out", "dx", "dweights", "dup", "ddown"), got, want):
         assert_close(name, a, b, torch.bfloat16, inner_products=name == "dweights")
+
+
+def test_more_steps_than_the_ring_has(grouped_moe, device):
+    check_long_step(grouped_moe, DEEP._replace(T=4096, top_k=1), device)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
+def test_tiles_that_two_warp_groups_share(grouped_moe, device, transposed):
+    """Of a long K, with its tail, next to rows of no group, an empty group and one of one row."""
+    tuning = importlib.import_module(f"{grouped_moe.__name__}.tuning")
+    rows, groups, k = 2048, 5, 4104
+    spec = tuning.device_spec("cuda", torch.cuda.current_device())
+    shared = (
+        n
+        for n in range(4096, 8192, 256)
+        if tuning.hopper_gemm_config(128, rows, groups, n, k, spec, True)[0].block_n == 256
+    )
+    n = next(shared, None) if spec.hopper else None
+    if n is None:
+        pytest.skip("no such tiles on this GPU")
+    sizes = torch.tensor([700, 0, 1, 1000, 199], device=device)
+    x, dy = (torch.randn((rows, width), device=device, dtype=torch.bfloat16) for width in (k, n))
+    for tensor in (x, dy):
+        tensor[int(sizes.sum()) :] = float("nan")
+    weight = torch.randn((groups, k, n) if transposed else (groups, n, k), device=device, dtype=torch.bfloat16)
+    bias, scales = torch.randn((groups, n), device=device), torch.rand(rows, device=device)
+    given = [x, weight.mul_(k**-0.5), bias.to(torch.bfloat16), scales.to(torch.bfloat16)]
+    ours, true = ([tensor.to(dtype).requires_grad_() for tensor in given] for dtype in (torch.bfloat16, torch.float64))
+    with poisoned_allocations():
+        y = grouped_moe.grouped_linear(ours[0], ours[1], sizes, *ours[2:], transposed=transposed)
+        got = [y, *torch.autograd.grad(y, ours, dy)]
+    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    out = grouped_moe.reference.grouped_linear(true[0], true[1], offsets, *true[2:], transposed=transposed)
+    want = [out.detach(), *torch.autograd.grad(out, true, dy.double().nan_to_num(0.0))]
+    for name, a, b in zip(("y", "dx", "dweight", "dbias", "dscales"), got, want):
+        assert_close(name, a, b, torch.bfloat16, inner_products=name == "dscales")
 
 
 def test_more_than_2_to_31_elements(grouped_moe, device):

@@ -218,6 +218,35 @@ def test_an_entry_replaces_that_tile_alone(tuned, tuning, gpu):
     assert tuning.hopper_gemm_config(128, 65536, 8, 4096, 2048, tuning.DeviceSpec(*H200), False) is not None
 
 
+@pytest.mark.parametrize(
+    "rows, groups, n, k, block_n",
+    [
+        (32768, 8, 4096, 14336, 256),  # Mixtral's down-projection
+        (65536, 128, 2048, 1536, 128),  # K is short
+        (65536, 128, 2880, 5760, 128),  # gpt-oss' dx: wide tiles would have 7 % more columns than there are
+        (1024, 8, 4096, 4096, 256),  # groups of 128 rows stream their weights
+        (1152, 4, 4096, 4096, 128),  # three rounds of narrow tiles, two of wide ones
+        (512, 8, 1024, 8192, 128),  # wide tiles would leave half of the processors idle
+    ],
+)
+def test_which_tiles_two_warp_groups_share(tuning, rows, groups, n, k, block_n):
+    config, _ = tuning.hopper_gemm_config(128, rows, groups, n, k, tuning.DeviceSpec(*H200), False)
+    assert config.block_n == block_n
+
+
+def test_a_null_of_either_hopper_tile_leaves_the_other(tuned, tuning, gpu):
+    def chosen(tiles):
+        write(tuned.file_of(gpu), tiles)
+        tuned.tiles_of.cache_clear()
+        tuning.hopper_gemm_config.cache_clear()
+        return tuning.hopper_gemm_config(128, 32768, 8, 4096, 14336, tuning.DeviceSpec(*H200, gpu), False)
+
+    narrow, wide = {"gemm_hopper": {"128": None}}, {"gemm_hopper_wide": {"128": None}}
+    assert chosen(narrow)[0].block_n == 256
+    assert chosen(wide)[0].block_n == 128
+    assert chosen({**narrow, **wide}) is None
+
+
 def test_a_tuned_tile_still_has_to_fit(tuned, tuning, gpu):
     """The shared memory, and the columns there are."""
     write(tuned.file_of(gpu), {"gemm": {"128": {**TILE, "block_n": 256, "block_k": 128, "num_stages": 8}}})

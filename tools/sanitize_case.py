@@ -42,6 +42,7 @@ CASES = [
     Case("gated", T=9),
     Case("gated, many slots, whole tiles", T=1100, H=128, I=64),
     Case("gated, part of a step", T=700, H=136, I=136, bias=True),
+    Case("gated, more steps than the ring has", T=700, H=328, I=136),
     Case("gated, several tiles for each program", T=2200, H=72, I=1040),
     Case("gated, nothing for the first expert", T=700, H=72, I=136, idle=1),
     Case("gated, sentinels alone", T=700, H=72, I=136, idle=3),
@@ -246,6 +247,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     run_layers(kernel, device, groups=4, rows=900, k=128, n=264)  # by descriptor
     run_layers(kernel, device, groups=40, rows=5120, k=64, n=1024)  # several tiles for each program
     if device == "cuda":
+        run_layers(kernel, device, groups=3, rows=2048, k=4104, n=1088)  # tiles that two warp groups share
         torch.cuda.synchronize()
     print_dispatch(kernel)
     print(f"all right on {device}")

@@ -48,10 +48,12 @@ def hopper_gemm(
         num_warps=config.num_warps,
     )  # fmt: skip
     block = (config.block_k, config.block_n) if w_kn else (config.block_n, config.block_k)
+    # A warp group's registers hold the sums of 128 x 128 products: tiles of more are shared.
+    box_rows = min(config.block_m, 128 * 128 // config.block_n)
     return Launch(
         device, kernel, persistent_grid(config, max_tiles, n, spec),
         Ref(0, box(x, config.block_m, config.block_k, gluon=True)), Ref(1, box(weight, 1, *block, gluon=True)),
-        *bias_operand(2, bias), ref(3, scales), Ref(4, ragged_box(y, config.block_m, columns)), Ref(5), rows,
+        *bias_operand(2, bias), ref(3, scales), Ref(4, ragged_box(y, box_rows, columns)), Ref(5), rows,
     )  # fmt: skip
 
 

@@ -201,18 +201,21 @@ def hopper_gemm_config(
     """Config of a grouped GEMM by the Gluon kernel for Hopper and the columns it stores at once; None: not by that one.
 
     num_warps: of each of its two consumers. The ring takes the shared memory that boxes of results, and one of zeros,
-    leave. What streams weights, groups of 128 rows or less with a long K, wants the wide tiles of the Triton kernel,
-    which read x less often, unless they would leave more of the processors idle.
+    leave. Wide tiles, which both consumers share, read less, but what a tile takes besides its products is hidden less
+    well: they are for a long K. In rounds of the processors one counts as 1.95 narrow ones (measured) or, for groups of
+    128 rows or less, whose weights are streamed, as the 1.5 that it reads.
     """
     if block_m != 128 or n <= 64:
         return None
     config = choose_tile("gemm_hopper", block_m, GemmConfig(128, 128, 64, 4, 6), 2, spec)
+    if k >= 4096:
+        wide = choose_tile("gemm_hopper_wide", block_m, GemmConfig(128, 256, 64, 4, 4, 16), 2, spec)
+        m_tiles = max(num_groups, -(-rows // block_m))
+        rounds, wide_rounds = (-(-m_tiles * -(-n // block_n) // spec.num_sms) for block_n in (128, 256))
+        pays = wide_rounds * (1.5 if m_tiles == num_groups else 1.95) < rounds
+        config = wide if config is None or (wide is not None and pays) else config
     if config is None:
         return None
-    if rows <= 128 * num_groups and k >= 4096:
-        narrow, wide = (-(-num_groups * -(-n // block_n) // spec.num_sms) for block_n in (128, 256))
-        if wide * (128 + 256) < narrow * (128 + 128):
-            return None
     return config, 32 if zero_rest else 64
 
 

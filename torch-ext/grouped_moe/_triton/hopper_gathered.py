@@ -6,11 +6,13 @@ by the tensor memory accelerator. A step is long enough for the copies, which tw
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .hopper import cp_async, hand_over, hand_over_rest, next_slot, previous_slot, wait_for_stream
+from .hopper import allocate_barriers, cp_async, hand_over, hand_over_rest, next_slot, wait_for_stream
 from .hopper_experts import allocate_ring, find_tile, load_slots, up_epilogue
-from .hopper_gemm import load_weight, multiply
+from .hopper_gemm import load_weight, multiply_half
+
+LAG = gl.constexpr(1)  # steps by which the ring's slots are handed over late
 
 
 @gluon.jit
@@ -32,7 +34,6 @@ def gather_tiles(
     BLOCK_K: gl.constexpr = x_ring.shape[2]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    LAG: gl.constexpr = STAGES // 2
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
     index = gl.arange(0, BLOCK_M, ROWS)
     step = gl.num_programs(0)
@@ -65,7 +66,7 @@ def gather_tiles(
 
 @gluon.jit
 def multiply_tiles(
-    GROUP: gl.constexpr, ring, outputs, bufs, bias, scales_ptr, schedule_ptr, num_tiles,
+    GROUP: gl.constexpr, ring, ahead, outputs, bufs, bias, scales_ptr, schedule_ptr, num_tiles,
     N: gl.constexpr, STEPS: gl.constexpr, W_KN: gl.constexpr, BLOCK_N: gl.constexpr, KIND: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
@@ -76,16 +77,18 @@ def multiply_tiles(
     step = gl.num_programs(0)
     slot = 0
     phase = 0
+    turn = 0
     expert1, row1, end1, n_tile1 = find_tile(gl.program_id(0), num_tiles, schedule_ptr, TILING)
     for tile in range(gl.program_id(0), num_tiles, step):
         expert, row, end, column = expert1 + 0, row1 + GROUP * ROWS, end1 + 0, n_tile1 * (BLOCK_N // 2)
         # Where the next tile is has been read by the time this one is done.
         expert1, row1, end1, n_tile1 = find_tile(tile + step, num_tiles, schedule_ptr, TILING)
-        acc, slot, phase = multiply(ring, slot, phase, W_KN, BLOCK_N, STEPS, GROUP * ROWS, ROWS)
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(ring[3].index(previous_slot(slot, STAGES)), count=1)
+        acc, slot, phase = multiply_half(
+            GROUP, ring, slot, phase, ahead, turn, W_KN, BLOCK_N, STEPS, ROWS, STAGES - LAG
+        )
         expert_bias_ptr = bias_ptr + expert.to(gl.int64) * stride_be if bias_ptr is not None else None
         up_epilogue(acc, outputs, bufs, row, end, column, expert_bias_ptr, stride_bn, scales_ptr, N, KIND)
+        turn ^= 1
     tma.store_wait(0)
 
 
@@ -129,15 +132,16 @@ def hopper_gathered_up_proj_kernel(
     ring = allocate_ring(w_desc, 2, STAGES, BLOCK_M, BLOCK_K)
     bufs0 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
     bufs1 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
+    ahead = allocate_barriers(1, 1).index(0)
     num_tiles = gl.load(schedule_ptr + (2 * NUM_EXPERTS + 1)) * NUM_N_TILES
     outputs = (gate_desc, up_desc, act_desc)
     bias = (bias_ptr, stride_be, stride_bn)
     tokens = (x_ptr, stride8, row_to_slot_ptr)
     # Registers of a thread: a consumer's holds 128 sums of products.
     gl.warp_specialize([
-        (multiply_tiles, (0, ring, outputs, bufs0, bias, scales_ptr, schedule_ptr, num_tiles,
+        (multiply_tiles, (0, ring, ahead, outputs, bufs0, bias, scales_ptr, schedule_ptr, num_tiles,
                           N, STEPS, W_KN, BLOCK_N, KIND, TILING)),
-        (multiply_tiles, (1, ring, outputs, bufs1, bias, scales_ptr, schedule_ptr, num_tiles,
+        (multiply_tiles, (1, ring, ahead, outputs, bufs1, bias, scales_ptr, schedule_ptr, num_tiles,
                           N, STEPS, W_KN, BLOCK_N, KIND, TILING)),
         (gather_tiles, (tokens, w_desc, ring, schedule_ptr, num_tiles, K, TOP_K, W_KN, BLOCK_N, TILING)),
     ], [4, 4], [208, 88])  # fmt: skip

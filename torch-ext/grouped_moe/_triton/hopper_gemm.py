@@ -1,6 +1,7 @@
 """Grouped GEMM for Hopper in Gluon: loads, products and stores overlap.
 
-One warp fills a ring of operands. Two warp groups take its tiles in turn, so that one stores while one multiplies.
+One warp fills a ring of operands. Two warp groups take its tiles in turn, so that one stores while one multiplies, or
+share tiles twice as wide, for which less is read, and of which one group ends its half before the other.
 A tile's last rows may be the next group's: they are multiplied, too, and cut off by a ragged store.
 """
 
@@ -132,17 +133,17 @@ def produce(
 @gluon.jit
 def multiply(
     ring, slot, phase, W_KN: gl.constexpr, BLOCK_N: gl.constexpr, STEPS: gl.constexpr,
-    FIRST_ROW: gl.constexpr, ROWS: gl.constexpr,
+    FIRST_ROW: gl.constexpr, ROWS: gl.constexpr, sums=None,
 ):  # fmt: skip
     """ROWS of x, from FIRST_ROW on, times w over STEPS slots of the ring, and the slot and phase after them.
 
-    The last products are under way, and their slot is not given back.
+    sums: of earlier steps, or none. The last products are under way, and their slot is not given back.
     """
     x_bufs, w_bufs, full, empty = ring
     STAGES: gl.constexpr = x_bufs.shape[0]
     BLOCK_K: gl.constexpr = x_bufs.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
-    acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+    acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout) if sums is None else sums
     for k in range(STEPS):
         mbarrier.wait(full.index(slot), phase)
         if W_KN:
@@ -150,10 +151,40 @@ def multiply(
         else:
             w = w_bufs.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
         x = x_bufs.index(slot).slice(FIRST_ROW, ROWS)
-        acc = warpgroup_mma(x, w, acc, use_acc=k > 0, is_async=True)
+        acc = warpgroup_mma(x, w, acc, use_acc=True if sums is not None else k > 0, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=k > 0)
         slot, phase = next_slot(slot, phase, STAGES)
+    return acc, slot, phase
+
+
+@gluon.jit
+def multiply_half(
+    GROUP: gl.constexpr, ring, slot, phase, ahead, turn,
+    W_KN: gl.constexpr, BLOCK_N: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr, LEAD: gl.constexpr,
+):  # fmt: skip
+    """`multiply`, to its end, of the GROUP-th half of the rows of a tile that two warp groups share.
+
+    Group 0 leads: group 1 makes a tile's last LEAD steps after it, and so hides group 0's epilogue, as the next tile's
+    first steps of group 0 hide group 1's. ahead: the barrier by which group 0 lets it go on, in phase `turn`. LEAD: at
+    most as many steps as get into the ring while group 1 holds back, or both would wait for ever. Nobody leads in tiles
+    of no more steps than the ring has: group 0 could end a second one before group 1 has seen the first.
+    """
+    STAGES: gl.constexpr = ring[0].shape[0]
+    LAST: gl.constexpr = LEAD if STEPS > STAGES else 0
+    empty = ring[3]
+    if GROUP == 0 or LAST == 0:
+        acc, slot, phase = multiply(ring, slot, phase, W_KN, BLOCK_N, STEPS, GROUP * ROWS, ROWS)
+        if LAST > 0:
+            mbarrier.arrive(ahead, count=1)
+    else:
+        acc, slot, phase = multiply(ring, slot, phase, W_KN, BLOCK_N, STEPS - LAST, GROUP * ROWS, ROWS)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)
+        mbarrier.wait(ahead, turn)
+        acc, slot, phase = multiply(ring, slot, phase, W_KN, BLOCK_N, LAST, GROUP * ROWS, ROWS, acc)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)
     return acc, slot, phase
 
 
@@ -191,12 +222,15 @@ def consume(
     NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, W_KN: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One of two warp groups, which take tiles in turn: one stores its tile while the other one multiplies."""
+    """One of two warp groups, which take tiles in turn or share them: one stores while one multiplies."""
     NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    step = 2 * gl.num_programs(0)
-    tile0 = gl.program_id(0) + GROUP * gl.num_programs(0)
-    position = GROUP * STEPS  # in the sequence of all slots that the program fills
+    ROWS: gl.constexpr = y_buf.shape[2]
+    TURNS: gl.constexpr = 1 if ROWS < BLOCK_M else 2
+    FIRST: gl.constexpr = GROUP * (TURNS - 1)  # of the program's tiles
+    step = TURNS * gl.num_programs(0)
+    tile0 = gl.program_id(0) + FIRST * gl.num_programs(0)
+    position = FIRST * STEPS  # in the sequence of all slots that the program fills
     turn = 1 - GROUP  # group 0 begins
     expert = load_expert(tile0, num_tiles, schedule_ptr, NUM_EXPERTS, NUM_N_TILES)
     first, end, before = load_group(expert, schedule_ptr, NUM_EXPERTS)
@@ -205,18 +239,24 @@ def consume(
         row, n_tile = locate_tile(tile, first, end, before, NUM_N_TILES, BLOCK_M, GROUP_M)
         first1, end1, before1 = load_group(expert1, schedule_ptr, NUM_EXPERTS)
         expert2 = load_expert(tile + 2 * step, num_tiles, schedule_ptr, NUM_EXPERTS, NUM_N_TILES)
-        # Without turns both would multiply, then both store.
-        mbarrier.wait(turns.index(GROUP), turn)
         slot = position % STAGES
         phase = (position // STAGES) & 1
         ring = (x_bufs, w_bufs, full, empty)
-        acc, slot, _ = multiply(ring, slot, phase, W_KN, BLOCK_N, STEPS, 0, BLOCK_M)
-        mbarrier.arrive(turns.index(1 - GROUP), count=1)
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)
+        if TURNS == 1:
+            acc, _, _ = multiply_half(
+                GROUP, ring, slot, phase, turns.index(0), turn, W_KN, BLOCK_N, STEPS, ROWS, STAGES - 1
+            )
+            row += GROUP * ROWS
+        else:
+            # Without turns both would multiply, then both store.
+            mbarrier.wait(turns.index(GROUP), turn)
+            acc, slot, _ = multiply(ring, slot, phase, W_KN, BLOCK_N, STEPS, 0, ROWS)
+            mbarrier.arrive(turns.index(1 - GROUP), count=1)
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)
         expert_bias_ptr = bias_ptr + expert.to(gl.int64) * stride_be if bias_ptr is not None else None
         store_tile(acc, y_desc, y_buf, row, end, n_tile * BLOCK_N, expert_bias_ptr, stride_bn, scales_ptr, N)
-        position += 2 * STEPS
+        position += TURNS * STEPS
         turn ^= 1
         expert = expert1
         first = first1
@@ -232,7 +272,7 @@ def hopper_gemm_kernel(
     w_desc,  # (E, K, N), blocks of (1, BLOCK_K, BLOCK_N), if W_KN; else (E, N, K), blocks of (1, BLOCK_N, BLOCK_K)
     bias_ptr, stride_be, stride_bn,  # (E, N) or None
     scales_ptr,  # (rows,) or None
-    y_desc,  # (rows, N), out; ragged, blocks of BLOCK_M rows and some of the columns
+    y_desc,  # (rows, N), out; ragged, blocks of some columns and BLOCK_M rows or, of shared tiles, half of them
     schedule_ptr,
     total_rows,
     NUM_EXPERTS: gl.constexpr,
@@ -258,14 +298,15 @@ def hopper_gemm_kernel(
     y_buf0 = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
     y_buf1 = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
     full = allocate_barriers(STAGES, 1)
-    empty = allocate_barriers(STAGES, 1)
+    ROWS: gl.constexpr = y_desc.block_type.shape[2]
+    empty = allocate_barriers(STAGES, 2 if ROWS < BLOCK_M else 1)
     turns = allocate_barriers(2, 1)
     zeros = y_buf0
     if ZERO_UNGROUPED:
         COLUMNS: gl.constexpr = y_desc.block_type.shape[3]
         zeros = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
         layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 8, 4], [1, 1, gl.num_warps(), 1], [3, 2, 1, 0])
-        zeros.store(gl.zeros([1, 1, BLOCK_M, COLUMNS], dtype, layout))
+        zeros.store(gl.zeros([1, 1, ROWS, COLUMNS], dtype, layout))
         fence_async_shared()
     num_tiles = gl.load(schedule_ptr + (2 * NUM_EXPERTS + 1)) * NUM_N_TILES
     # Registers: 232 for each thread of a consumer, which holds 128 sums of products; 40 for the producer.

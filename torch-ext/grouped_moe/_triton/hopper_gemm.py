@@ -24,6 +24,7 @@ from .hopper import (
     tma_store,
     wait_for_stream,
 )
+from .tiles import grouped_order
 
 
 @gluon.jit
@@ -45,11 +46,8 @@ def locate_tile(
 ):
     """First row and n tile of a tile, in the order of `tiles.find_tile`."""
     num_m_tiles = (end - first + BLOCK_M - 1) // BLOCK_M
-    within = tile - m_tiles_before * NUM_N_TILES
-    group = within // (GROUP_M * NUM_N_TILES)
-    group_size = gl.minimum(num_m_tiles - group * GROUP_M, GROUP_M)
-    within -= group * (GROUP_M * NUM_N_TILES)
-    return first + (group * GROUP_M + within % group_size) * BLOCK_M, within // group_size
+    m_tile, n_tile = grouped_order(tile - m_tiles_before * NUM_N_TILES, num_m_tiles, NUM_N_TILES, GROUP_M)
+    return first + m_tile * BLOCK_M, n_tile
 
 
 @gluon.jit

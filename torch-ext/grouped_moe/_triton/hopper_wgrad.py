@@ -26,6 +26,7 @@ from .hopper import (
     tma_store,
     wait_for_stream,
 )
+from .tiles import grouped_order
 
 # What a tile takes besides its steps, in rows.
 TILE_COST = gl.constexpr(128)
@@ -115,24 +116,18 @@ def deal_tile(index, deal):
 
 @gluon.jit
 def find_tile(index, deal, offsets_ptr, order, TILING: gl.constexpr):
-    """A worker's index-th tile: expert, m tile, n tile, first row of the expert, its end; past the last, any tile.
-
-    Within an expert GROUP_M m tiles go through the n tiles together.
-    """
+    """A worker's index-th tile: expert, m tile, n tile, first row of the expert, its end; past the last, any tile."""
     M_TILES: gl.constexpr = TILING[1]
     N_TILES: gl.constexpr = TILING[2]
     GROUP_M: gl.constexpr = TILING[3]
     tile = gl.minimum(deal_tile(index, deal), TILING[0] - 1)
     expert = tile // (M_TILES * N_TILES)
-    within = tile - expert * (M_TILES * N_TILES)
-    group = within // (GROUP_M * N_TILES)
-    group_size = gl.minimum(M_TILES - group * GROUP_M, GROUP_M)
-    within -= group * (GROUP_M * N_TILES)
+    m_tile, n_tile = grouped_order(tile - expert * (M_TILES * N_TILES), M_TILES, N_TILES, GROUP_M)
     if TILING[4]:
         expert = ordered_expert(expert, order)
     start = gl.load(offsets_ptr + expert)
     end = gl.load(offsets_ptr + expert + 1)
-    return expert, group * GROUP_M + within % group_size, within // group_size, start, end
+    return expert, m_tile, n_tile, start, end
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ def find_row_tile(tile, schedule_ptr, NUM_EXPERTS: tl.constexpr):
 def find_tile(tile, schedule_ptr, NUM_EXPERTS: tl.constexpr, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
     """Tile number -> (expert, m tile within the expert, n tile).
 
-    Experts come in order. Within one, GROUP_M m tiles go through the n tiles together, so that a weight tile is read
+    Experts come in order. Within one, some m tiles go through the n tiles together, so that a weight tile is read
     from L2 by its neighbours. The caller has checked that tile < num_row_tiles * NUM_N_TILES.
     """
     tile_offsets_ptr = schedule_ptr + (NUM_EXPERTS + 1)
@@ -37,9 +37,13 @@ def find_tile(tile, schedule_ptr, NUM_EXPERTS: tl.constexpr, NUM_N_TILES: tl.con
 
 @triton.jit
 def grouped_order(tile, num_m_tiles, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
-    """Tile number -> (m tile, n tile): GROUP_M m tiles go through the n tiles together."""
-    group = tile // (GROUP_M * NUM_N_TILES)
-    group_size = tl.minimum(num_m_tiles - group * GROUP_M, GROUP_M)
+    """Tile number -> (m tile, n tile): GROUP_M m tiles go through the n tiles together.
+
+    The last ones are half to one and a half times as many: a few would read all weights for themselves.
+    """
+    last = tl.maximum((num_m_tiles + GROUP_M // 2) // GROUP_M - 1, 0)
+    group = tl.minimum(tile // (GROUP_M * NUM_N_TILES), last)
+    group_size = tl.where(group == last, num_m_tiles - last * GROUP_M, GROUP_M)
     within_group = tile - group * (GROUP_M * NUM_N_TILES)
     return group * GROUP_M + within_group % group_size, within_group // group_size
 

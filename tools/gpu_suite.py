@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CASE = str(Path("tools") / "sanitize_case.py")
 TAIL_LINES = 30
 SANITIZER_FAILED = 86  # an exit status that nothing else here has
-PRINT_LIMIT = 20000
+PRINT_LIMIT = 100000
 
 
 class Run(NamedTuple):

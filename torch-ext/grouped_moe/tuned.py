@@ -31,7 +31,8 @@ class _Kind(NamedTuple):
 
 _GEMM, _WGRAD = _Kind(_ROW_TILES), _Kind(_ROW_CLASSES, wgrad=True)
 # tma: weights, or in gemm and wgrad both operands, by descriptor. gated: gate and up, tiles of block_n columns of each.
-# interleaved: gate and up in turn. gathered: one operand by row indices. hopper: in Gluon. wide: tiles that both consumers share. fp32: results in fp32.
+# interleaved: gate and up in turn. gathered: one operand by row indices. hopper: in Gluon. wide: of tiles that both of
+# its consumers share. fp32: results in fp32.
 KERNELS = {
     "gemm": _GEMM,
     "gemm_tma": _GEMM,

@@ -132,7 +132,10 @@ def hopper_gathered_up_proj_kernel(
     ring = allocate_ring(w_desc, 2, STAGES, BLOCK_M, BLOCK_K)
     bufs0 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
     bufs1 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
-    ahead = allocate_barriers(1, 1).index(0)
+    if STEPS > STAGES:
+        ahead = allocate_barriers(1, 1).index(0)
+    else:
+        ahead: gl.constexpr = None
     num_tiles = gl.load(schedule_ptr + (2 * NUM_EXPERTS + 1)) * NUM_N_TILES
     outputs = (gate_desc, up_desc, act_desc)
     bias = (bias_ptr, stride_be, stride_bn)

@@ -164,23 +164,24 @@ def multiply_half(
     """`multiply`, to its end, of the GROUP-th half of the rows of a tile that two warp groups share.
 
     Group 0 leads: group 1 makes a tile's last LEAD steps after it, and so hides group 0's epilogue, as the next tile's
-    first steps of group 0 hide group 1's. ahead: the barrier by which group 0 lets it go on, in phase `turn`. LEAD: at
-    most as many steps as get into the ring while group 1 holds back, or both would wait for ever. Nobody leads in tiles
-    of no more steps than the ring has: group 0 could end a second one before group 1 has seen the first.
+    first steps of group 0 hide group 1's. ahead: the barrier by which group 0 lets it go on, in phase `turn`, or None:
+    nobody leads. So it has to be for tiles of no more steps than the ring has: group 0 could end a second one before
+    group 1 has seen the first. LEAD: at most as many steps as get into the ring while group 1 holds back, or both would
+    wait for ever.
     """
     STAGES: gl.constexpr = ring[0].shape[0]
-    LAST: gl.constexpr = LEAD if STEPS > STAGES else 0
+    gl.static_assert(ahead is None or STEPS > STAGES)
     empty = ring[3]
-    if GROUP == 0 or LAST == 0:
+    if GROUP == 0 or ahead is None:
         acc, slot, phase = multiply(ring, slot, phase, W_KN, BLOCK_N, STEPS, GROUP * ROWS, ROWS)
-        if LAST > 0:
+        if ahead is not None:
             mbarrier.arrive(ahead, count=1)
     else:
-        acc, slot, phase = multiply(ring, slot, phase, W_KN, BLOCK_N, STEPS - LAST, GROUP * ROWS, ROWS)
+        acc, slot, phase = multiply(ring, slot, phase, W_KN, BLOCK_N, STEPS - LEAD, GROUP * ROWS, ROWS)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)
         mbarrier.wait(ahead, turn)
-        acc, slot, phase = multiply(ring, slot, phase, W_KN, BLOCK_N, LAST, GROUP * ROWS, ROWS, acc)
+        acc, slot, phase = multiply(ring, slot, phase, W_KN, BLOCK_N, LEAD, GROUP * ROWS, ROWS, acc)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)
     return acc, slot, phase

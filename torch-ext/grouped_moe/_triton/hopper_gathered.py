@@ -12,8 +12,6 @@ from .hopper import allocate_barriers, cp_async, hand_over, hand_over_rest, next
 from .hopper_experts import allocate_ring, find_tile, load_slots, up_epilogue
 from .hopper_gemm import load_weight, multiply_half
 
-LAG = gl.constexpr(1)  # steps by which the ring's slots are handed over late
-
 
 @gluon.jit
 def load_tokens(row_to_slot_ptr, row, end, TOP_K: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr):
@@ -34,6 +32,7 @@ def gather_tiles(
     BLOCK_K: gl.constexpr = x_ring.shape[2]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    LAG: gl.constexpr = STAGES // 2
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
     index = gl.arange(0, BLOCK_M, ROWS)
     step = gl.num_programs(0)
@@ -83,9 +82,7 @@ def multiply_tiles(
         expert, row, end, column = expert1 + 0, row1 + GROUP * ROWS, end1 + 0, n_tile1 * (BLOCK_N // 2)
         # Where the next tile is has been read by the time this one is done.
         expert1, row1, end1, n_tile1 = find_tile(tile + step, num_tiles, schedule_ptr, TILING)
-        acc, slot, phase = multiply_half(
-            GROUP, ring, slot, phase, ahead, turn, W_KN, BLOCK_N, STEPS, ROWS, STAGES - LAG
-        )
+        acc, slot, phase = multiply_half(GROUP, ring, slot, phase, ahead, turn, W_KN, BLOCK_N, STEPS, ROWS)
         expert_bias_ptr = bias_ptr + expert.to(gl.int64) * stride_be if bias_ptr is not None else None
         up_epilogue(acc, outputs, bufs, row, end, column, expert_bias_ptr, stride_bn, scales_ptr, N, KIND)
         turn ^= 1

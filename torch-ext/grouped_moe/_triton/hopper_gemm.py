@@ -159,17 +159,18 @@ def multiply(
 @gluon.jit
 def multiply_half(
     GROUP: gl.constexpr, ring, slot, phase, ahead, turn,
-    W_KN: gl.constexpr, BLOCK_N: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr, LEAD: gl.constexpr,
+    W_KN: gl.constexpr, BLOCK_N: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """`multiply`, to its end, of the GROUP-th half of the rows of a tile that two warp groups share.
 
     Group 0 leads: group 1 makes a tile's last LEAD steps after it, and so hides group 0's epilogue, as the next tile's
     first steps of group 0 hide group 1's. ahead: the barrier by which group 0 lets it go on, in phase `turn`, or None:
     nobody leads. So it has to be for tiles of no more steps than the ring has: group 0 could end a second one before
-    group 1 has seen the first. LEAD: at most as many steps as get into the ring while group 1 holds back, or both would
-    wait for ever.
+    group 1 has seen the first. LEAD: half of the ring. All of a tile's steps have to come into it while group 1 holds
+    back, or both would wait for ever, and slots that are held do not fill with the next tile's.
     """
     STAGES: gl.constexpr = ring[0].shape[0]
+    LEAD: gl.constexpr = STAGES // 2
     gl.static_assert(ahead is None or STEPS > STAGES)
     empty = ring[3]
     if GROUP == 0 or ahead is None:
@@ -243,7 +244,7 @@ def consume(
         ring = (x_bufs, w_bufs, full, empty)
         if TURNS == 1:
             acc, _, _ = multiply_half(
-                GROUP, ring, slot, phase, turns.index(0), turn, W_KN, BLOCK_N, STEPS, ROWS, STAGES - 1
+                GROUP, ring, slot, phase, turns.index(0), turn, W_KN, BLOCK_N, STEPS, ROWS
             )
             row += GROUP * ROWS
         else:

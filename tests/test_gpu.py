@@ -201,24 +201,35 @@ def check_long_step(grouped_moe, case: Case, device: str) -> None:
 
 
 def test_more_steps_than_the_ring_has(grouped_moe, device):
-    check_long_step(grouped_moe, DEEP._replace(T=4096, top_k=1), device)
+    check_long_step(grouped_moe, DEEP._replace(T=1 << 15, top_k=1), device)
+
+
+def skip_without_shared_tiles(grouped_moe, rows: int, groups: int, n: int, k: int) -> None:
+    """Unless two warp groups share the tiles of such a grouped GEMM."""
+    tuning = importlib.import_module(f"{grouped_moe.__name__}.tuning")
+    spec = tuning.device_spec("cuda", torch.cuda.current_device())
+    config, _ = tuning.hopper_gemm_config(128, rows, groups, n, k, spec, True)
+    if not spec.hopper or spec.num_sms > 132:
+        pytest.skip("other tiles on this GPU")
+    assert config.block_n == 256
+
+
+def test_experts_whose_tiles_two_warp_groups_share(grouped_moe, device):
+    """Those of the down-projection, with a tail of K, and of the gradient of hidden states."""
+    case = Case("long", T=2048, top_k=1, E=16, H=2048, I=4104)
+    for k in (case.I, 2 * case.I):
+        skip_without_shared_tiles(grouped_moe, case.T, case.E, case.H, k)
+    need_memory(16)
+    check_long_step(grouped_moe, case, device)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
 def test_tiles_that_two_warp_groups_share(grouped_moe, device, transposed):
-    """Of a long K, with its tail, next to rows of no group, an empty group and one of one row."""
-    tuning = importlib.import_module(f"{grouped_moe.__name__}.tuning")
-    rows, groups, k = 2048, 5, 4104
-    spec = tuning.device_spec("cuda", torch.cuda.current_device())
-    shared = (
-        n
-        for n in range(4096, 8192, 256)
-        if tuning.hopper_gemm_config(128, rows, groups, n, k, spec, True)[0].block_n == 256
-    )
-    n = next(shared, None) if spec.hopper else None
-    if n is None:
-        pytest.skip("no such tiles on this GPU")
-    sizes = torch.tensor([700, 0, 1, 1000, 199], device=device)
+    """Of a long K, with its tail, next to rows of no group, empty groups and one of one row."""
+    rows, groups, n, k = 2048, 16, 4096, 4104
+    skip_without_shared_tiles(grouped_moe, rows, groups, n, k)
+    need_memory(16)
+    sizes = torch.tensor([700, 0, 1, 1000, 199] + [0] * 11, device=device)
     x, dy = (torch.randn((rows, width), device=device, dtype=torch.bfloat16) for width in (k, n))
     for tensor in (x, dy):
         tensor[int(sizes.sum()) :] = float("nan")

@@ -61,6 +61,12 @@ def test_without_the_addresses_nothing_is_explained():
     assert counts(report().split("\n", 1)[1]) == (0, 1)
 
 
+def test_what_is_not_read_is_shown():
+    found = gpu_suite.classify(report() + report(kernel="void a::kernel<4>(int)"))
+    assert counts(report() + report(kernel="void a::kernel<4>(int)")) == (1, 0)
+    assert len(found["unread_hazards"]) == 1 and "void a::kernel" in found["unread_hazards"][0]
+
+
 @pytest.mark.parametrize(
     "worker, count, chosen, want",
     [

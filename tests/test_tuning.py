@@ -225,8 +225,8 @@ def test_an_entry_replaces_that_tile_alone(tuned, tuning, gpu):
         (65536, 128, 2048, 1536, 128),  # K is short
         (65536, 128, 2880, 5760, 128),  # gpt-oss' dx: wide tiles would have 7 % more columns than there are
         (1024, 8, 4096, 4096, 256),  # groups of 128 rows stream their weights
-        (1152, 4, 4096, 4096, 128),  # three rounds of narrow tiles, two of wide ones
-        (512, 8, 1024, 8192, 128),  # wide tiles would leave half of the processors idle
+        (8192, 8, 4096, 14336, 128),  # few rounds: a last one of wide tiles may be nearly empty
+        (512, 8, 1024, 8192, 128),  # 32 wide tiles for 132 processors
     ],
 )
 def test_which_tiles_two_warp_groups_share(tuning, rows, groups, n, k, block_n):
@@ -276,6 +276,7 @@ WRONG = {
         {"gemm_hopper": {"128": {**TILE, "num_warps": 8}}},
         "tiles.gemm_hopper.128.num_warps: expected 4",
     ),
+    "columns of Gluon": ({"gemm_hopper": {"128": TILE}}, "tiles.gemm_hopper.128.block_n: expected 128, got 64"),
     "tiles": ([], "tiles: expected an object, got []"),
 }
 

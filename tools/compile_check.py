@@ -87,6 +87,7 @@ LAYERS = (
     Layer("qwen3-30b", 128, 8, 2048, 768),
     Layer("gpt-oss", 128, 4, 2880, 2880, True, True, True, True, 1.702, 7.0, 1.0),
     Layer("nemotron-h", 128, 6, 2688, 1856, gated=False, activation="relu2"),
+    Layer("deepseek-v3", 32, 8, 7168, 2048),  # K long enough for tiles that two warp groups share
     Layer("small", 8, 2, 128, 128),  # of fewer steps than a ring has slots
 )
 

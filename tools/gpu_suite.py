@@ -21,7 +21,7 @@ import xml.etree.ElementTree as ElementTree
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 CASE = str(Path("tools") / "sanitize_case.py")
@@ -145,12 +145,14 @@ def classify(output: str) -> dict:
     """Hazards of racecheck, apart those in what `gl.warp_specialize` itself writes for its warps: see NOTES.md.
 
     Such a one is a read after write, by another partition, of an address that `sanitize_case` names, and both accesses
-    bear the line of the kernel's `def` or of `gl.warp_specialize`: no line of a partition, and no data of one.
+    bear the line of the kernel's `def` or of `gl.warp_specialize`: no line of a partition, and no data of one. Those in
+    a form that is not known here are shown as they are, the first ones.
     """
     areas: Dict[str, List[range]] = {}
     for kernel, start, size in re.findall(r"^dispatch (\w+) (\d+) (\d+)$", output, re.MULTILINE):
         areas.setdefault(kernel, []).append(range(int(start), int(start) + int(size)))
-    found: Dict[str, Dict[str, int]] = {"dispatch_hazards": {}, "hazards": {}}
+    unread = re.findall(r"Potential \w+ hazard.*\n.*\n.*", HAZARD.sub("", output))
+    found: Dict[str, Any] = {"dispatch_hazards": {}, "hazards": {}, "unread_hazards": unread[:TAIL_LINES]}
     for kind, address, *sides in HAZARD.findall(output):
         (access, writer, kernel, *first), (_, reader, other, *second) = sides[:5], sides[5:]
         lines = [statement(*first), statement(*second)]

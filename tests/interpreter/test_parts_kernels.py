@@ -1,7 +1,12 @@
 """Kernels of routing, schedule, grouped linear, gather and combine under poison, with their bounds checked."""
 
+import importlib
+import itertools
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from cases import Case, make_ids, sentinel_ids
 from compare import assert_bitwise, assert_close
 from poison import guarded, is_sentinel
@@ -12,6 +17,31 @@ from test_routing import loop_route
 from interpreter.guard import GuardedAllocations
 
 NAN = float("nan")
+
+
+@triton.jit
+def order_kernel(out_ptr, order: tl.constexpr, num_m_tiles, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
+    """out[tile] = its m tile and its n tile. Grid: (tiles,)."""
+    tile = tl.program_id(0)
+    m_tile, n_tile = order(tile, num_m_tiles, NUM_N_TILES, GROUP_M)
+    tl.store(out_ptr + 2 * tile, m_tile)
+    tl.store(out_ptr + 2 * tile + 1, n_tile)
+
+
+@pytest.mark.parametrize("group_m", [1, 4, 8])
+@pytest.mark.parametrize("m_tiles", [1, 3, 4, 9, 11, 12, 17])
+def test_grouped_order(grouped_moe, m_tiles, group_m):
+    """Every tile once; m tiles that go together are never fewer than half a group, unless there are no more."""
+    n_tiles, out = 3, torch.full((m_tiles * 3, 2), -1, dtype=torch.int32)
+    tiles = importlib.import_module(f"{grouped_moe.__name__}._triton.tiles")
+    order_kernel[(m_tiles * n_tiles,)](out, tiles.grouped_order, m_tiles, n_tiles, group_m)
+    order = [tuple(pair) for pair in out.tolist()]
+    assert sorted(order) == [(m, n) for m in range(m_tiles) for n in range(n_tiles)]
+    firsts = [place for place, (_, n) in enumerate(order) if n == 0]
+    together = [len(list(group)) for _, group in itertools.groupby(enumerate(firsts), lambda pair: pair[1] - pair[0])]
+    assert all(2 * size >= min(group_m, 2 * m_tiles) for size in together)
+
+
 # Around the chunks of 128 slots and the steps of 512.
 SIZES = [(0, 3, 4), (1, 1, 1), (1, 8, 128), (5, 3, 7), (33, 1, 31), (64, 2, 32), (127, 1, 1), (129, 1, 5), (511, 1, 3)]
 SIZES += [(256, 2, 4), (513, 1, 5), (700, 2, 70), (321, 4, 33), (70, 4, 512), (60, 5, 1024), (200, 3, 1024)]

@@ -4,7 +4,7 @@
      "tiles": {"gemm": {"128": {"block_n": 256, "block_k": 64, "num_warps": 8, "num_stages": 3}}}}
 
 First the kernel, one of `KERNELS`, then the size that its tiles are chosen by: rows per tile (block_m), or for a weight
-gradient the class of rows per expert. A Gluon kernel's null says that Triton's is faster. For two-byte types.
+gradient the class of rows per expert. A Gluon kernel's null: by the next one instead, Triton's last. For two-byte types.
 `benchmarks/tune.py` writes these files.
 """
 
@@ -27,6 +27,7 @@ class _Kind(NamedTuple):
     wgrad: bool = False  # which has a block_m of its own
     hopper: bool = False  # in Gluon: null is an entry, warps and rows are given
     least_stages: int = 1
+    columns: int = 0  # of a tile, if they are the kernel's
 
 
 _GEMM, _WGRAD = _Kind(_ROW_TILES), _Kind(_ROW_CLASSES, wgrad=True)
@@ -36,8 +37,8 @@ _GEMM, _WGRAD = _Kind(_ROW_TILES), _Kind(_ROW_CLASSES, wgrad=True)
 KERNELS = {
     "gemm": _GEMM,
     "gemm_tma": _GEMM,
-    "gemm_hopper": _Kind(frozenset((128,)), hopper=True, least_stages=2),
-    "gemm_hopper_wide": _Kind(frozenset((128,)), hopper=True, least_stages=2),
+    "gemm_hopper": _Kind(frozenset((128,)), hopper=True, least_stages=2, columns=128),
+    "gemm_hopper_wide": _Kind(frozenset((128,)), hopper=True, least_stages=2, columns=256),
     "up_proj": _GEMM,
     "up_proj_tma": _GEMM,
     "up_proj_gated": _GEMM,
@@ -125,6 +126,8 @@ def _read_tile(kernel: str, size: str, tile: Any) -> Optional[Tile]:
     if kind.hopper:  # other values would wait for each other for ever
         for field, wanted in (("block_m", 128), ("num_warps", 4)):
             _expect(tile.get(field, wanted) == wanted, f"{key}.{field}", str(wanted), tile.get(field))
+    columns = kind.columns or tile["block_n"]
+    _expect(tile["block_n"] == columns, f"{key}.block_n", str(columns), tile["block_n"])
     for field, value in tile.items():
         _expect(field in required or field in DEFAULTS, key, f"the fields {', '.join((*required, *DEFAULTS))}", field)
         least = kind.least_stages if field == "num_stages" else 1

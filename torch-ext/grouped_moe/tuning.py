@@ -201,22 +201,32 @@ def hopper_gemm_config(
     """Config of a grouped GEMM by the Gluon kernel for Hopper and the columns it stores at once; None: not by that one.
 
     num_warps: of each of its two consumers. The ring takes the shared memory that boxes of results, and one of zeros,
-    leave. Wide tiles, which both consumers share, read less, but what a tile takes besides its products is hidden less
-    well: they are for a long K. In rounds of the processors one counts as 1.95 narrow ones (measured) or, for groups of
-    128 rows or less, whose weights are streamed, as the 1.5 that it reads.
+    leave. Wide tiles, which both consumers share, are for a long K: less is read for them, but what a tile takes besides
+    its products is hidden less well.
     """
     if block_m != 128 or n <= 64:
         return None
-    config = choose_tile("gemm_hopper", block_m, GemmConfig(128, 128, 64, 4, 6), 2, spec)
+    tiles = {"gemm_hopper": GemmConfig(128, 128, 64, 4, 6)}
     if k >= 4096:
-        wide = choose_tile("gemm_hopper_wide", block_m, GemmConfig(128, 256, 64, 4, 4, 16), 2, spec)
-        m_tiles = max(num_groups, -(-rows // block_m))
-        rounds, wide_rounds = (-(-m_tiles * -(-n // block_n) // spec.num_sms) for block_n in (128, 256))
-        pays = wide_rounds * (1.5 if m_tiles == num_groups else 1.95) < rounds
-        config = wide if config is None or (wide is not None and pays) else config
-    if config is None:
-        return None
-    return config, 32 if zero_rest else 64
+        wide = {"gemm_hopper_wide": GemmConfig(128, 256, 64, 4, 4, 16)}
+        tiles = {**wide, **tiles} if _wide_pays(rows, num_groups, n, spec.num_sms) else {**tiles, **wide}
+    for kernel, default in tiles.items():
+        config = choose_tile(kernel, block_m, default, 2, spec)
+        if config is not None:
+            return config, 32 if zero_rest else 64
+    return None
+
+
+def _wide_pays(rows: int, num_groups: int, n: int, num_sms: int) -> bool:
+    """Whether wide tiles of a long K take less time, by the rounds of tiles that the processors make.
+
+    The last round is half full on average. A wide tile counts as 1.95 narrow ones (benchmarks/NOTES.md) or, for groups
+    of 128 rows or less, whose weights are streamed, as the 1.5 that it reads.
+    """
+    streamed = rows <= 128 * num_groups
+    m_tiles = num_groups if streamed else rows / 128 + num_groups / 2
+    narrow, wide = (m_tiles * -(-n // block_n) / num_sms + 0.5 for block_n in (128, 256))
+    return wide * (1.5 if streamed else 1.95) < narrow
 
 
 @lru_cache(maxsize=None)

@@ -2,7 +2,7 @@
 
 As in `.hopper_gemm` one warp fills a ring of operands, and two warp groups take its tiles in turn. Rows are in place,
 sorted by expert: to gather them here takes longer than a pass that sorts them. `.hopper_gathered` gathers those of the
-up-projection, a tile at a time for both groups; the dgrad's longer epilogue would then hide behind nothing.
+up-projection, a tile at a time for both groups; the dgrad's longer epilogue would then hide behind little.
 """
 
 from triton.experimental import gluon

@@ -165,9 +165,9 @@ def multiply_half(
 
     Group 0 leads: group 1 makes a tile's last LEAD steps after it, and so hides group 0's epilogue, as the next tile's
     first steps of group 0 hide group 1's. ahead: the barrier by which group 0 lets it go on, in phase `turn`, or None:
-    nobody leads. So it has to be for tiles of no more steps than the ring has: group 0 could end a second one before
-    group 1 has seen the first. LEAD: half of the ring. All of a tile's steps have to come into it while group 1 holds
-    back, or both would wait for ever, and slots that are held do not fill with the next tile's.
+    nobody leads. In tiles of few steps group 0 could end a second one before group 1 has seen the first. LEAD: half of
+    the ring, into which all of a tile's steps have to come while group 1 holds back, or all would wait for ever: with
+    the steps by which slots are handed over late, no more than the ring has.
     """
     STAGES: gl.constexpr = ring[0].shape[0]
     LEAD: gl.constexpr = STAGES // 2

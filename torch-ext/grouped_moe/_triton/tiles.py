@@ -39,12 +39,13 @@ def find_tile(tile, schedule_ptr, NUM_EXPERTS: tl.constexpr, NUM_N_TILES: tl.con
 def grouped_order(tile, num_m_tiles, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
     """Tile number -> (m tile, n tile): GROUP_M m tiles go through the n tiles together.
 
-    The last ones are half to one and a half times as many: a few would read all weights for themselves.
+    Those left over go with the group before them if they are fewer than half: they would read all weights again.
     """
     last = tl.maximum((num_m_tiles + GROUP_M // 2) // GROUP_M - 1, 0)
     group = tl.minimum(tile // (GROUP_M * NUM_N_TILES), last)
     group_size = tl.where(group == last, num_m_tiles - last * GROUP_M, GROUP_M)
     within_group = tile - group * (GROUP_M * NUM_N_TILES)
+    group_size = tl.maximum(group_size, 1)  # where there is no tile, and the result is not used
     return group * GROUP_M + within_group % group_size, within_group // group_size
 
 

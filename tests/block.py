@@ -71,3 +71,30 @@ def assert_same(got: Result, want: Result) -> None:
     assert got.grads.keys() == want.grads.keys()
     for name, grad in got.grads.items():
         assert_bitwise(f"grad of {name}", grad, want.grads[name])
+
+
+def step(grouped_moe, case: Case, inputs: Inputs, recompute: bool = False) -> list:
+    """[output, gradients]. The inputs are leaves."""
+    out = call(grouped_moe, case, inputs, recompute=recompute)
+    return [out, *torch.autograd.grad(out, list(inputs.floating().values()), inputs.dout)]
+
+
+def random_inputs(case: Case, device: str, ids: torch.Tensor) -> Inputs:
+    """bf16 inputs made on the device, for sizes that take too long on a CPU; no biases."""
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    weights = torch.rand((case.T, case.top_k), device=device).to(torch.bfloat16)
+    up = randn(case.E, case.preact_width, case.H).mul_(case.H**-0.5)
+    down = randn(case.E, case.H, case.I).mul_(case.I**-0.5)
+    return with_leaves(Inputs(randn(case.T, case.H), ids, weights, up, down, None, None, randn(case.T, case.H)))
+
+
+def reference_step(grouped_moe, inputs: Inputs, rows: torch.Tensor) -> list:
+    """[output, gradients] in fp64 of these tokens alone."""
+    tensors = [inputs.hidden_states[rows], inputs.top_k_weights[rows], inputs.gate_up_proj, inputs.down_proj]
+    tensors = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    x, weights, up, down = tensors
+    out = grouped_moe.reference.grouped_mm_experts(x, inputs.top_k_index[rows], weights, up, down)
+    return [out.detach(), *torch.autograd.grad(out, tensors, inputs.dout[rows].double())]

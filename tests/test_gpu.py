@@ -1,16 +1,14 @@
-"""What only a GPU can show: graphs, streams, syncs, peak memory, more than 2^31 elements, other processes, tf32, a
-second device.
+"""What only a GPU can show: graphs, streams, syncs, peak memory, tf32, a second device.
 
 Shapes are few on purpose: every new one compiles kernels.
 """
 
 import importlib
-import subprocess
 import sys
 
 import pytest
 import torch
-from block import call, with_leaves
+from block import call, random_inputs, reference_step, step, with_leaves
 from cases import Case, Inputs, make_ids, make_inputs
 from compare import assert_bitwise, assert_close
 from poison import allocated_by, dirty_allocator, poisoned_allocations
@@ -27,13 +25,6 @@ WIDE = MEDIUM._replace(id="wide", H=72, I=136)  # which Hopper's own kernels tak
 WIDE_BIAS = BIAS._replace(id="wide-bias", H=72, I=136, transposed=True)
 DEEP = WIDE._replace(id="deep", H=392)  # more steps than the ring of the up-projection has
 CASES = pytest.mark.parametrize("case", [SMALL, MEDIUM, BIAS, WIDE, WIDE_BIAS, DEEP], ids=lambda case: case.id)
-GIB = 2**30
-
-
-def step(grouped_moe, case: Case, inputs: Inputs, recompute: bool = False) -> list:
-    """[output, gradients]. The inputs are leaves."""
-    out = call(grouped_moe, case, inputs, recompute=recompute)
-    return [out, *torch.autograd.grad(out, list(inputs.floating().values()), inputs.dout)]
 
 
 def assert_same(got: list, want: list) -> None:
@@ -149,170 +140,6 @@ def test_sentinels_cost_no_memory_access(grouped_moe, device):
     (preact,) = preacts
     assert 0 < routed < len(preact)
     assert bool(preact[:routed].isfinite().all()) and bool(preact[routed:].isnan().all())
-
-
-def random_inputs(case: Case, device: str, ids: torch.Tensor) -> Inputs:
-    """bf16 inputs made on the device, for sizes that take too long on a CPU; no biases."""
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16)
-
-    weights = torch.rand((case.T, case.top_k), device=device).to(torch.bfloat16)
-    up = randn(case.E, case.preact_width, case.H).mul_(case.H**-0.5)
-    down = randn(case.E, case.H, case.I).mul_(case.I**-0.5)
-    return with_leaves(Inputs(randn(case.T, case.H), ids, weights, up, down, None, None, randn(case.T, case.H)))
-
-
-def reference_step(grouped_moe, inputs: Inputs, rows: torch.Tensor) -> list:
-    """[output, gradients] in fp64 of these tokens alone."""
-    tensors = [inputs.hidden_states[rows], inputs.top_k_weights[rows], inputs.gate_up_proj, inputs.down_proj]
-    tensors = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    x, weights, up, down = tensors
-    out = grouped_moe.reference.grouped_mm_experts(x, inputs.top_k_index[rows], weights, up, down)
-    return [out.detach(), *torch.autograd.grad(out, tensors, inputs.dout[rows].double())]
-
-
-def need_memory(gib: float) -> None:
-    free, _ = torch.cuda.mem_get_info()
-    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    if free < gib * GIB:
-        pytest.skip(f"needs {gib:.0f} GiB of free device memory, there are {free / GIB:.0f}")
-
-
-def check_long_step(grouped_moe, case: Case, device: str) -> None:
-    """A step with so many tokens that a reference has to do with a sample of them.
-
-    The cotangent is 0 but for the sample, so that the weights' gradients can be had from the sample, too.
-    """
-    ids = torch.randint(0, case.E, (case.T, case.top_k), device=device)
-    inputs = random_inputs(case, device, ids)
-    ends = torch.cat([torch.arange(64, device=device), torch.arange(case.T - 192, case.T, device=device)])
-    rows = torch.cat([ends, torch.randint(64, case.T - 192, (256,), device=device)]).unique()
-    dout = torch.zeros_like(inputs.dout)
-    dout[rows] = inputs.dout[rows]
-    inputs = inputs._replace(dout=dout)
-    want = reference_step(grouped_moe, inputs, rows)
-    out, dx, dweights, dup, ddown = step(grouped_moe, case, inputs)
-    assert int(out.isfinite().all(1).sum()) == case.T
-    assert int(dx.ne(0).any(1).sum()) == len(rows)
-    got = [out.detach()[rows], dx[rows], dweights[rows], dup, ddown]
-    for name, a, b in zip(("out", "dx", "dweights", "dup", "ddown"), got, want):
-        assert_close(name, a, b, torch.bfloat16, inner_products=name == "dweights")
-
-
-def test_more_steps_than_the_ring_has(grouped_moe, device):
-    check_long_step(grouped_moe, DEEP._replace(T=1 << 15, top_k=1), device)
-
-
-def skip_without_shared_tiles(grouped_moe, rows: int, groups: int, n: int, k: int) -> None:
-    """Unless two warp groups share the tiles of such a grouped GEMM."""
-    tuning = importlib.import_module(f"{grouped_moe.__name__}.tuning")
-    spec = tuning.device_spec("cuda", torch.cuda.current_device())
-    config, _ = tuning.hopper_gemm_config(128, rows, groups, n, k, spec, True)
-    if not spec.hopper or spec.num_sms > 132:
-        pytest.skip("other tiles on this GPU")
-    assert config.block_n == 256
-
-
-def test_experts_whose_tiles_two_warp_groups_share(grouped_moe, device):
-    """Those of the down-projection, with a tail of K, and of the gradient of hidden states."""
-    case = Case("long", T=2048, top_k=1, E=16, H=2048, I=4104)
-    for k in (case.I, 2 * case.I):
-        skip_without_shared_tiles(grouped_moe, case.T, case.E, case.H, k)
-    need_memory(16)
-    check_long_step(grouped_moe, case, device)
-
-
-@pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
-def test_tiles_that_two_warp_groups_share(grouped_moe, device, transposed):
-    """Of a long K, with its tail, next to rows of no group, empty groups and one of one row."""
-    rows, groups, n, k = 2048, 16, 4096, 4104
-    skip_without_shared_tiles(grouped_moe, rows, groups, n, k)
-    need_memory(16)
-    sizes = torch.tensor([700, 0, 1, 1000, 199] + [0] * 11, device=device)
-    x, dy = (torch.randn((rows, width), device=device, dtype=torch.bfloat16) for width in (k, n))
-    for tensor in (x, dy):
-        tensor[int(sizes.sum()) :] = float("nan")
-    weight = torch.randn((groups, k, n) if transposed else (groups, n, k), device=device, dtype=torch.bfloat16)
-    bias, scales = torch.randn((groups, n), device=device), torch.rand(rows, device=device)
-    given = [x, weight.mul_(k**-0.5), bias.to(torch.bfloat16), scales.to(torch.bfloat16)]
-    ours, true = ([tensor.to(dtype).requires_grad_() for tensor in given] for dtype in (torch.bfloat16, torch.float64))
-    with poisoned_allocations():
-        y = grouped_moe.grouped_linear(ours[0], ours[1], sizes, *ours[2:], transposed=transposed)
-        got = [y, *torch.autograd.grad(y, ours, dy)]
-    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    out = grouped_moe.reference.grouped_linear(true[0], true[1], offsets, *true[2:], transposed=transposed)
-    want = [out.detach(), *torch.autograd.grad(out, true, dy.double().nan_to_num(0.0))]
-    for name, a, b in zip(("y", "dx", "dweight", "dbias", "dscales"), got, want):
-        assert_close(name, a, b, torch.bfloat16, inner_products=name == "dscales")
-
-
-def test_more_than_2_to_31_elements(grouped_moe, device):
-    """Hidden states, pre-activation, rows, output and their gradients all exceed 2^31 elements."""
-    case = Case("huge", T=(1 << 20) + 77, top_k=1, E=3, H=2112, I=1056)
-    assert min(case.T * case.H, case.T * case.preact_width) > 2**31
-    need_memory(52)
-    check_long_step(grouped_moe, case, device)
-
-
-@pytest.fixture
-def busy_neighbour():
-    """Another process that keeps the GPU busy: it is taken from kernels of a millisecond and given back to them.
-
-    Not so under CUDA's MPS, which runs both at once.
-    """
-    program = """if True:
-        import torch
-        a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-        print("ready", flush=True)
-        while True:
-            for _ in range(8):
-                a @ a
-            torch.cuda.synchronize()
-    """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline() == "ready\n", "the GPU takes no second process, or that one failed"
-            yield
-        finally:
-            process.kill()
-
-
-def test_experts_next_to_another_process(grouped_moe, device, busy_neighbour):
-    need_memory(14)
-    check_long_step(grouped_moe, Case("long", T=1 << 18, top_k=1, E=3, H=2112, I=1056), device)
-
-
-def test_linear_next_to_another_process(grouped_moe, device, busy_neighbour):
-    need_memory(14)
-    sizes = [87000, 90000, 85144]
-    x, dy = (torch.randn((1 << 18, 2112), device=device, dtype=torch.bfloat16) for _ in range(2))
-    weight = torch.randn((3, 2112, 2112), device=device, dtype=torch.bfloat16).mul_(2112**-0.5)
-    leaves = x.requires_grad_(), weight.requires_grad_()
-    y = grouped_moe.grouped_linear(*leaves, torch.tensor(sizes, device=device))
-    dx, dw = torch.autograd.grad(y, leaves, dy)
-    rows = (tensor.detach().split(sizes) for tensor in (x, dy, y, dx))
-    for x_g, dy_g, y_g, dx_g, weight_g, dw_g in zip(*rows, weight.detach(), dw):
-        x_g, dy_g, weight_g = x_g.double(), dy_g.double(), weight_g.double()
-        assert_close("y", y_g, x_g @ weight_g.t(), torch.bfloat16)
-        assert_close("dx", dx_g, dy_g @ weight_g, torch.bfloat16)
-        assert_close("dw", dw_g, dy_g.t() @ x_g, torch.bfloat16)
-
-
-def test_more_tokens_than_a_small_grid_dimension(grouped_moe, device):
-    """65535 is the limit of a grid's second and third dimension."""
-    case = Case("many-tokens", T=70000, top_k=2, E=6, H=64, I=48)
-    inputs = random_inputs(case, device, make_ids(case).to(device))
-    want = reference_step(grouped_moe, inputs, torch.arange(case.T, device=device))
-    names = ("out", "dx", "dweights", "dup", "ddown")
-    for name, a, b in zip(names, step(grouped_moe, case, inputs), want):
-        assert_close(name, a, b, torch.bfloat16, inner_products=name == "dweights")
-    routing = grouped_moe.route(inputs.top_k_index, case.E)
-    rows = grouped_moe.gather_rows(inputs.hidden_states.detach(), routing)
-    ones = torch.ones_like(inputs.top_k_weights)
-    local = ((inputs.top_k_index >= 0) & (inputs.top_k_index < case.E)).sum(1, keepdim=True)
-    want = local * inputs.hidden_states.detach().double()
-    assert_close("gathered and combined", grouped_moe.combine_rows(rows, ones, routing), want, torch.bfloat16)
 
 
 def test_streams_do_not_share_buffers(grouped_moe, device):

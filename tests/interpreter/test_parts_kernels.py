@@ -17,6 +17,9 @@ from test_routing import loop_route
 from interpreter.guard import GuardedAllocations
 
 NAN = float("nan")
+# Around the chunks of 128 slots and the steps of 512.
+SIZES = [(0, 3, 4), (1, 1, 1), (1, 8, 128), (5, 3, 7), (33, 1, 31), (64, 2, 32), (127, 1, 1), (129, 1, 5), (511, 1, 3)]
+SIZES += [(256, 2, 4), (513, 1, 5), (700, 2, 70), (321, 4, 33), (70, 4, 512), (60, 5, 1024), (200, 3, 1024)]
 
 
 @triton.jit
@@ -40,11 +43,6 @@ def test_grouped_order(grouped_moe, m_tiles, group_m):
     firsts = [place for place, (_, n) in enumerate(order) if n == 0]
     together = [len(list(group)) for _, group in itertools.groupby(enumerate(firsts), lambda pair: pair[1] - pair[0])]
     assert all(2 * size >= min(group_m, 2 * m_tiles) for size in together)
-
-
-# Around the chunks of 128 slots and the steps of 512.
-SIZES = [(0, 3, 4), (1, 1, 1), (1, 8, 128), (5, 3, 7), (33, 1, 31), (64, 2, 32), (127, 1, 1), (129, 1, 5), (511, 1, 3)]
-SIZES += [(256, 2, 4), (513, 1, 5), (700, 2, 70), (321, 4, 33), (70, 4, 512), (60, 5, 1024), (200, 3, 1024)]
 
 
 @pytest.fixture(params=["one-launch", "three-launches"])

@@ -1,0 +1,165 @@
+"""What takes sizes that only a GPU does: shared tiles, more than 2^31 elements, kernels of milliseconds next to other
+processes. Tokens are many or columns wide, and references on the GPU.
+"""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from block import random_inputs, reference_step, step
+from cases import Case, make_ids
+from compare import assert_close
+from poison import poisoned_allocations
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="uses torch.cuda"),
+]
+
+GIB = 2**30
+
+
+def need_memory(gib: float) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if free < gib * GIB:
+        pytest.skip(f"needs {gib:.0f} GiB of free device memory, there are {free / GIB:.0f}")
+
+
+def check_long_step(grouped_moe, case: Case, device: str) -> None:
+    """A step with so many tokens that a reference has to do with a sample of them.
+
+    The cotangent is 0 but for the sample, so that the weights' gradients can be had from the sample, too.
+    """
+    ids = torch.randint(0, case.E, (case.T, case.top_k), device=device)
+    inputs = random_inputs(case, device, ids)
+    ends = torch.cat([torch.arange(64, device=device), torch.arange(case.T - 192, case.T, device=device)])
+    rows = torch.cat([ends, torch.randint(64, case.T - 192, (256,), device=device)]).unique()
+    dout = torch.zeros_like(inputs.dout)
+    dout[rows] = inputs.dout[rows]
+    inputs = inputs._replace(dout=dout)
+    want = reference_step(grouped_moe, inputs, rows)
+    out, dx, dweights, dup, ddown = step(grouped_moe, case, inputs)
+    assert int(out.isfinite().all(1).sum()) == case.T
+    assert int(dx.ne(0).any(1).sum()) == len(rows)
+    got = [out.detach()[rows], dx[rows], dweights[rows], dup, ddown]
+    for name, a, b in zip(("out", "dx", "dweights", "dup", "ddown"), got, want):
+        assert_close(name, a, b, torch.bfloat16, inner_products=name == "dweights")
+
+
+def test_more_steps_than_the_ring_has(grouped_moe, device):
+    """Of the up-projection, and several tiles for each program."""
+    check_long_step(grouped_moe, Case("deep", T=1 << 15, top_k=1, E=6, H=392, I=136), device)
+
+
+def need_shared_tiles(grouped_moe, rows: int, groups: int, n: int, k: int) -> None:
+    """Two warp groups share the tiles of such a grouped GEMM on a Hopper; other GPUs have no such tiles."""
+    tuning = importlib.import_module(f"{grouped_moe.__name__}.tuning")
+    spec = tuning.device_spec("cuda", torch.cuda.current_device())
+    if not spec.hopper:
+        pytest.skip("other tiles on this GPU")
+    config, _ = tuning.hopper_gemm_config(128, rows, groups, n, k, spec, True)
+    assert config.block_n == 256
+
+
+def test_experts_whose_tiles_two_warp_groups_share(grouped_moe, device):
+    """Those of the down-projection, with a tail of K, and of the gradient of hidden states."""
+    case = Case("long", T=2048, top_k=1, E=16, H=2048, I=4104)
+    for k in (case.I, 2 * case.I):
+        need_shared_tiles(grouped_moe, case.T, case.E, case.H, k)
+    need_memory(16)
+    check_long_step(grouped_moe, case, device)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
+def test_tiles_that_two_warp_groups_share(grouped_moe, device, transposed):
+    """Of a long K, with its tail, next to rows of no group, empty groups and one of one row."""
+    rows, groups, n, k = 2048, 16, 4096, 4104
+    need_shared_tiles(grouped_moe, rows, groups, n, k)
+    need_memory(16)
+    sizes = torch.tensor([700, 0, 1, 1000, 199] + [0] * 11, device=device)
+    x, dy = (torch.randn((rows, width), device=device, dtype=torch.bfloat16) for width in (k, n))
+    for tensor in (x, dy):
+        tensor[int(sizes.sum()) :] = float("nan")
+    weight = torch.randn((groups, k, n) if transposed else (groups, n, k), device=device, dtype=torch.bfloat16)
+    bias, scales = torch.randn((groups, n), device=device), torch.rand(rows, device=device)
+    given = [x, weight.mul_(k**-0.5), bias.to(torch.bfloat16), scales.to(torch.bfloat16)]
+    ours, true = ([tensor.to(dtype).requires_grad_() for tensor in given] for dtype in (torch.bfloat16, torch.float64))
+    with poisoned_allocations():
+        y = grouped_moe.grouped_linear(ours[0], ours[1], sizes, *ours[2:], transposed=transposed)
+        got = [y, *torch.autograd.grad(y, ours, dy)]
+    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    out = grouped_moe.reference.grouped_linear(true[0], true[1], offsets, *true[2:], transposed=transposed)
+    want = [out.detach(), *torch.autograd.grad(out, true, dy.double().nan_to_num(0.0))]
+    for name, a, b in zip(("y", "dx", "dweight", "dbias", "dscales"), got, want):
+        assert_close(name, a, b, torch.bfloat16, inner_products=name == "dscales")
+
+
+def test_more_than_2_to_31_elements(grouped_moe, device):
+    """Hidden states, pre-activation, rows, output and their gradients all exceed 2^31 elements."""
+    case = Case("huge", T=(1 << 20) + 77, top_k=1, E=3, H=2112, I=1056)
+    assert min(case.T * case.H, case.T * case.preact_width) > 2**31
+    need_memory(52)
+    check_long_step(grouped_moe, case, device)
+
+
+@pytest.fixture
+def busy_neighbour():
+    """Another process that keeps the GPU busy: it is taken from kernels of a millisecond and given back to them.
+
+    Not so under CUDA's MPS, which runs both at once.
+    """
+    program = """if True:
+        import torch
+        a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        print("ready", flush=True)
+        while True:
+            for _ in range(8):
+                a @ a
+            torch.cuda.synchronize()
+    """
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n", "the GPU takes no second process, or that one failed"
+            yield
+        finally:
+            process.kill()
+
+
+def test_experts_next_to_another_process(grouped_moe, device, busy_neighbour):
+    need_memory(14)
+    check_long_step(grouped_moe, Case("long", T=1 << 18, top_k=1, E=3, H=2112, I=1056), device)
+
+
+def test_linear_next_to_another_process(grouped_moe, device, busy_neighbour):
+    need_memory(14)
+    sizes = [87000, 90000, 85144]
+    x, dy = (torch.randn((1 << 18, 2112), device=device, dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn((3, 2112, 2112), device=device, dtype=torch.bfloat16).mul_(2112**-0.5)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    y = grouped_moe.grouped_linear(*leaves, torch.tensor(sizes, device=device))
+    dx, dw = torch.autograd.grad(y, leaves, dy)
+    rows = (tensor.detach().split(sizes) for tensor in (x, dy, y, dx))
+    for x_g, dy_g, y_g, dx_g, weight_g, dw_g in zip(*rows, weight.detach(), dw):
+        x_g, dy_g, weight_g = x_g.double(), dy_g.double(), weight_g.double()
+        assert_close("y", y_g, x_g @ weight_g.t(), torch.bfloat16)
+        assert_close("dx", dx_g, dy_g @ weight_g, torch.bfloat16)
+        assert_close("dw", dw_g, dy_g.t() @ x_g, torch.bfloat16)
+
+
+def test_more_tokens_than_a_small_grid_dimension(grouped_moe, device):
+    """65535 is the limit of a grid's second and third dimension."""
+    case = Case("many-tokens", T=70000, top_k=2, E=6, H=64, I=48)
+    inputs = random_inputs(case, device, make_ids(case).to(device))
+    want = reference_step(grouped_moe, inputs, torch.arange(case.T, device=device))
+    names = ("out", "dx", "dweights", "dup", "ddown")
+    for name, a, b in zip(names, step(grouped_moe, case, inputs), want):
+        assert_close(name, a, b, torch.bfloat16, inner_products=name == "dweights")
+    routing = grouped_moe.route(inputs.top_k_index, case.E)
+    rows = grouped_moe.gather_rows(inputs.hidden_states.detach(), routing)
+    ones = torch.ones_like(inputs.top_k_weights)
+    local = ((inputs.top_k_index >= 0) & (inputs.top_k_index < case.E)).sum(1, keepdim=True)
+    want = local * inputs.hidden_states.detach().double()
+    assert_close("gathered and combined", grouped_moe.combine_rows(rows, ones, routing), want, torch.bfloat16)

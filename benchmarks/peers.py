@@ -27,6 +27,10 @@ HUB_SCATTERMOE = {"repo_id": "kernels-community/scattermoe", "version": 1}
 HUB_SONICMOE = {"repo_id": "kernels-community/sonic-moe", "revision": "ep-support"}
 
 
+class Unsupported(Exception):
+    """What a provider cannot do, which is why it is absent from a cell."""
+
+
 class Block(NamedTuple):
     """A layer's weights, in the experts module of transformers."""
 
@@ -195,13 +199,13 @@ class Providers:
         if name in (EAGER, BATCHED):
             return make_transformers(block, "grouped_mm" if name == EAGER else "batched_mm")
         if block.device == "cpu":
-            raise NotImplementedError("needs a GPU")
+            raise Unsupported("needs a GPU")
         if name == SCATTERMOE:
             if cell.local < 1:
-                raise NotImplementedError("no sentinels")
+                raise Unsupported("no sentinels")
             return make_scattermoe(self.load(name, HUB_SCATTERMOE), block)
         if block.layer.gpt_oss:
-            raise NotImplementedError("no clamped SwiGLU")
+            raise Unsupported("no clamped SwiGLU")
         return make_sonicmoe(self.load(name, HUB_SONICMOE), block)
 
     def make(self, block: Block, cell: Cell, names: Sequence[str]) -> Tuple[Dict[str, Function], Dict[str, dict]]:

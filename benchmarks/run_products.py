@@ -45,9 +45,11 @@ def cells(smoke: bool) -> List[Cell]:
     if smoke:
         return [Cell(SMOKE, 64, backward=True)]
     few = [Cell(layer, 8192, backward=True) for layer in (QWEN3_30B, OLMOE, GPT_OSS)]
-    return few + [Cell(layer, 16384, backward=True) for layer in (QWEN3_30B, GPT_OSS)] + [
-        Cell(layer, 8192, backward=True) for layer in LAYERS if layer not in (QWEN3_30B, OLMOE, GPT_OSS)
-    ]
+    return (
+        few
+        + [Cell(layer, 16384, backward=True) for layer in (QWEN3_30B, GPT_OSS)]
+        + [Cell(layer, 8192, backward=True) for layer in LAYERS if layer not in (QWEN3_30B, OLMOE, GPT_OSS)]
+    )
 
 
 def flops(cell: Cell, product: str) -> float:
@@ -199,8 +201,11 @@ def main(argv: Optional[List[str]] = None) -> dict:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         tasks = [
             Task(
-                "cells", c.described(), str(c),
-                lambda c=c: measure(kernel, c, device, arguments), lambda c=c: prepare(kernel, c, device),
+                "cells",
+                c.described(),
+                str(c),
+                lambda c=c: measure(kernel, c, device, arguments),
+                lambda c=c: prepare(kernel, c, device),
             )  # fmt: skip
             for c in cells(arguments.smoke)
         ]

@@ -102,7 +102,8 @@ def test_calls_of_a_trace():
 
 
 @pytest.mark.parametrize(
-    "options, last", [((), "nothing measured"), (("--only", "none of them"), "nothing measured"), (("--prepare",), None)]
+    "options, last",
+    [((), "nothing measured"), (("--only", "none of them"), "nothing measured"), (("--prepare",), None)],
 )
 def test_products_without_a_gpu(options, last, tmp_path):
     """All of it runs there but the trace, and the JSON says why there are no times."""

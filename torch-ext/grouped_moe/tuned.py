@@ -4,8 +4,8 @@
      "tiles": {"gemm": {"128": {"block_n": 256, "block_k": 64, "num_warps": 8, "num_stages": 3}}}}
 
 First the kernel, one of `KERNELS`, then the size that its tiles are chosen by: rows per tile (block_m), or for a weight
-gradient the class of rows per expert. A Gluon kernel's null: by the next one instead, Triton's last. For two-byte types.
-`benchmarks/tune.py` writes these files.
+gradient the class of rows per expert. A Gluon kernel's null: by the next one instead, Triton's last. For types of two
+bytes. `benchmarks/tune.py` writes these files.
 """
 
 import json

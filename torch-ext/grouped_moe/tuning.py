@@ -201,8 +201,8 @@ def hopper_gemm_config(
     """Config of a grouped GEMM by the Gluon kernel for Hopper and the columns it stores at once; None: not by that one.
 
     num_warps: of each of its two consumers. The ring takes the shared memory that boxes of results, and one of zeros,
-    leave. Wide tiles, which both consumers share, are for a long K: less is read for them, but what a tile takes besides
-    its products is hidden less well.
+    leave. Wide tiles, which both consumers share, are for a long K: less is read for them, but what a tile takes
+    besides its products is hidden less well.
     """
     if block_m != 128 or n <= 64:
         return None

@@ -71,7 +71,6 @@ def multiply_tiles(
 ):  # fmt: skip
     """One of two warp groups: up-projects the GROUP-th half of each tile's rows."""
     bias_ptr, stride_be, stride_bn = bias
-    STAGES: gl.constexpr = ring[0].shape[0]
     ROWS: gl.constexpr = ring[0].shape[1] // 2
     step = gl.num_programs(0)
     slot = 0
@@ -129,6 +128,7 @@ def hopper_gathered_up_proj_kernel(
     ring = allocate_ring(w_desc, 2, STAGES, BLOCK_M, BLOCK_K)
     bufs0 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
     bufs1 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
+    # Only where it is waited for: see `allocate_barriers`.
     if STEPS > STAGES:
         ahead = allocate_barriers(1, 1).index(0)
     else:

@@ -243,9 +243,7 @@ def consume(
         phase = (position // STAGES) & 1
         ring = (x_bufs, w_bufs, full, empty)
         if TURNS == 1:
-            acc, _, _ = multiply_half(
-                GROUP, ring, slot, phase, turns.index(0), turn, W_KN, BLOCK_N, STEPS, ROWS
-            )
+            acc, _, _ = multiply_half(GROUP, ring, slot, phase, turns.index(0), turn, W_KN, BLOCK_N, STEPS, ROWS)
             row += GROUP * ROWS
         else:
             # Without turns both would multiply, then both store.

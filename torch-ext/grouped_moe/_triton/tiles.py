@@ -44,8 +44,8 @@ def grouped_order(tile, num_m_tiles, NUM_N_TILES: tl.constexpr, GROUP_M: tl.cons
     last = tl.maximum((num_m_tiles + GROUP_M // 2) // GROUP_M - 1, 0)
     group = tl.minimum(tile // (GROUP_M * NUM_N_TILES), last)
     group_size = tl.where(group == last, num_m_tiles - last * GROUP_M, GROUP_M)
+    group_size = tl.maximum(group_size, 1)  # of no m tiles: what is returned then is not used
     within_group = tile - group * (GROUP_M * NUM_N_TILES)
-    group_size = tl.maximum(group_size, 1)  # where there is no tile, and the result is not used
     return group * GROUP_M + within_group % group_size, within_group // group_size
 
 

@@ -5,6 +5,7 @@ Runs Triton 3.6's own code without a GPU: a stub stands in for the driver and ta
 
 import ctypes
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -209,6 +210,42 @@ def test_plan_of_linear(module, sent, monkeypatch):
     x, weight, sizes = torch.zeros(2048, 256, dtype=BF16), torch.zeros(4, 512, 256, dtype=BF16), torch.tensor([512] * 4)
     plan = module("grouped_linear")._plan_of(x, weight, sizes, None, None, False)
     assert_plan(module, sent, monkeypatch, plan, (x, weight, sizes, None, None))
+
+
+def test_a_step_keeps_its_plans(module, grouped_moe, sent, monkeypatch):
+    """Later steps launch over their own tensors; what hooks return in other strides has a plan of its own, or none."""
+    linear = module("grouped_linear")
+    monkeypatch.setattr(module("define"), "is_accelerated", lambda tensor: True)
+    monkeypatch.setattr(linear, "on_device_of", lambda tensor: nullcontext())
+    monkeypatch.setattr(linear, "_backward_plans", module("plan").Plans())
+    monkeypatch.setattr(linear, "_backward", lambda *args: linear.backward_triton(*args))
+    sizes = torch.tensor([512] * 4)
+
+    def step(unpack=lambda tensor: tensor) -> int:
+        """How many plans of backwards there are after it."""
+        x, weight = torch.zeros(2048, 256, dtype=BF16), torch.zeros(4, 512, 256, dtype=BF16)
+        leaves, dy = [x.requires_grad_(), weight.requires_grad_()], torch.zeros(2048, 512, dtype=BF16)
+        sent.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
+            y = grouped_moe.grouped_linear(x, weight, sizes)
+        dx, dw = torch.autograd.grad(y, leaves, dy)
+        places = [{arg for arg in args if isinstance(arg, int)} | {arg[1] for arg in args if isinstance(arg, tuple)}
+                  for args in sent]  # fmt: skip
+        assert len(places) == 4
+        assert {dy.data_ptr(), weight.data_ptr(), dx.data_ptr()} <= places[2]
+        assert {dy.data_ptr(), dw.data_ptr()} <= places[3]
+        assert (x.data_ptr() in places[3]) == (unpack not in (wide, spaced))
+        return len(linear._backward_plans)
+
+    def wide(tensor):
+        return tensor if tensor.dim() != 2 else tensor.repeat(1, 2)[:, : tensor.shape[1]]
+
+    def spaced(tensor):
+        return tensor if tensor.dim() != 2 else tensor.repeat_interleave(2, 1)[:, ::2]
+
+    assert [step() for _ in range(3)] == [1, 1, 1]
+    assert step(spaced) == 1
+    assert step(wide) == 2
 
 
 def test_one_address_in_many_forms(module, both):

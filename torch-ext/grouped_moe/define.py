@@ -4,11 +4,23 @@ from typing import Callable, Optional, Sequence
 
 import torch
 
+# By name, as calls under autograd look them up on two threads: each object on the way there costs a cache line's trip.
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch.autograd import _profiler_enabled
+from torch.compiler import is_compiling
+
 from ._ops import add_op_namespace_prefix
 from .launch import ALIGNMENT
 from .tuning import dot_precision, spec_of
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 
 
 def define_op(name: str, schema: str, implementation: Callable, fake: Callable) -> None:
@@ -27,12 +39,12 @@ def below_autograd():
 def is_unwatched() -> bool:
     """Whether no tracing, mode of dispatch or functions, functorch transform or profiler is there to look for ops."""
     return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_function_stack()
-        or torch.autograd._profiler_enabled()
-        or torch._C._get_tracing_state() is not None
+        is_compiling()
+        or _len_torch_dispatch_stack()
+        or _are_functorch_transforms_active()
+        or _len_torch_function_stack()
+        or _profiler_enabled()
+        or _get_tracing_state() is not None
     )
 
 
@@ -58,14 +70,15 @@ def plan_key(tensors: Sequence[object], *options) -> Optional[tuple]:
     first = tensors[0]
     if type(first) not in _PLAIN_TYPES or not is_accelerated(first) or not is_unwatched():
         return None
-    device, spec = first.device, spec_of(first)
-    if torch.is_autocast_enabled(device.type):
+    if _is_any_autocast_enabled():
         return None
-    key = [device, spec, dot_precision(first.dtype, spec), *options]
+    device = first.device
+    precision = dot_precision(first.dtype, spec_of(first)) if first.dtype is torch.float32 else None
+    key = [device, precision, *options]
     for tensor in tensors:
         if tensor is None:
             key.append(None)
-        elif type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and tensor.device == device:
+        elif type(tensor) in _PLAIN_TYPES and tensor.layout is _STRIDED and tensor.device == device:
             if tensor.is_neg():
                 return None
             key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNMENT == 0)

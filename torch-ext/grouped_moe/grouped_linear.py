@@ -32,13 +32,11 @@ Grads = Tuple[Optional[Tensor], ...]  # of x, weight, bias, bias_scales; None wh
 
 
 def forward_triton(
-    x: Tensor, weight: Tensor, splits: Tensor, bias: Optional[Tensor], scales: Optional[Tensor], transposed: bool,
-    plan: Optional[Plan] = None,
-) -> Tuple[Tensor, Tensor]:  # fmt: skip
-    """y, and the map of its schedule, by the Triton kernels. plan: that of the call, if it is at hand."""
+    x: Tensor, weight: Tensor, splits: Tensor, bias: Optional[Tensor], scales: Optional[Tensor], transposed: bool
+) -> Tuple[Tensor, Tensor]:
+    """y, and the map of its schedule, by the Triton kernels."""
     splits = splits if splits.is_contiguous() else splits.contiguous()
-    plan = _plan_of(x, weight, splits, bias, scales, transposed) if plan is None else plan
-    tile_map, y = plan(x, weight, splits, bias, scales)[5:]
+    tile_map, y = _plan_of(x, weight, splits, bias, scales, transposed)(x, weight, splits, bias, scales)[5:]
     return y, tile_map
 
 
@@ -82,14 +80,9 @@ def backward_triton(
 ) -> Grads:
     """The backward by the Triton kernels. splits may also be the map that `forward_triton` made of them."""
     needs_x, needs_weight, needs_bias, needs_scales = needs
-    dy, spec = unit_rows(dy), spec_of(dy)
-    x = unit_rows(x) if needs_weight else None
+    dy, x = unit_rows(dy), unit_rows(x) if needs_weight else None
     splits = splits if splits.is_contiguous() else splits.contiguous()
-    plan = _backward_plan(
-        form_of(dy), form_of(x), form_of(weight), form_of(splits), transposed, needs_x,
-        spec, dot_precision(dy.dtype, spec), dy.device,
-    )  # fmt: skip
-    tile_map, dx, dw = plan(dy, x, weight, splits)[4:]
+    tile_map, dx, dw = _backward_plan_of(dy, x, weight, splits, transposed, needs_x)(dy, x, weight, splits)[4:]
     dbias = dscales = None
     if needs_bias or needs_scales:
         dbias, dscales = _empty_grads(dy, weight, scales, transposed, (False, False, needs_bias, needs_scales))[2:]
@@ -97,6 +90,15 @@ def backward_triton(
         schedule = Schedule(splits if tile_map is None else tile_map, *sizes)
         launch_bias_backward(dy, scales, bias, schedule, dbias, dscales)
     return dx, dw, dbias, dscales
+
+
+def _backward_plan_of(
+    dy: Tensor, x: Optional[Tensor], weight: Tensor, splits: Tensor, transposed: bool, needs_x: bool
+) -> Plan:
+    """The plan of the backward but for bias and scales; columns of dy and x are contiguous, and splits."""
+    spec = spec_of(dy)
+    forms = map(form_of, (dy, x, weight, splits))
+    return _backward_plan(*forms, transposed, needs_x, spec, dot_precision(dy.dtype, spec), dy.device)
 
 
 @lru_cache(maxsize=MAX_KEPT)
@@ -185,13 +187,12 @@ def _forward(
     bias: Optional[Tensor],
     bias_scales: Optional[Tensor],
     transposed: bool,
-    plan: Optional[Plan] = None,
 ) -> Tuple[Tensor, Tensor]:
-    """y, and what the backward takes as splits at less cost. plan: that of the call, if it is at hand."""
-    if plan is None and x.device.type == "cpu":
+    """y, and what the backward takes as splits at less cost."""
+    if x.device.type == "cpu":
         return forward_torch(x, weight, splits, bias, bias_scales, transposed)
     with on_device_of(x):
-        return forward_triton(x, weight, splits, bias, bias_scales, transposed, plan)
+        return forward_triton(x, weight, splits, bias, bias_scales, transposed)
 
 
 def _backward(
@@ -269,10 +270,12 @@ class _GroupedLinear(torch.autograd.Function):
         # What the backward does not read may change until then. Of a weight it then needs the shape.
         saved_weight = weight if needs_x or not weight.is_contiguous() else weight.new_empty(1).expand(weight.shape)
         saved_scales = scales if needs_bias or needs_scales else None
-        if plain:
-            # Beside what is saved: activation checkpointing compares that between calls that take either way.
-            plan = None if plain is True else plain
-            y, ctx.schedule = _forward(x, weight, splits, bias, scales, transposed, plan)
+        # The schedule is beside what is saved: activation checkpointing compares that between calls of either way.
+        if isinstance(plain, Plan):
+            with on_device_of(x):
+                ctx.schedule, y = plain(x, weight, splits, bias, scales)[5:]
+        elif plain:
+            y, ctx.schedule = _forward(x, weight, splits, bias, scales, transposed)
         else:
             ctx.schedule = None
             with below_autograd():
@@ -286,8 +289,14 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, saved, dy):
         needs_x, needs_weight, _, needs_bias, needs_scales, *_ = ctx.needs_input_grad
-        needs = [needs_x, needs_weight, needs_bias, needs_scales]
         x, weight, splits, bias, scales = saved
+        if not (ctx.schedule is None or needs_bias or needs_scales):
+            plan = _kept_backward_plan(dy, x, weight, ctx.schedule, ctx.transposed, needs_x)
+            if plan is not None:
+                with on_device_of(dy):
+                    dx, dw = plan(dy, x, weight, ctx.schedule)[5:]
+                return dx, dw, None, None, None, None, None
+        needs = [needs_x, needs_weight, needs_bias, needs_scales]
         if is_plain(dy, x, weight, splits, bias, scales):
             splits = splits if ctx.schedule is None else ctx.schedule
             dx, dw, dbias, dscales = _backward(dy, x, weight, splits, bias, scales, ctx.transposed, needs)
@@ -343,10 +352,29 @@ def grouped_linear(
             plan = _plans.keep(key, _plan_of(*tensors, transposed))
     if needs_autograd(*tensors):
         return _apply_plain(*tensors, transposed, plan or True)
-    return _forward(*tensors, transposed, plan)[0]
+    if plan is None:
+        return _forward(*tensors, transposed)[0]
+    with on_device_of(x):
+        return plan(*tensors)[-1]
 
 
 _plans = Plans()
+_backward_plans = Plans()
+
+
+def _kept_backward_plan(
+    dy: Tensor, x: Optional[Tensor], weight: Tensor, tile_map: Tensor, transposed: bool, needs_x: bool
+) -> Optional[Plan]:
+    """`_backward_plan_of`, None where there is none to keep: in calls that are not plain, of what is copied first.
+
+    tile_map: the forward's. The others, which hooks on what was saved may have changed, say what it is.
+    """
+    key = plan_key((dy, x, weight), transposed, needs_x)
+    plan = _backward_plans.get(key)
+    if plan is None and key is not None:
+        if unit_rows(dy) is dy and (x is None or unit_rows(x) is x):
+            plan = _backward_plans.keep(key, _backward_plan_of(dy, x, weight, tile_map, transposed, needs_x))
+    return plan
 
 
 def _checked(x, weight, splits, bias, bias_scales, transposed) -> Tuple[Tensor, ...]:

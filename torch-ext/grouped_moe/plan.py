@@ -1,8 +1,8 @@
 """Plans: what a call launches and allocates, worked out once for each set of forms that it comes with."""
 
 import math
-from functools import lru_cache
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
+from functools import lru_cache, partial
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class Plan:
         self.unused: List[int] = []
         self.steps: List[_Step] = []
         self.ready = False
+        self.empty = _allocator(device)
 
     def make(self, form: Optional[Form], scratch: bool = False) -> int:
         """Numbers a tensor that comes, unwritten, with the first launch that refers to it; None: that is not made.
@@ -56,7 +57,7 @@ class Plan:
         scratch: it is contiguous, lives until the end and is not asked for: all such may be one piece of memory.
         """
         number = self.num_given + len(self.forms)
-        self.forms[number] = form
+        self.forms[number] = form and form._replace(shape=tuple(form.shape), strides=tuple(form.strides))
         if form is not None:
             self.unused.append(number)
             if scratch:
@@ -105,15 +106,17 @@ class Plan:
         return numbers
 
     def __call__(self, *given: Optional[Tensor]) -> List[Optional[Tensor]]:
-        """All tensors, None for those that were dropped, not made or scratch."""
-        tensors = [*given, *(None for _ in self.forms)]
+        """All tensors, None for those that were dropped, not made or scratch. The device is the current one."""
+        blank = (None,) * len(self.forms)
+        tensors = [*given, *blank]
         if not self.ready or self.steps[0].launch.kernel.is_watched():
             return self._by_kernels(tensors)
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
         if not are_aligned(addresses):
             return self._by_kernels(tensors)
+        addresses += blank
         if self.scratch_bytes:
-            scratch = torch.empty_strided((self.scratch_bytes,), (1,), dtype=torch.uint8, device=self.device)
+            scratch = self.empty((self.scratch_bytes,), (1,), torch.uint8)
             start = scratch.data_ptr()
             for number, place in self.pieces.items():
                 addresses[number] = start + place
@@ -122,8 +125,8 @@ class Plan:
             for number in makes:
                 if number not in self.pieces:
                     dtype, shape, strides, _ = self.forms[number]
-                    made = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
-                    tensors[number], addresses[number] = made, made.data_ptr()
+                    tensors[number] = made = self.empty(shape, strides, dtype)
+                    addresses[number] = made.data_ptr()
             launch.direct(addresses, stream)
             for number in drop:
                 tensors[number] = None
@@ -135,7 +138,7 @@ class Plan:
 
     def _make(self, number: int) -> Tensor:
         dtype, shape, strides, _ = self.forms[number]
-        return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+        return self.empty(shape, strides, dtype)
 
     def _by_kernels(self, tensors: List[Optional[Tensor]]) -> List[Optional[Tensor]]:
         """A tensor at a time, a launch at a time."""
@@ -151,6 +154,17 @@ class Plan:
             tensors[number] = self._make(number)
         self.ready = bool(self.steps) and all(step.launch.function is not None for step in self.steps)
         return tensors
+
+
+def _allocator(device: torch.device) -> Callable[..., Tensor]:
+    """`torch.empty_strided` of (shape, strides, dtype) on the device, which has to be the current one."""
+    guards = getattr(torch._C._dynamo, "guards", None)
+    fast = getattr(guards, f"_empty_strided_{device.type}", None)  # what Inductor's code calls: half of the time
+    return fast or partial(_empty_strided, device)
+
+
+def _empty_strided(device: torch.device, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 class Plans(dict):

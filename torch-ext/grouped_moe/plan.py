@@ -158,8 +158,9 @@ class Plan:
 
 def _allocator(device: torch.device) -> Callable[..., Tensor]:
     """`torch.empty_strided` of (shape, strides, dtype) on the device, which has to be the current one."""
-    guards = getattr(torch._C._dynamo, "guards", None)
-    fast = getattr(guards, f"_empty_strided_{device.type}", None)  # what Inductor's code calls: half of the time
+    fast = None
+    if device.type in ("cuda", "xpu"):  # half of the time: what Inductor's code calls
+        fast = getattr(getattr(torch._C._dynamo, "guards", None), f"_empty_strided_{device.type}", None)
     return fast or partial(_empty_strided, device)
 
 

@@ -47,7 +47,8 @@ def module(name: str):
 class Table:
     """The tiles that the package takes, instead of those in its files: a set of them for every name of a device.
 
-    Choices are kept by the device's spec, name included, so that another name needs no cache to be cleared.
+    Launchers keep choices by the device's spec, name included, so that another name needs no cache to be cleared. Whole
+    calls (`define.plan_key`) keep them by the device: none is made with this.
     """
 
     def __init__(self, spec: tuple):

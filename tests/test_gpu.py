@@ -255,6 +255,15 @@ def test_on_a_device_that_is_not_the_current_one(grouped_moe, index):
         assert torch.cuda.current_device() == 0
         assert all(tensor.device == torch.device(there) for tensor in got)
         assert_same([tensor.to("cuda:0") for tensor in got], want)
+    x, weight, dy, sizes = torch.randn(64, 128), torch.randn(2, 256, 128), torch.randn(64, 256), torch.tensor([24, 40])
+    want, first, second = [], [], []
+    for results, device in ((want, "cuda:0"), (first, there), (second, there)):  # the last by plans that are kept
+        leaves = [tensor.to(device).requires_grad_() for tensor in (x, weight)]
+        y = grouped_moe.grouped_linear(*leaves, sizes.to(device))
+        results += [y, *torch.autograd.grad(y, leaves, dy.to(device))]
+    for results in (first, second):
+        assert all(tensor.device == torch.device(there) for tensor in results)
+        assert_same([tensor.to("cuda:0") for tensor in results], want)
     routing = grouped_moe.route(moved.top_k_index, BIAS.E)
     rows = grouped_moe.gather_rows(moved.hidden_states, routing)
     out = grouped_moe.combine_rows(rows, torch.ones_like(moved.top_k_weights), routing)

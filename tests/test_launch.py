@@ -217,8 +217,9 @@ def test_a_step_keeps_its_plans(module, grouped_moe, sent, monkeypatch):
     linear = module("grouped_linear")
     monkeypatch.setattr(module("define"), "is_accelerated", lambda tensor: True)
     monkeypatch.setattr(linear, "on_device_of", lambda tensor: nullcontext())
+    monkeypatch.setattr(linear, "_plans", module("plan").Plans())
     monkeypatch.setattr(linear, "_backward_plans", module("plan").Plans())
-    monkeypatch.setattr(linear, "_backward", lambda *args: linear.backward_triton(*args))
+    monkeypatch.setattr(linear, "_backward", linear.backward_triton)
     sizes = torch.tensor([512] * 4)
 
     def step(unpack=lambda tensor: tensor) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .block import Block, Kind, Needs
 from .decode import decode_plan, is_decode
 from .fused import dgrad_launch, up_launch
-from .gemm import bias_grads_plan, gemm_launch, nk_order, num_dots, sum_partials_launch, unit_rows, wgrad_launch
+from .gemm import bias_grads_plan, gemm_launch, has_unit_rows, nk_order, num_dots, sum_partials_launch, wgrad_launch
 from .hopper_fused import hopper_down_dgrad
 from .launch import MAX_KEPT, Form, form_of
 from .permute import combine_launch, sort_rows_launch
@@ -62,7 +62,7 @@ def call_plan(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor, rec
         return None
     if not record and num_tokens and is_decode(block, num_tokens, top_k):
         kind = block.activation, block.gated, block.interleaved, block.transposed
-        return Call(decode_plan(*forms, kind, x.device), ()) if unit_rows(x) is x else None
+        return Call(decode_plan(*forms, kind, x.device), ()) if has_unit_rows(x) else None
     spec, plan, save = spec_of(x), Plan(x.device, 7), record and not block.recompute
     sizes = schedule_sizes(num_slots, num_experts, x.dtype)
     tile_map = plan.make(unwritten(torch.int32, map_size(num_slots, num_experts)), scratch=not record)

@@ -37,9 +37,14 @@ def nk_strides(weight: Tensor, transposed: bool) -> Strides:
     return nk_order(weight.stride(), transposed)
 
 
+def has_unit_rows(x: Tensor) -> bool:
+    """Whether its columns are contiguous."""
+    return x.stride(-1) == 1 or x.shape[-1] == 1
+
+
 def unit_rows(x: Tensor) -> Tensor:
     """x itself if its columns are contiguous, else a contiguous copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if has_unit_rows(x) else x.contiguous()
 
 
 def launch_gemm(

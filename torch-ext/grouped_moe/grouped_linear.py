@@ -22,7 +22,7 @@ from .define import (
     plan_key,
     register_autograd,
 )
-from .gemm import gemm_launch, launch_bias_backward, launch_wgrad, nk_order, unit_rows, wgrad_launch
+from .gemm import gemm_launch, has_unit_rows, launch_bias_backward, launch_wgrad, nk_order, unit_rows, wgrad_launch
 from .launch import MAX_KEPT, Form, form_of
 from .plan import Plan, Plans, like, unwritten
 from .schedule import Schedule, Splits, as_splits, map_form, schedule_for, schedule_launch, schedule_sizes
@@ -273,7 +273,7 @@ class _GroupedLinear(torch.autograd.Function):
         # The schedule is beside what is saved: activation checkpointing compares that between calls of either way.
         if isinstance(plain, Plan):
             with on_device_of(x):
-                ctx.schedule, y = plain(x, weight, splits, bias, scales)[5:]
+                *_, ctx.schedule, y = plain(x, weight, splits, bias, scales)
         elif plain:
             y, ctx.schedule = _forward(x, weight, splits, bias, scales, transposed)
         else:
@@ -289,15 +289,15 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, saved, dy):
         needs_x, needs_weight, _, needs_bias, needs_scales, *_ = ctx.needs_input_grad
-        x, weight, splits, bias, scales = saved
-        if not (ctx.schedule is None or needs_bias or needs_scales):
-            plan = _kept_backward_plan(dy, x, weight, ctx.schedule, ctx.transposed, needs_x)
-            if plan is not None:
-                with on_device_of(dy):
-                    dx, dw = plan(dy, x, weight, ctx.schedule)[5:]
-                return dx, dw, None, None, None, None, None
         needs = [needs_x, needs_weight, needs_bias, needs_scales]
-        if is_plain(dy, x, weight, splits, bias, scales):
+        x, weight, splits, bias, scales = saved
+        plan, dbias, dscales = None, None, None
+        if not (ctx.schedule is None or needs_bias or needs_scales):  # which the kept plans leave out
+            plan = _kept_backward_plan(dy, x, weight, ctx.schedule, ctx.transposed, needs_x)
+        if plan is not None:
+            with on_device_of(dy):
+                *_, dx, dw = plan(dy, x, weight, ctx.schedule)
+        elif is_plain(dy, x, weight, splits, bias, scales):
             splits = splits if ctx.schedule is None else ctx.schedule
             dx, dw, dbias, dscales = _backward(dy, x, weight, splits, bias, scales, ctx.transposed, needs)
         else:
@@ -365,15 +365,16 @@ _backward_plans = Plans()
 def _kept_backward_plan(
     dy: Tensor, x: Optional[Tensor], weight: Tensor, tile_map: Tensor, transposed: bool, needs_x: bool
 ) -> Optional[Plan]:
-    """`_backward_plan_of`, None where there is none to keep: in calls that are not plain, of what is copied first.
+    """`_backward_plan_of`; None in calls that are not plain, and where dy or x has to be copied first.
 
-    tile_map: the forward's. The others, which hooks on what was saved may have changed, say what it is.
+    tile_map, the forward's, is not in the key: its size follows from the rows of dy, the groups and the dtype.
     """
     key = plan_key((dy, x, weight), transposed, needs_x)
+    if key is None:
+        return None
     plan = _backward_plans.get(key)
-    if plan is None and key is not None:
-        if unit_rows(dy) is dy and (x is None or unit_rows(x) is x):
-            plan = _backward_plans.keep(key, _backward_plan_of(dy, x, weight, tile_map, transposed, needs_x))
+    if plan is None and has_unit_rows(dy) and (x is None or has_unit_rows(x)):
+        plan = _backward_plans.keep(key, _backward_plan_of(dy, x, weight, tile_map, transposed, needs_x))
     return plan
 
 

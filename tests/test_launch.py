@@ -212,18 +212,27 @@ def test_plan_of_linear(module, sent, monkeypatch):
     assert_plan(module, sent, monkeypatch, plan, (x, weight, sizes, None, None))
 
 
-def test_plan_of_no_rows(module, sent):
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "plain")
+def test_plans_of_no_rows(module, sent, kind):
     """Scratch memory that no tile needs has the address 0."""
-    dy, dbias = torch.zeros(0, 512, dtype=BF16), torch.zeros(4, 512, dtype=BF16)
-    form = module("launch").form_of
-    plan = module("gemm").bias_grads_plan(
-        form(dy), 0, None, None, None, False, form(dbias), (4, 16, 0), False, torch.device("cpu")
-    )  # fmt: skip
-    for _ in range(2):
+    linear, experts, counts = module("grouped_linear"), module("experts"), []
+    x, dy, weight = (
+        torch.zeros(0, 256, dtype=BF16),
+        torch.zeros(0, 512, dtype=BF16),
+        torch.zeros(4, 512, 256, dtype=BF16),
+    )
+    bias, scales, sizes = torch.zeros(4, 512, dtype=BF16), torch.zeros(0), torch.zeros(4, dtype=torch.int64)
+    inputs = experts_inputs(0, **kind)
+    block, needs = block_of(module, inputs, kind), experts.Needs(*[True] * 4, *[bool(kind.get("bias"))] * 2)
+    for _ in range(3):
         sent.clear()
-        plan(dy, None, None, None, None, torch.zeros(10, dtype=torch.int32), dbias)
-        assert len(sent) == 1
-    assert plan.ready and not plan.scratch_bytes and 0 in sent[0] and dbias.data_ptr() in sent[0]
+        _, tile_map = linear.forward_triton(x, weight, sizes, bias, scales, False)
+        linear.backward_triton(dy, x, weight, tile_map, bias, scales, False, (True,) * 4)
+        routing = experts._route_tiles(block, *inputs[:2], specified=True)
+        _, preact = experts.forward_triton(block, inputs[0], inputs[2], routing, save=True)
+        experts.backward_triton(block, inputs[0], inputs[0], inputs[2], preact, routing, needs)
+        counts.append(len(sent))
+    assert counts[0] == counts[1] == counts[2] > 4
 
 
 def test_a_step_keeps_its_plans(module, grouped_moe, sent, monkeypatch):

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -169,15 +170,22 @@ def classify(output: str) -> dict:
 
 
 def sanitize(tool: str, arguments: argparse.Namespace) -> dict:
-    """compute-sanitizer over one case script, after a run without it that compiles the kernels."""
+    """compute-sanitizer over one case script, after runs without it, of a share each, that compile the kernels."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         return {"status": "skipped", "seconds": 0.0, "tail": ["compute-sanitizer is not on the PATH"]}
     # One allocation per tensor: in a shared block a stray access would land in a neighbour unnoticed.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
-    plain = run([sys.executable, CASE], arguments.sanitizer_timeout, **environment)
-    if plain.returncode != 0:
-        return {**described(plain), "failures": ["the case fails without the sanitizer"]}
+
+    def share(number: int) -> Run:
+        command = [sys.executable, CASE, "--share", str(number), str(arguments.workers)]
+        return run(command, arguments.sanitizer_timeout, **environment)
+
+    with ThreadPoolExecutor(arguments.workers) as pool:
+        plain = list(pool.map(share, range(arguments.workers)))
+    for result in plain:
+        if result.returncode != 0:
+            return {**described(result), "failures": ["a case fails without the sanitizer"]}
     command = [sanitizer, "--tool", tool, "--target-processes", "application-only", "--show-backtrace", "no"]
     command += ["--print-limit", str(PRINT_LIMIT), "--error-exitcode", str(SANITIZER_FAILED)]
     command += ["--racecheck-report", "hazard"] if tool == "racecheck" else []
@@ -186,7 +194,7 @@ def sanitize(tool: str, arguments: argparse.Namespace) -> dict:
     summary = [line for line in messages if "SUMMARY" in line]
     report = {
         **described(result),
-        "seconds_without": round(plain.seconds, 1),
+        "seconds_without": round(max(result.seconds for result in plain), 1),
         "cases_done": len(re.findall(r": error \d", result.output)),
         "summary": summary[-1].strip("= ") if summary else None,
         "first_messages": messages[:TAIL_LINES],
@@ -258,7 +266,7 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", metavar="step", help=f"of {', '.join(STEPS)}; all without")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--commit", help="commit of the package, where git can't tell")
-    parser.add_argument("--workers", type=int, default=1, help="processes of pytest, by pytest-xdist (default 1)")
+    parser.add_argument("--workers", type=int, default=1, help="processes that test, or compile what is sanitized (1)")
     parser.add_argument("--tests-timeout", type=float, default=480, help="seconds (default 480)")
     parser.add_argument("--sanitizer-timeout", type=float, default=240, help="seconds for each tool (default 240)")
     parser.add_argument("--pytest", action="append", default=[], help="a further argument for pytest, repeatable")

@@ -1,6 +1,6 @@
 """Every kernel once, small, both directions, against the fp64 reference: what compute-sanitizer is run on.
 
-    python tools/sanitize_case.py [--device cuda]
+    python tools/sanitize_case.py [--device cuda] [--share I N]
 
 Random numbers and the reference are made on the CPU, so that next to nothing but the package runs on the device.
 """
@@ -9,9 +9,10 @@ import argparse
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Dict, List, NamedTuple, Optional
+from typing import Callable, Dict, List, NamedTuple, Optional
 
 import kernels
 import torch
@@ -232,25 +233,32 @@ def print_dispatch(kernel: ModuleType) -> None:
         print("dispatch", *line)
 
 
+def runs(kernel: ModuleType, device: str) -> List[Callable[[], None]]:
+    """Every case, as a call that checks it."""
+    found = [partial(run_experts, kernel, case, device) for case in CASES] + [partial(run_decode, kernel, device)]
+    found += [partial(run_blocks, kernel, device, transposed) for transposed in (False, True)]
+    # By pointer, by descriptor, several tiles for each program.
+    layers = [(3, 60, 40, 72), (4, 900, 128, 264), (40, 5120, 64, 1024)]
+    if device == "cuda":
+        layers.append((16, 2048, 4104, 1272))  # tiles that two warp groups share
+    return found + [partial(run_layers, kernel, device, *sizes) for sizes in layers]
+
+
 def main(argv: Optional[List[str]] = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    device = parser.parse_args(argv).device
-    torch.manual_seed(0)
-    kernel = load_kernel()
-    for case in CASES:
-        run_experts(kernel, case, device)
-    run_decode(kernel, device)
-    for transposed in (False, True):
-        run_blocks(kernel, device, transposed)
-    run_layers(kernel, device, groups=3, rows=60, k=40, n=72)  # by pointer
-    run_layers(kernel, device, groups=4, rows=900, k=128, n=264)  # by descriptor
-    run_layers(kernel, device, groups=40, rows=5120, k=64, n=1024)  # several tiles for each program
-    if device == "cuda":
-        run_layers(kernel, device, groups=16, rows=2048, k=4104, n=1272)  # tiles that two warp groups share
+    parser.add_argument(
+        "--share", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="each N-th from the I-th"
+    )
+    arguments = parser.parse_args(argv)
+    kernel, (first, step) = load_kernel(), arguments.share
+    for run in runs(kernel, arguments.device)[first::step]:
+        torch.manual_seed(0)
+        run()
+    if arguments.device == "cuda":
         torch.cuda.synchronize()
     print_dispatch(kernel)
-    print(f"all right on {device}")
+    print(f"all right on {arguments.device}")
 
 
 if __name__ == "__main__":

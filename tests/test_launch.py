@@ -1,6 +1,6 @@
 """Direct launches hand the launcher in C what Triton's own path hands it, and nothing of another tensor.
 
-Runs Triton 3.6's own code without a GPU: a stub stands in for the driver and takes what the launcher would get.
+Runs Triton's own code without a GPU: a stub stands in for the driver and takes what the launcher would get.
 """
 
 import ctypes
@@ -24,15 +24,26 @@ class Utils:
     def get_device_properties(self, device):
         return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
 
+    def build_signature_metadata(self, signature):
+        return tuple(signature)
+
     def fill_tma_descriptor(self, address, *form):
         return ("map", address, *(tuple(part) if isinstance(part, (list, tuple)) else part for part in form))
 
+    fill_tma_descriptor_tiled = fill_tma_descriptor
+
 
 class Taken(list):
-    """Stands in for a launcher in C: keeps its arguments, but for what hooks would get and the hooks."""
+    """Stands in for a launcher in C: keeps its arguments, but for what hooks would get and the hooks.
+
+    metadata: the place of the kernel's. in_tuple: whether the last argument is all those of the kernel.
+    """
+
+    metadata, in_tuple = 9, False
 
     def __call__(self, *args):
-        args = args[:10] + args[13:]
+        args = args[: self.metadata + 1] + args[self.metadata + 4 :]
+        args = (*args[:-1], *args[-1]) if self.in_tuple else args
         self.append(tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args))
 
 
@@ -45,17 +56,19 @@ def module(grouped_moe):
 def sent(module):
     """The arguments of all calls of launchers in C, on a GPU that is a Hopper but for its memory."""
     nvidia = pytest.importorskip("triton.backends.nvidia.driver")
-    if not hasattr(nvidia, "_BASE_ARGS_FORMAT"):
-        pytest.skip("this Triton's launchers are called through Triton")
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    taken, monkeypatch = Taken(), pytest.MonkeyPatch()
+    taken, monkeypatch, utils = Taken(), pytest.MonkeyPatch(), Utils()
+    if hasattr(nvidia, "_BASE_ARGS_FORMAT"):
+        monkeypatch.setattr(nvidia, "compile_module_from_src", lambda *args, **kwargs: SimpleNamespace(launch=taken))
+    else:
+        utils.launch, taken.metadata, taken.in_tuple = taken, 7, True
+        monkeypatch.setattr(nvidia, "PyKernelArg", lambda nested_tuple, type: (nested_tuple, type))
     active = SimpleNamespace(
-        utils=Utils(), launcher_cls=nvidia.CudaLauncher, get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        utils=utils, launcher_cls=nvidia.CudaLauncher, get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_device=lambda: "stub", get_current_stream=lambda device: 7, map_python_to_cpp_type=nvidia.ty_to_cpp,
     )  # fmt: skip
-    monkeypatch.setattr(nvidia, "compile_module_from_src", lambda *args, **kwargs: SimpleNamespace(launch=taken))
     monkeypatch.setattr(nvidia, "library_dirs", lambda: [])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(module("launch"), "_keeps_variants", lambda tensor: True)
@@ -295,22 +308,24 @@ def test_misaligned_pointers_go_by_triton(module, both):
             plan(x, weight, sizes, None, None)
 
 
-@pytest.mark.parametrize("change", ["_BASE_ARGS_FORMAT", "scratch", "closure"])
+@pytest.mark.parametrize("change", ["version", "scratch", "closure"])
 def test_other_launchers_go_by_triton(module, sent, monkeypatch, change):
-    """What does not look as Triton 3.6 does is not called directly."""
-    nvidia = sys.modules["triton.backends.nvidia.driver"]
+    """What does not look as the known versions do is not called directly."""
+    nvidia, launch = sys.modules["triton.backends.nvidia.driver"], module("launch")
     known, launcher = (nvidia.CudaLauncher.__new__(nvidia.CudaLauncher) for _ in range(2))
     for made in (known, launcher):
         made.global_scratch_size = made.profile_scratch_size = 0
+        made.arg_annotations = made.kernel_signature = ()
         made.launch = sent
-    assert module("launch")._c_launcher(known).function is sent
+    assert launch._c_launcher(known) is not None
     if change == "scratch":
         launcher.profile_scratch_size = 64
     elif change == "closure":
         launcher.launch = lambda *args: sent(*args)
     else:
-        monkeypatch.setattr(nvidia, change, "iiiKKppOOOOO")
-    assert module("launch")._c_launcher(launcher) is None
+        monkeypatch.setattr(nvidia, "_BASE_ARGS_FORMAT", "iiiKKppOOOOO", raising=False)
+        monkeypatch.setattr(launch, "triton_version", lambda: (3, 10))
+    assert launch._c_launcher(launcher) is None
 
 
 def test_hooks_see_launches(module, sent, monkeypatch):

@@ -15,13 +15,18 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 import torch
 from torch import Tensor
 
+from .tuning import triton_version
+
 _OPTIONS = ("num_warps", "num_stages")
 ALIGNMENT = 16  # bytes: that of pointers which Triton's variants tell apart, and of what descriptors take
 
 # How the launchers in C of Triton 3.6 parse what comes before a kernel's arguments: grid, stream, function, cooperative
 # and dependent launch, two scratch buffers, metadata of the kernel and of the launch, two hooks.
 _C_FORMAT = "iiiKKppOOOOOO"
-_STREAM = 3  # its place there
+# Later ones have the scratch buffers last, then annotations and signature, and take the arguments as one tuple.
+_TUPLE_VERSIONS = ((3, 7), (3, 8), (3, 9))
+_BEFORE_TUPLE = 15
+_STREAM = 3  # its place in all of them
 _MAX_MAPS = 256  # of a descriptor, for as many addresses
 MAX_KEPT = 1024  # launches of a launcher, since the number of rows may change with every call
 
@@ -139,9 +144,9 @@ class Kernel:
 class Launch:
     """A kernel with its grid and all its arguments but the addresses of tensors of given forms on a given device.
 
-    Where Triton's launcher is as in version 3.6, calls go to its function in C, which takes a list that is ready but
-    for the stream, addresses and, encoded once per address, descriptors. Other launchers, pointers that are not
-    aligned, hooks of profilers: by `Kernel`, as is the first call.
+    Where Triton's launcher is as in versions 3.6 to 3.9, calls go to its function in C, which takes a list that is
+    ready but for the stream, addresses and, encoded once per address, descriptors. Other launchers, pointers that are
+    not aligned, hooks of profilers: by `Kernel`, as is the first call.
     """
 
     def __init__(self, device: torch.device, kernel: Kernel, grid: Tuple[int, int, int], *arguments):
@@ -198,8 +203,8 @@ class Launch:
         if found is None or len(found.maps) != len(boxes):
             return
         run, encoders = compiled.run, iter(found.maps)
-        options = (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
-        values, places = [*self.grid, 0, compiled.function, *options], []
+        options = run.launch_cooperative_grid, run.launch_pdl
+        values, places = [*self.grid, 0, compiled.function, *options, *found.describe(compiled.packed_metadata)], []
         for arg in self.arguments:
             if not isinstance(arg, Ref):
                 values.append(arg)
@@ -223,27 +228,41 @@ def are_aligned(addresses: Sequence[int]) -> bool:
 
 
 class _CLauncher(NamedTuple):
-    """A variant's launcher in C, and for each of its descriptors the function that encodes it at an address."""
+    """A variant's launcher in C, and for each of its descriptors the function that encodes it at an address.
+
+    describe: the kernel's metadata -> what comes after grid, stream, function, cooperative and dependent launch and
+    before the kernel's arguments: neither scratch buffers nor hooks.
+    """
 
     function: Callable
     maps: Sequence[Callable]
+    describe: Callable[[Any], tuple]
 
 
 @lru_cache(maxsize=None)
 def _c_launcher(run) -> Optional[_CLauncher]:
-    """What is behind the launcher in Python of a compiled variant, None if it is not that of Triton 3.6."""
-    module = sys.modules[type(run).__module__]
-    if getattr(module, "_BASE_ARGS_FORMAT", None) != _C_FORMAT:
+    """What is behind the launcher in Python of a compiled variant, None if it is not one of a known version."""
+    module, version = sys.modules[type(run).__module__], triton_version()
+    if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
         return None
-    if run.global_scratch_size or run.profile_scratch_size:
+    launch, maps = run.launch, []
+    if isinstance(launch, FunctionType):  # one that encodes descriptors, then calls the launcher
+        inner = getclosurevars(launch).nonlocals
+        metas, encode = inner.get("tensordesc_meta"), getattr(module, "make_tensordesc_arg", None)
+        if "launcher" not in inner or not metas or None in metas or encode is None:
+            return None
+        launch, rest = inner["launcher"], (None,) if version >= (3, 8) else ()  # by which that takes more than it uses
+        maps = [lambda descriptor, meta=meta: encode(descriptor, meta, *rest)[0] for meta in metas]
+    if getattr(module, "_BASE_ARGS_FORMAT", None) == _C_FORMAT:
+        return _CLauncher(launch, maps, lambda metadata: (None, None, metadata, None, None, None))
+    if version not in _TUPLE_VERSIONS:
         return None
-    if not isinstance(run.launch, FunctionType):
-        return _CLauncher(run.launch, ())
-    inner = getclosurevars(run.launch).nonlocals  # of the function that encodes descriptors, then calls the launcher
-    metas, encode = inner.get("tensordesc_meta"), getattr(module, "make_tensordesc_arg", None)
-    if "launcher" not in inner or not metas or None in metas or encode is None:
-        return None
-    return _CLauncher(inner["launcher"], [lambda descriptor, meta=meta: encode(descriptor, meta)[0] for meta in metas])
+    kernel = run.arg_annotations, run.kernel_signature
+
+    def launch_tuple(*values):
+        launch(*values[:_BEFORE_TUPLE], values[_BEFORE_TUPLE:])
+
+    return _CLauncher(launch_tuple, maps, lambda metadata: (metadata, *(None,) * 5, *kernel))
 
 
 class _Maps(dict):
@@ -267,6 +286,7 @@ class _Placed:
     """A descriptor of what lies at an address, as Triton reads it."""
 
     padding = "zero"
+    round_f32_to_tf32 = False
 
     def __init__(self, box, address: int):
         self.shape, self.strides, self.address, self.base = box.shape, box.strides, address, self

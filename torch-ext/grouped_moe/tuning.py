@@ -78,7 +78,6 @@ def triton_path(tma: bool) -> str:
 @lru_cache(maxsize=None)
 def device_spec(device_type: str, index: int) -> DeviceSpec:
     """Properties of a device as Triton's driver reports them."""
-    import triton
     from triton.runtime import driver
 
     properties = driver.active.utils.get_device_properties(index)
@@ -89,7 +88,7 @@ def device_spec(device_type: str, index: int) -> DeviceSpec:
         warp_size=target.warp_size,
         wide_tiles=target.backend == "cuda" and target.arch in (90, 100, 103),
         tf32=target.backend != "hip" or target.arch.startswith("gfx94"),
-        hopper=target.backend == "cuda" and target.arch == 90 and _triton_version(triton) >= (3, 6),
+        hopper=target.backend == "cuda" and target.arch == 90 and triton_version() >= (3, 6),
         name=_device_name(device_type, index),
     )
 
@@ -100,8 +99,10 @@ def _device_name(device_type: str, index: int) -> str:
     return name_of(index) if name_of else ""
 
 
-def _triton_version(triton) -> Tuple[int, ...]:
+def triton_version() -> Tuple[int, ...]:
     """(major, minor)"""
+    import triton
+
     return tuple(map(int, triton.__version__.split(".")[:2]))
 
 

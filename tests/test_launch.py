@@ -4,7 +4,9 @@ Runs Triton's own code without a GPU: a stub stands in for the driver and takes 
 """
 
 import ctypes
+import gc
 import sys
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
@@ -20,6 +22,9 @@ class Utils:
 
     def load_binary(self, name, kernel, shared, device):
         return name, hash(name), 32, 0, 1024
+
+    def unload_module(self, module):
+        pass
 
     def get_device_properties(self, device):
         return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
@@ -285,6 +290,19 @@ def test_a_step_keeps_its_plans(module, grouped_moe, sent, monkeypatch):
     assert step(wide) == 2
 
 
+def test_what_is_called_stays_loaded(module, sent):
+    """A compiled kernel unloads its function when it is collected: whoever calls that keeps it."""
+    x, weight, sizes = torch.zeros(64, 256, dtype=BF16), torch.zeros(4, 512, 256, dtype=BF16), torch.tensor([16] * 4)
+    plan = module("grouped_linear")._plan_of(x, weight, sizes, None, None, False)
+    plan(x, weight, sizes, None, None)
+    kernel = plan.steps[0].launch.kernel
+    compiled = [weakref.ref(variant) for variant in kernel.variants.values()]
+    kernel.variants.clear()
+    kernel.kernel.device_caches.clear()
+    gc.collect()
+    assert compiled and all(variant() is not None for variant in compiled)
+
+
 def test_one_address_in_many_forms(module, both):
     """Tensors of other shapes, strides and dtypes at the same addresses get other maps, and again their own."""
     linear, memory = module("grouped_linear"), torch.zeros(3 << 20, dtype=torch.uint8)
@@ -308,7 +326,7 @@ def test_misaligned_pointers_go_by_triton(module, both):
             plan(x, weight, sizes, None, None)
 
 
-@pytest.mark.parametrize("change", ["version", "scratch", "closure"])
+@pytest.mark.parametrize("change", ["version", "scratch", "closure", "field"])
 def test_other_launchers_go_by_triton(module, sent, monkeypatch, change):
     """What does not look as the known versions do is not called directly."""
     nvidia, launch = sys.modules["triton.backends.nvidia.driver"], module("launch")
@@ -322,13 +340,18 @@ def test_other_launchers_go_by_triton(module, sent, monkeypatch, change):
         launcher.profile_scratch_size = 64
     elif change == "closure":
         launcher.launch = lambda *args: sent(*args)
+    elif change == "field":
+        if hasattr(nvidia, "_BASE_ARGS_FORMAT"):
+            pytest.skip("known by its format")
+        launcher.launch_cluster = False
     else:
         monkeypatch.setattr(nvidia, "_BASE_ARGS_FORMAT", "iiiKKppOOOOO", raising=False)
         monkeypatch.setattr(launch, "triton_version", lambda: (3, 10))
     assert launch._c_launcher(launcher) is None
 
 
-def test_hooks_see_launches(module, sent, monkeypatch):
+@pytest.mark.parametrize("when", ["enter", "exit"])
+def test_hooks_see_launches(module, sent, monkeypatch, when):
     from triton import knobs
 
     x, weight, sizes = torch.zeros(64, 256, dtype=BF16), torch.zeros(4, 512, 256, dtype=BF16), torch.tensor([16] * 4)
@@ -338,10 +361,10 @@ def test_hooks_see_launches(module, sent, monkeypatch):
     monkeypatch.setattr(launch.Launch, "by_kernel", lambda self, tensors: calls.append(self))
     plan(x, weight, sizes, None, None)
     assert not calls
-    hook = lambda metadata: None  # noqa: E731
-    knobs.runtime.launch_enter_hook.add(hook)
+    hook, hooks = lambda metadata: None, getattr(knobs.runtime, f"launch_{when}_hook")  # noqa: E731
+    hooks.add(hook)
     try:
         plan(x, weight, sizes, None, None)
     finally:
-        knobs.runtime.launch_enter_hook.remove(hook)
+        hooks.remove(hook)
     assert len(calls) == 2

@@ -177,12 +177,14 @@ def sanitize(tool: str, arguments: argparse.Namespace) -> dict:
     # One allocation per tensor: in a shared block a stray access would land in a neighbour unnoticed.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
 
+    shares = max(1, arguments.workers)
+
     def share(number: int) -> Run:
-        command = [sys.executable, CASE, "--share", str(number), str(arguments.workers)]
+        command = [sys.executable, CASE, "--share", str(number), str(shares)]
         return run(command, arguments.sanitizer_timeout, **environment)
 
-    with ThreadPoolExecutor(arguments.workers) as pool:
-        plain = list(pool.map(share, range(arguments.workers)))
+    with ThreadPoolExecutor(shares) as pool:
+        plain = list(pool.map(share, range(shares)))
     for result in plain:
         if result.returncode != 0:
             return {**described(result), "failures": ["a case fails without the sanitizer"]}

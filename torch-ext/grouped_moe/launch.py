@@ -20,12 +20,18 @@ from .tuning import triton_version
 _OPTIONS = ("num_warps", "num_stages")
 ALIGNMENT = 16  # bytes: that of pointers which Triton's variants tell apart, and of what descriptors take
 
-# How the launchers in C of Triton 3.6 parse what comes before a kernel's arguments: grid, stream, function, cooperative
-# and dependent launch, two scratch buffers, metadata of the kernel and of the launch, two hooks.
+# How the launchers in C of Triton 3.5 and 3.6 parse what comes before a kernel's arguments: grid, stream, function,
+# cooperative and dependent launch, two scratch buffers, metadata of the kernel and of the launch, two hooks.
 _C_FORMAT = "iiiKKppOOOOOO"
-# Later ones have the scratch buffers last, then annotations and signature, and take the arguments as one tuple.
+# Later ones have the scratch buffers last, then annotations and signature, and take the arguments as one tuple. They
+# are known by their version and by what their launchers in Python have, lest one of a fork is called with too little.
 _TUPLE_VERSIONS = ((3, 7), (3, 8), (3, 9))
 _BEFORE_TUPLE = 15
+_TUPLE_FIELDS = frozenset(("arg_annotations", "kernel_signature"))
+_KNOWN_FIELDS = _TUPLE_FIELDS | {
+    "num_ctas", "launch", "global_scratch_size", "global_scratch_align", "profile_scratch_size",
+    "profile_scratch_align", "launch_cooperative_grid", "launch_pdl", "gsan_enabled",
+}  # fmt: skip
 _STREAM = 3  # its place in all of them
 _MAX_MAPS = 256  # of a descriptor, for as many addresses
 MAX_KEPT = 1024  # launches of a launcher, since the number of rows may change with every call
@@ -104,8 +110,10 @@ class Kernel:
 
     def is_watched(self) -> bool:
         """Whether a profiler wants to see launches."""
-        hook = self.runtime.launch_enter_hook
-        return hook is not None and bool(getattr(hook, "calls", True))
+        for hook in (self.runtime.launch_enter_hook, self.runtime.launch_exit_hook):
+            if hook is not None and getattr(hook, "calls", True):
+                return True
+        return False
 
     def __call__(self, grid: Tuple[int, int, int], *args) -> Any:
         """The first argument is a tensor or a descriptor. Returns the compiled variant, None other than on CUDA."""
@@ -144,7 +152,7 @@ class Kernel:
 class Launch:
     """A kernel with its grid and all its arguments but the addresses of tensors of given forms on a given device.
 
-    Where Triton's launcher is as in versions 3.6 to 3.9, calls go to its function in C, which takes a list that is
+    Where Triton's launcher is as in versions 3.5 to 3.9, calls go to its function in C, which takes a list that is
     ready but for the stream, addresses and, encoded once per address, descriptors. Other launchers, pointers that are
     not aligned, hooks of profilers: by `Kernel`, as is the first call.
     """
@@ -216,6 +224,7 @@ class Launch:
                 values += (*arg.box.shape, *arg.box.strides)
         values += self.kernel.values
         self.values, self.places = values, places
+        self.compiled = compiled  # what is collected unloads its function, from Triton 3.8 on
         self.function = found.function
 
 
@@ -255,7 +264,7 @@ def _c_launcher(run) -> Optional[_CLauncher]:
         maps = [lambda descriptor, meta=meta: encode(descriptor, meta, *rest)[0] for meta in metas]
     if getattr(module, "_BASE_ARGS_FORMAT", None) == _C_FORMAT:
         return _CLauncher(launch, maps, lambda metadata: (None, None, metadata, None, None, None))
-    if version not in _TUPLE_VERSIONS:
+    if version not in _TUPLE_VERSIONS or not _TUPLE_FIELDS <= vars(run).keys() <= _KNOWN_FIELDS:
         return None
     kernel = run.arg_annotations, run.kernel_signature
 

@@ -290,6 +290,25 @@ def test_a_step_keeps_its_plans(module, grouped_moe, sent, monkeypatch):
     assert step(wide) == 2
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("record", [False, True])
+def test_determinism_fills_what_a_plan_makes(module, sent, monkeypatch, record, deterministic):
+    """All memory, scratch too, of direct launches is PyTorch's own then, which fills it if it is told to."""
+    inputs = experts_inputs(40)
+    plan = module("experts_plans").call_plan(block_of(module, inputs, {}), *inputs[:3], record).plan
+    fast, slow = [], []
+    empty = plan.empty
+    plan.fast_empty = lambda *form: fast.append(form) or empty(*form)
+    plan.empty = lambda *form: slow.append(form) or empty(*form)
+    for _ in range(2):  # the first by Triton
+        fast.clear(), slow.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch._C, "_get_deterministic_algorithms", lambda: deterministic)
+            plan(*inputs)
+    assert plan.ready and bool(plan.scratch_bytes)
+    assert bool(slow) == deterministic and bool(fast) != deterministic
+
+
 def test_what_is_called_stays_loaded(module, sent):
     """A compiled kernel unloads its function when it is collected: whoever calls that keeps it."""
     x, weight, sizes = torch.zeros(64, 256, dtype=BF16), torch.zeros(4, 512, 256, dtype=BF16), torch.tensor([16] * 4)

@@ -47,6 +47,7 @@ class Taken(list):
     metadata, in_tuple = 9, False
 
     def __call__(self, *args):
+        assert not self.in_tuple or len(args) == 16, "another number than is parsed"
         args = args[: self.metadata + 1] + args[self.metadata + 4 :]
         args = (*args[:-1], *args[-1]) if self.in_tuple else args
         self.append(tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args))

@@ -206,7 +206,7 @@ def main(argv: Optional[List[str]] = None) -> dict:
                 str(c),
                 lambda c=c: measure(kernel, c, device, arguments),
                 lambda c=c: prepare(kernel, c, device),
-            )  # fmt: skip
+            )
             for c in cells(arguments.smoke)
         ]
         run_tasks(results, tasks, arguments, progress)

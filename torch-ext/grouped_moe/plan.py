@@ -115,7 +115,7 @@ class Plan:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
         if not are_aligned(addresses):
             return self._by_kernels(tensors)
-        addresses += (0,) * len(self.forms)  # as what has no elements keeps
+        addresses += (0,) * len(self.forms)  # of scratch memory without elements it stays so
         # The fast one does not fill memory as `torch.utils.deterministic` asks.
         empty = self.empty if torch._C._get_deterministic_algorithms() else self.fast_empty
         if self.scratch_bytes:
@@ -164,7 +164,7 @@ def _empty_strided(device: torch.device, shape: Sequence[int], strides: Sequence
 
 
 def _fast_allocator(device: torch.device) -> Optional[Callable[..., Tensor]]:
-    """The same in half of the time, on the current CUDA device: what Inductor's code calls, if it is there."""
+    """The same on the current CUDA device, at less of the host's time: what Inductor's code calls, if it is there."""
     if device.type != "cuda":
         return None
     return getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)

@@ -109,9 +109,8 @@ def triton_version() -> Tuple[int, ...]:
 def on_device_of(tensor: torch.Tensor):
     """Context in which launches go to the accelerator that holds `tensor`, which may not be the current one."""
     device = tensor.device
-    if (
-        tensor.is_cuda and torch._C._cuda_getDevice() == device.index
-    ):  # without current_device()'s look at whether CUDA is up
+    # current_device() looks first whether CUDA is up, which takes the host longer.
+    if tensor.is_cuda and torch._C._cuda_getDevice() == device.index:
         return _ALREADY_THERE
     backend = getattr(torch, device.type)
     return _ALREADY_THERE if backend.current_device() == device.index else backend.device(device)

@@ -91,10 +91,11 @@ def random_inputs(case: Case, device: str, ids: torch.Tensor) -> Inputs:
     return with_leaves(Inputs(randn(case.T, case.H), ids, weights, up, down, None, None, randn(case.T, case.H)))
 
 
-def reference_step(grouped_moe, inputs: Inputs, rows: torch.Tensor) -> list:
-    """[output, gradients] in fp64 of these tokens alone."""
+def reference_step(grouped_moe, case: Case, inputs: Inputs, rows: torch.Tensor) -> list:
+    """[output, gradients] in fp64 of these tokens alone, of weights as `random_inputs` makes them."""
     tensors = [inputs.hidden_states[rows], inputs.top_k_weights[rows], inputs.gate_up_proj, inputs.down_proj]
     tensors = [tensor.detach().double().requires_grad_() for tensor in tensors]
     x, weights, up, down = tensors
-    out = grouped_moe.reference.grouped_mm_experts(x, inputs.top_k_index[rows], weights, up, down)
+    kind = {"name": case.activation[0], "gated": case.gated}
+    out = grouped_moe.reference.grouped_mm_experts(x, inputs.top_k_index[rows], weights, up, down, **kind)
     return [out.detach(), *torch.autograd.grad(out, tensors, inputs.dout[rows].double())]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 GPT_OSS = ("silu", 1.702, 0.5625, 1.0)  # its formula; the limit is low enough to clamp a third of unit-scale inputs
+RELU2 = ("relu2", 1.0, None, 0.0)
 INT32_SENTINELS = (-1, -7, "E", "E + 3", 2**31 - 1, -(2**31))
 INT64_SENTINELS = INT32_SENTINELS + (2**31, 2**32, 2**40 + 1, 2**63 - 1, -(2**63))
 
@@ -59,9 +60,9 @@ CASES = [
     Case("gelu-tanh-not-gated", gated=False, activation=("gelu_tanh", 1.0, None, 0.0), transposed=True),
     Case("relu-gated", activation=("relu", 1.0, None, 0.0), bias="both"),
     Case("relu-not-gated-limit", gated=False, activation=("relu", 1.0, 0.5625, 0.0)),
-    Case("relu2-gated", activation=("relu2", 1.0, None, 0.0), recompute=True),
-    Case("relu2-not-gated", gated=False, activation=("relu2", 1.0, None, 0.0), transposed=True, bias="both"),
-    Case("not-gated-up-bias-only", gated=False, activation=("relu2", 1.0, None, 0.0), bias="up"),
+    Case("relu2-gated", activation=RELU2, recompute=True),
+    Case("relu2-not-gated", gated=False, activation=RELU2, transposed=True, bias="both"),
+    Case("not-gated-up-bias-only", gated=False, activation=RELU2, bias="up"),
     Case("not-gated-down-bias-only", gated=False, activation=("gelu", 1.0, None, 0.0), bias="down", recompute=True),
     Case("one-token", T=1, top_k=4, E=8),
     Case("top-1", top_k=1),
@@ -75,6 +76,20 @@ CASES = [
     Case("tall-wide", T=300, top_k=2, E=3, H=72, I=136),
     Case("tall-wide-transposed", T=300, top_k=2, E=3, H=72, I=136, transposed=True),
     Case("tall-wide-interleaved", T=300, top_k=2, E=3, H=72, I=136, interleaved=True),
+    Case("tall-wide-not-gated", T=300, top_k=2, E=3, H=72, I=136, gated=False, activation=RELU2),
+    Case(
+        "tall-wide-not-gated-transposed-bias-limit-recompute",
+        T=300,
+        top_k=2,
+        E=3,
+        H=72,
+        I=136,
+        gated=False,
+        transposed=True,
+        bias="both",
+        activation=("silu", 1.5, 0.5625, 0.0),
+        recompute=True,
+    ),
     Case(
         "tall-wide-gpt-oss",
         T=300,

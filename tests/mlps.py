@@ -70,6 +70,14 @@ MLPS = [
     Mlp("tall-wide", "tall-wide", "activation", sizes=(150, 0, 260, 90)),
     Mlp("tall-wide-bias", "tall-wide-bias-limit-recompute", "two", sizes=(150, 0, 260, 90), head=11),
     Mlp("tall-wide-interleaved", "tall-wide-interleaved", "activation", sizes=(150, 0, 260, 90)),
+    Mlp("tall-wide-not-gated", "tall-wide-not-gated", "activation", sizes=(150, 0, 260, 90)),
+    Mlp(
+        "tall-wide-not-gated-transposed",
+        "tall-wide-not-gated-transposed-bias-limit-recompute",
+        "two",
+        sizes=(150, 0, 260, 90),
+        head=11,
+    ),  # fmt: skip
     Mlp("tall-wide-gpt-oss", "tall-wide-gpt-oss", "two", sizes=(150, 0, 260, 90), head=11),
     Mlp("odd-extents", "odd-extents", "activation"),
     Mlp("extents-of-one", "extents-of-one", "activation"),

@@ -206,7 +206,7 @@ def test_tf32_only_where_the_flag_allows_it(grouped_moe, device, tf32_flag):
     """
     case = Case("fp32", T=200, top_k=2, E=4, H=96, I=64, sentinels=0.3)
     inputs = with_leaves(make_inputs(case, torch.float32, device))
-    want = reference_step(grouped_moe, inputs, torch.arange(case.T, device=device))
+    want = reference_step(grouped_moe, case, inputs, torch.arange(case.T, device=device))
     results = {}
     for allowed in (False, True):
         torch.backends.cuda.matmul.allow_tf32 = allowed

@@ -40,7 +40,7 @@ def check_long_step(grouped_moe, case: Case, device: str) -> None:
     dout = torch.zeros_like(inputs.dout)
     dout[rows] = inputs.dout[rows]
     inputs = inputs._replace(dout=dout)
-    want = reference_step(grouped_moe, inputs, rows)
+    want = reference_step(grouped_moe, case, inputs, rows)
     out, dx, dweights, dup, ddown = step(grouped_moe, case, inputs)
     assert int(out.isfinite().all(1).sum()) == case.T
     assert int(dx.ne(0).any(1).sum()) == len(rows)
@@ -49,9 +49,12 @@ def check_long_step(grouped_moe, case: Case, device: str) -> None:
         assert_close(name, a, b, torch.bfloat16, inner_products=name == "dweights")
 
 
-def test_more_steps_than_the_ring_has(grouped_moe, device):
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "not-gated"])
+def test_more_steps_than_the_ring_has(grouped_moe, gated, device):
     """Of the up-projection, and several tiles for each program."""
-    check_long_step(grouped_moe, Case("deep", T=1 << 15, top_k=1, E=6, H=392, I=136), device)
+    activation = ("silu" if gated else "relu2", 1.0, None, 0.0)
+    case = Case("deep", T=1 << 15, top_k=1, E=6, H=392, I=136 if gated else 392, gated=gated, activation=activation)
+    check_long_step(grouped_moe, case, device)
 
 
 def need_shared_tiles(grouped_moe, rows: int, groups: int, n: int, k: int) -> None:
@@ -153,7 +156,7 @@ def test_more_tokens_than_a_small_grid_dimension(grouped_moe, device):
     """65535 is the limit of a grid's second and third dimension."""
     case = Case("many-tokens", T=70000, top_k=2, E=6, H=64, I=48)
     inputs = random_inputs(case, device, make_ids(case).to(device))
-    want = reference_step(grouped_moe, inputs, torch.arange(case.T, device=device))
+    want = reference_step(grouped_moe, case, inputs, torch.arange(case.T, device=device))
     names = ("out", "dx", "dweights", "dup", "ddown")
     for name, a, b in zip(names, step(grouped_moe, case, inputs), want):
         assert_close(name, a, b, torch.bfloat16, inner_products=name == "dweights")

@@ -49,6 +49,8 @@ CASES = [
     Case("gated, sentinels alone", T=700, H=72, I=136, idle=3),
     Case("gated, interleaved, tiles of Hopper", T=700, H=136, I=136, interleaved=True),
     Case("gpt-oss, tiles of Hopper", T=700, H=72, I=264, bias=True, interleaved=True, transposed=True),
+    Case("not gated, tiles of Hopper", T=700, H=328, I=264, gated=False, bias=True),
+    Case("not gated, several tiles for each program", T=2200, H=72, I=1040, gated=False, transposed=True),
     Case("all options", T=600, bias=True, interleaved=True, transposed=True, recompute=True),
     Case("not gated, bias, fp16", T=33, gated=False, bias=True, dtype=torch.float16),
     Case("gated, bias, interleaved, fp32", T=37, bias=True, interleaved=True, dtype=torch.float32),

@@ -19,7 +19,7 @@ from .tuning import (
 
 _BOX = 32  # columns that an epilogue stores at once
 _BUFFERS = 4  # of them for each warp group, where rows are gathered
-_SLOTS = 3  # boxes of gate and up that are on their way or worked on
+_SLOTS = {True: 3, False: 4}  # boxes of gate and up, or of no gate, that are on their way or worked on
 _MAX_RAGGED_ROWS = 1 << 30  # what ragged descriptors count up to
 _PATH = "Gluon for Hopper"
 
@@ -39,7 +39,8 @@ def hopper_up_proj(
 ) -> Optional[Launch]:
     """`fused.up_launch` for rows in place, if there is a kernel for it."""
     (rows, k), (num_experts, block_m, max_tiles) = x.shape, sizes
-    config = hopper_up_config(block_m, n)
+    width = 2 * n if kind.gated else n
+    config = hopper_up_config(block_m, width)
     if config is None or not _up_fits(x, up, rows, n, transposed, kind, spec):
         return None
     from ._triton.hopper_experts import hopper_up_proj_kernel
@@ -50,7 +51,7 @@ def hopper_up_proj(
     )  # fmt: skip
     act = Ref(4, _columns(x.dtype, rows, n, n, config.block_m)) if given[1] else None
     return Launch(
-        device, kernel, persistent_grid(config, max_tiles, 2 * n, spec),
+        device, kernel, persistent_grid(config, max_tiles, width, spec),
         Ref(0, box(x, config.block_m, config.block_k, gluon=True)),
         _up_weight(up, n, transposed, kind, config), *bias_operand(2, bias),
         *_preact(3 if given[0] else None, x.dtype, rows, n, config.block_m, kind), act, ref(5, scales), Ref(7),
@@ -74,7 +75,8 @@ def hopper_gathered_up_proj(
 ) -> Optional[Launch]:
     """`fused.up_launch` for rows that are gathered from x, if there is a kernel for it."""
     k, (num_experts, block_m, max_tiles) = x.shape[1], sizes
-    config = hopper_gathered_up_config(block_m, n)
+    width = 2 * n if kind.gated else n
+    config = hopper_gathered_up_config(block_m, width)
     if config is None or k % 8 or not _up_fits(x, up, rows, n, transposed, kind, spec):
         return None
     from ._triton.hopper_gathered import hopper_gathered_up_proj_kernel
@@ -87,7 +89,7 @@ def hopper_gathered_up_proj(
     half = config.block_m // 2
     act = Ref(4, _columns(x.dtype, rows, n, n, half)) if given[1] else None
     return Launch(
-        device, kernel, persistent_grid(config, max_tiles, 2 * n, spec), Ref(0), x.strides[0] // 8,
+        device, kernel, persistent_grid(config, max_tiles, width, spec), Ref(0), x.strides[0] // 8,
         _up_weight(up, n, transposed, kind, config), *bias_operand(2, bias),
         *_preact(3 if given[0] else None, x.dtype, rows, n, half, kind), act, ref(5, scales), Ref(6), Ref(7),
     )  # fmt: skip
@@ -115,7 +117,7 @@ def hopper_down_dgrad(
     w_kn = not transposed
     kernel = bind(
         hopper_down_dgrad_kernel, config.describe(_PATH),
-        NUM_EXPERTS=num_experts, N=n, K=k, W_KN=w_kn, **_epilogue(kind), SLOTS=_SLOTS, **_tile(config),
+        NUM_EXPERTS=num_experts, N=n, K=k, W_KN=w_kn, **_epilogue(kind), SLOTS=_SLOTS[kind.gated], **_tile(config),
     )  # fmt: skip
     block = (config.block_k, config.block_n) if w_kn else (config.block_n, config.block_k)
     dpreact, act, sums, row_to_slot = given
@@ -131,10 +133,13 @@ def hopper_down_dgrad(
 
 
 def _fits(x: Form, weight: Form, rows: int, n: int, kind: Kind, spec: DeviceSpec) -> bool:
-    """Whether the kernels take a block of this kind, these rows and this weight of it."""
+    """Whether the kernels take a block of this kind, these rows and this weight of it.
+
+    Not the exact GELU where there is no gate: of so many values a tile its code would be more than caches hold.
+    """
     return (
         spec.hopper
-        and kind.gated
+        and (kind.gated or kind.activation.name != "gelu")
         and n % 8 == 0
         and 0 < rows <= _MAX_RAGGED_ROWS
         and rows_tma(x, spec)
@@ -145,7 +150,8 @@ def _fits(x: Form, weight: Form, rows: int, n: int, kind: Kind, spec: DeviceSpec
 
 def _up_fits(x: Form, up: Form, rows: int, n: int, transposed: bool, kind: Kind, spec: DeviceSpec) -> bool:
     """The same of an up-projection. A box of both halves of (E, H, 2 I) would be no operand of wgmma."""
-    return _fits(x, up, rows, n, kind, spec) and (kind.interleaved or not transposed)
+    halves = kind.gated and not kind.interleaved
+    return _fits(x, up, rows, n, kind, spec) and not (halves and transposed)
 
 
 def _columns(dtype: torch.dtype, rows: int, width: int, n: int, box_rows: int):
@@ -159,14 +165,16 @@ def _preact(
     """The gate and the up columns of a pre-activation, all of its columns twice if they alternate; no index: None."""
     if index is None:
         return None, None
+    if not kind.gated:
+        return Ref(index, _columns(dtype, rows, n, n, box_rows)), None
     boxes = _columns(dtype, rows, 2 * n, 2 * n if kind.interleaved else n, box_rows)
     return Ref(index, boxes), Ref(index, boxes, 0 if kind.interleaved else n)
 
 
 def _up_weight(up: Form, n: int, transposed: bool, kind: Kind, config: GemmConfig) -> Ref:
-    """Blocks of as many columns of gate as of up: of each half, or neighbours where they alternate."""
+    """Blocks of as many columns of gate as of up: of each half, or neighbours where they alternate or have no gate."""
     columns = config.block_n
-    if kind.interleaved:
+    if kind.interleaved or not kind.gated:
         block = (config.block_k, columns) if transposed else (columns, config.block_k)
         return Ref(1, box(up, 1, *block, gluon=True))
     (num_experts, _, k), (stride_e, stride, _) = up.shape, descriptor_strides(up)
@@ -178,7 +186,7 @@ def _epilogue(kind: Kind) -> dict:
     """The kernels' constants that say what becomes of products."""
     name, alpha, limit, up_offset = kind.activation
     activation = {"ACTIVATION": name, "ALPHA": alpha, "LIMIT": limit, "UP_OFFSET": up_offset}
-    return {"INTERLEAVED": kind.interleaved, **activation}
+    return {"GATED": kind.gated, "INTERLEAVED": kind.interleaved, **activation}
 
 
 def _tile(config: GemmConfig) -> dict:

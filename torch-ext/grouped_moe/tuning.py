@@ -355,27 +355,27 @@ def persistent_grid(config: GemmConfig, max_m_tiles: int, n: int, spec: DeviceSp
 
 
 @lru_cache(maxsize=None)
-def hopper_up_config(block_m: int, n: int) -> Optional[GemmConfig]:
-    """Config of a gated up-projection by the Gluon kernel for Hopper; None: not by that one.
+def hopper_up_config(block_m: int, width: int) -> Optional[GemmConfig]:
+    """Config of an up-projection by the Gluon kernel for Hopper, of so many columns, those of gate and up together.
 
-    block_n: columns of gate and up together. num_warps: of each of its two consumers.
+    None: not by that one. num_warps: of each of its two consumers.
     """
-    if block_m != 128 or n < 64:
+    if block_m != 128 or width < 128:
         return None
     return GemmConfig(128, 128, 64, 4, 6)
 
 
 @lru_cache(maxsize=None)
-def hopper_gathered_up_config(block_m: int, n: int) -> Optional[GemmConfig]:
+def hopper_gathered_up_config(block_m: int, width: int) -> Optional[GemmConfig]:
     """The same of rows that are gathered, whose two consumers share a tile."""
-    if block_m != 128 or n <= 64:
+    if block_m != 128 or width <= 128:
         return None
     return GemmConfig(128, 256, 64, 4, 4, 16)
 
 
 @lru_cache(maxsize=None)
 def hopper_dgrad_config(block_m: int, n: int) -> Optional[GemmConfig]:
-    """The same of the gated down-projection's dgrad. Its ring leaves room for boxes of the pre-activation."""
+    """The same of the down-projection's dgrad, of N columns. Its ring leaves room for boxes of the pre-activation."""
     if block_m != 128 or n <= 64:
         return None
     return GemmConfig(128, 128, 64, 4, 5)

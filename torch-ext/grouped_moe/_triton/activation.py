@@ -18,6 +18,12 @@ def sigmoid(x):
 
 
 @triton.jit
+def relu(x):
+    """max(x, 0); a NaN stays one. Comparisons LLVM would make of the two-byte values that x comes from, and spill."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def activate(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
     """act(x)."""
     if NAME == "silu":
@@ -27,10 +33,10 @@ def activate(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
     elif NAME == "gelu_tanh":
         return x * sigmoid((x + x * x * x * _TANH_CUBIC) * _TANH_SCALE)
     elif NAME == "relu":
-        return tl.where(x < 0, 0.0, x)
+        return relu(x)
     else:
         tl.static_assert(NAME == "relu2", "unknown activation")
-        return tl.where(x < 0, 0.0, x * x)
+        return relu(x) * relu(x)
 
 
 @triton.jit
@@ -48,7 +54,7 @@ def activate_grad(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
         return tl.where(x > 0, 1.0, 0.0)
     else:
         tl.static_assert(NAME == "relu2", "unknown activation")
-        return tl.where(x > 0, 2.0 * x, 0.0)
+        return 2.0 * relu(x)
 
 
 @triton.jit
@@ -67,6 +73,22 @@ def clamp_up(up, LIMIT: tl.constexpr):
         return up
     else:
         return tl.maximum(clamp_above(up, LIMIT), -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def act(x, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """act(min(x, LIMIT))."""
+    return activate(clamp_above(x, LIMIT), NAME, ALPHA)
+
+
+@triton.jit
+def act_grad(x, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """(act, d act / d x)."""
+    clamped = clamp_above(x, LIMIT)
+    grad = activate_grad(clamped, NAME, ALPHA)
+    if LIMIT is not None:
+        grad = tl.where(x > clamped, 0.0, grad)
+    return activate(clamped, NAME, ALPHA), grad
 
 
 @triton.jit

@@ -6,7 +6,7 @@ Each slot reads its expert's weights itself, so an expert that several slots sha
 import triton
 import triton.language as tl
 
-from .activation import activate, clamp_above, glu
+from .activation import act, glu
 from .dependent import wait_for_stream
 from .tiles import load_weights
 
@@ -78,7 +78,7 @@ def slot_up_proj_kernel(
             up += load_bias(expert_bias_ptr, stride_bn, gate_rows + TO_UP, n_mask)
             value = glu(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
         else:
-            value = activate(clamp_above(gate, LIMIT), ACTIVATION, ALPHA)
+            value = act(gate, ACTIVATION, ALPHA, LIMIT)
         tl.store(act_ptr + slot.to(tl.int64) * N + columns, value.to(act_ptr.dtype.element_ty), mask=n_mask)
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .activation import activate, activate_grad, clamp_above, glu, glu_grad
+from .activation import act, act_grad, glu, glu_grad
 from .tiles import add_bias, column_halves, store_columns, tile_ptrs
 
 
@@ -103,7 +103,7 @@ def wide_epilogue(
             gate, up = split_pairs(preact, BLOCK_M, BLOCK_N)
             value = glu(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
         else:
-            value = activate(clamp_above(preact, LIMIT), ACTIVATION, ALPHA)
+            value = act(preact, ACTIVATION, ALPHA, LIMIT)
         store_columns(act_ptr, scale_rows(value, scales), first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N)
 
 
@@ -132,13 +132,9 @@ def down_dgrad_epilogue(
                 dpreact_ptr, d_gate, d_up, first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N, INTERLEAVED
             )
     else:
-        preact = gate.to(tl.float32)
-        clamped = clamp_above(preact, LIMIT)
-        value = activate(clamped, ACTIVATION, ALPHA)
+        value, d_act = act_grad(gate.to(tl.float32), ACTIVATION, ALPHA, LIMIT)
         if dpreact_ptr is not None:
-            d_act = scale_rows(grad, weights) * activate_grad(clamped, ACTIVATION, ALPHA)
-            if LIMIT is not None:
-                d_act = tl.where(preact > clamped, 0.0, d_act)
+            d_act *= scale_rows(grad, weights)
             store_columns(dpreact_ptr, d_act, first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N)
     if scaled_act_ptr is not None:
         store_columns(

@@ -42,11 +42,13 @@ def box_places(row, end, column, COLUMNS: gl.constexpr, INTERLEAVED: gl.constexp
 def load_boxes(inputs, slot, row, end, column, inside, INTERLEAVED: gl.constexpr):
     """Starts to load gate and up of some columns of a tile into the slot-th boxes, if there is such a tile."""
     gate_desc, up_desc, boxes, loaded = inputs
+    BOXES: gl.constexpr = 1 if up_desc is None else 2
     landed = loaded.index(slot)
-    mbarrier.expect(landed, 2 * gate_desc.block_type.nbytes, pred=inside)
+    mbarrier.expect(landed, BOXES * gate_desc.block_type.nbytes, pred=inside)
     left, right = box_places(row, end, column, boxes.shape[4], INTERLEAVED)
-    tma_load(gate_desc, left, landed, boxes.index(2 * slot), pred=inside)
-    tma_load(up_desc, right, landed, boxes.index(2 * slot + 1), pred=inside)
+    tma_load(gate_desc, left, landed, boxes.index(BOXES * slot), pred=inside)
+    if up_desc is not None:
+        tma_load(up_desc, right, landed, boxes.index(BOXES * slot + 1), pred=inside)
 
 
 @gluon.jit

@@ -9,12 +9,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from .activation import glu, glu_grad
+from .activation import act, act_grad, glu, glu_grad
 from .hopper import allocate_barriers, previous_slot, ragged_coordinates, tma_store, wait_for_stream
 from .hopper_boxes import box_places, column_pieces, load_boxes, read_boxes, refill_boxes, store_box, write_boxes
 from .hopper_gemm import load_expert, load_group, locate_tile, multiply, produce
 
-# TILING: NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M. KIND: ACTIVATION, ALPHA, LIMIT, UP_OFFSET, INTERLEAVED.
+# TILING: NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M. KIND: ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, INTERLEAVED.
 
 
 @gluon.jit
@@ -43,21 +43,33 @@ def load_bias(ptr, stride_bn, columns, N: gl.constexpr):
 
 
 @gluon.jit
+def scale_rows(value, scales_ptr, row, end):
+    """value times one factor per row, or value itself without scales."""
+    if scales_ptr is None:
+        return value
+    else:
+        rows = row + gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, value.type.layout))
+        return value * gl.load(scales_ptr + gl.minimum(rows, end - 1)).to(gl.float32)[:, None]
+
+
+@gluon.jit
 def up_epilogue(
     acc, outputs, bufs, row, end, column, bias_ptr, stride_bn, scales_ptr, N: gl.constexpr, KIND: gl.constexpr
 ):
     """Adds the bias and stores pre-activation and activation of a tile, either if it has a descriptor.
 
-    A tile is [gate | up] or, interleaved, columns of gate and up in turn, of which a thread has both.
+    A tile is [gate | up], or columns of gate and up in turn, of which a thread has both, or no more than the gate.
     """
     gate_desc, up_desc, act_desc = outputs
-    INTERLEAVED: gl.constexpr = KIND[4]
+    GATED: gl.constexpr = KIND[4]
+    WIDTH: gl.constexpr = 2 if GATED else 1
+    INTERLEAVED: gl.constexpr = KIND[5]
     COLUMNS: gl.constexpr = bufs.shape[4]
-    PIECES: gl.constexpr = acc.shape[1] // (2 * COLUMNS)
-    SAVED: gl.constexpr = 0 if gate_desc is None else 2
+    PIECES: gl.constexpr = acc.shape[1] // (WIDTH * COLUMNS)
+    SAVED: gl.constexpr = 0 if gate_desc is None else WIDTH
     BOXES: gl.constexpr = SAVED + (act_desc is not None)
     gl.static_assert(PIECES * BOXES % bufs.shape[0] == 0)  # the buffers' turn goes on with the next tile
-    pieces = column_pieces(acc, PIECES if INTERLEAVED else 2 * PIECES)
+    pieces = column_pieces(acc, PIECES if INTERLEAVED else WIDTH * PIECES)
     for i in gl.static_range(PIECES):
         first = column + i * COLUMNS
         if INTERLEAVED:
@@ -72,20 +84,22 @@ def up_epilogue(
                 store_box(right, up_desc, bufs, row, end, 2 * first + COLUMNS, i * BOXES + 1)
         else:
             gate = pieces[i]
-            up = pieces[PIECES + i]
+            up = pieces[PIECES + i] if GATED else None
             if bias_ptr is not None:
                 columns = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gate.type.layout))
                 gate += load_bias(bias_ptr, stride_bn, columns, N)
-                up += load_bias(bias_ptr + gl.to_tensor(N).to(gl.int64) * stride_bn, stride_bn, columns, N)
+                if GATED:
+                    up += load_bias(bias_ptr + gl.to_tensor(N).to(gl.int64) * stride_bn, stride_bn, columns, N)
             if gate_desc is not None:
                 store_box(gate, gate_desc, bufs, row, end, first, i * BOXES)
-                store_box(up, up_desc, bufs, row, end, first, i * BOXES + 1)
+                if GATED:
+                    store_box(up, up_desc, bufs, row, end, first, i * BOXES + 1)
         if act_desc is not None:
-            value = glu(gate, up, KIND[0], KIND[1], KIND[2], KIND[3])
-            if scales_ptr is not None:
-                rows = row + gl.arange(0, gate.shape[0], layout=gl.SliceLayout(1, gate.type.layout))
-                value *= gl.load(scales_ptr + gl.minimum(rows, end - 1)).to(gl.float32)[:, None]
-            store_box(value, act_desc, bufs, row, end, first, i * BOXES + SAVED)
+            if GATED:
+                value = glu(gate, up, KIND[0], KIND[1], KIND[2], KIND[3])
+            else:
+                value = act(gate, KIND[0], KIND[1], KIND[2])
+            store_box(scale_rows(value, scales_ptr, row, end), act_desc, bufs, row, end, first, i * BOXES + SAVED)
 
 
 @gluon.jit
@@ -98,6 +112,7 @@ def consume_up(
     bias_ptr, stride_be, stride_bn = bias
     STAGES: gl.constexpr = ring[0].shape[0]
     BLOCK_M: gl.constexpr = ring[0].shape[1]
+    COLUMNS: gl.constexpr = BLOCK_N // 2 if KIND[4] else BLOCK_N  # of the activation
     step = 2 * gl.num_programs(0)
     tile0 = gl.program_id(0) + GROUP * gl.num_programs(0)
     position = GROUP * STEPS  # in the sequence of all slots that the program fills
@@ -111,8 +126,7 @@ def consume_up(
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(ring[3].index(previous_slot(slot, STAGES)), count=1)
         expert_bias_ptr = bias_ptr + expert.to(gl.int64) * stride_be if bias_ptr is not None else None
-        column = n_tile * (BLOCK_N // 2)
-        up_epilogue(acc, outputs, bufs, row, end, column, expert_bias_ptr, stride_bn, scales_ptr, N, KIND)
+        up_epilogue(acc, outputs, bufs, row, end, n_tile * COLUMNS, expert_bias_ptr, stride_bn, scales_ptr, N, KIND)
         position += 2 * STEPS
         turn ^= 1
     tma.store_wait(0)
@@ -127,9 +141,11 @@ def dgrad_epilogue(acc, inputs, outputs, act_buf, position, tile, next_tile, wei
     """
     gate_desc, up_desc, boxes, loaded = inputs
     dgate_desc, dup_desc, act_desc = outputs
-    INTERLEAVED: gl.constexpr = KIND[4]
+    GATED: gl.constexpr = KIND[4]
+    INTERLEAVED: gl.constexpr = KIND[5]
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = boxes.shape[4]
+    BOXES: gl.constexpr = boxes.shape[0] // loaded.shape[0]
     SLOTS: gl.constexpr = loaded.shape[0]
     PIECES: gl.constexpr = acc.shape[1] // COLUMNS
     gl.static_assert(SLOTS <= PIECES and PIECES % 2 == 0)
@@ -143,30 +159,39 @@ def dgrad_epilogue(acc, inputs, outputs, act_buf, position, tile, next_tile, wei
             grad = pieces[i]
             slot = (position + piece) % SLOTS
             mbarrier.wait(loaded.index(slot), ((position + piece) // SLOTS) & 1)
-            gate_box = boxes.index(2 * slot).reshape([ROWS, COLUMNS])
-            up_box = boxes.index(2 * slot + 1).reshape([ROWS, COLUMNS])
-            gate, up = read_boxes(gate_box, up_box, grad, INTERLEAVED)
-            value, d_gate, d_up = glu_grad(gate, up, KIND[0], KIND[1], KIND[2], KIND[3])
+            gate_box = boxes.index(BOXES * slot).reshape([ROWS, COLUMNS])
+            up_box = boxes.index(BOXES * slot + BOXES - 1).reshape([ROWS, COLUMNS])
+            if GATED:
+                gate, up = read_boxes(gate_box, up_box, grad, INTERLEAVED)
+                value, d_gate, d_up = glu_grad(gate, up, KIND[0], KIND[1], KIND[2], KIND[3])
+            else:
+                preact = gate_box.load(grad.type.layout).to(gl.float32)
+                value, d_gate = act_grad(preact, KIND[0], KIND[1], KIND[2])
             inner += gl.sum(grad * value, 1)
             if weights is not None:
                 grad *= weights[:, None]
                 value *= weights[:, None]
             # Rounded before the wait: they take half of the registers across it.
             d_gate = (grad * d_gate).to(gate_desc.dtype)
-            d_up = (grad * d_up).to(gate_desc.dtype)
+            if GATED:
+                d_up = (grad * d_up).to(gate_desc.dtype)
             value = value.to(gate_desc.dtype)
             tma.store_wait(0)
             if piece > 0:
                 refill_boxes(inputs, position, piece - 1, tile, next_tile, PIECES, INTERLEAVED)
             if dgate_desc is not None:
-                write_boxes(d_gate, d_up, gate_box, up_box, INTERLEAVED)
+                if GATED:
+                    write_boxes(d_gate, d_up, gate_box, up_box, INTERLEAVED)
+                else:
+                    gate_box.store(d_gate)
             if act_desc is not None:
                 act_buf.reshape([ROWS, COLUMNS]).store(value)
             fence_async_shared()
             if dgate_desc is not None:
                 left, right = box_places(row, end, column + piece * COLUMNS, COLUMNS, INTERLEAVED)
-                tma_store(dgate_desc, left, boxes.index(2 * slot))
-                tma_store(dup_desc, right, boxes.index(2 * slot + 1))
+                tma_store(dgate_desc, left, boxes.index(BOXES * slot))
+                if GATED:
+                    tma_store(dup_desc, right, boxes.index(BOXES * slot + 1))
             if act_desc is not None:
                 tma_store(act_desc, ragged_coordinates(row, end, column + piece * COLUMNS), act_buf)
         half = gl.where(first == 0, other_half, 0.0)  # Triton 3.6 does not carry a plain copy
@@ -194,7 +219,7 @@ def consume_dgrad(
     if GROUP == 0:
         _, row0, end0, n_tile0 = find_tile(tile0, num_tiles, schedule_ptr, TILING)
         for i in gl.static_range(SLOTS):
-            load_boxes(inputs, i, row0, end0, n_tile0 * BLOCK_N + i * COLUMNS, tile0 < num_tiles, KIND[4])
+            load_boxes(inputs, i, row0, end0, n_tile0 * BLOCK_N + i * COLUMNS, tile0 < num_tiles, KIND[5])
     position = GROUP * STEPS  # in the sequence of all slots that the program fills
     box = GROUP * PIECES  # in that of all boxes
     turn = 1 - GROUP  # group 0 begins
@@ -240,7 +265,7 @@ def allocate_ring(
 def hopper_up_proj_kernel(
     x_desc,  # (rows, K), blocks of (BLOCK_M, BLOCK_K)
     w_desc,  # (E, 2, N, K), blocks of both halves; INTERLEAVED: (E, 2 N, K) or, W_KN, (E, K, 2 N); BLOCK_N columns
-    bias_ptr, stride_be, stride_bn,  # (E, 2 N) or None
+    bias_ptr, stride_be, stride_bn,  # (E, 2 N) or None; without a gate N columns, of weights, too
     gate_desc, up_desc,  # (rows, N) each, the halves of preact, both (rows, 2 N) if INTERLEAVED, or None, out
     act_desc,  # (rows, N) or None, out; those for output are ragged, blocks of BLOCK_M rows and some columns
     scales_ptr,  # (rows,) or None
@@ -249,6 +274,7 @@ def hopper_up_proj_kernel(
     N: gl.constexpr,
     K: gl.constexpr,
     W_KN: gl.constexpr,
+    GATED: gl.constexpr,
     INTERLEAVED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     ALPHA: gl.constexpr,
@@ -265,10 +291,11 @@ def hopper_up_proj_kernel(
     Grid: (programs,), persistent. The caller guarantees a schedule made for BLOCK_M; rows past R are not written.
     """
     wait_for_stream()
-    NUM_N_TILES: gl.constexpr = (2 * N + BLOCK_N - 1) // BLOCK_N
+    WIDTH: gl.constexpr = 2 * N if GATED else N
+    NUM_N_TILES: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILING: gl.constexpr = (NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET, INTERLEAVED)
+    KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, INTERLEAVED)
     out_desc = gate_desc if act_desc is None else act_desc
     ring = allocate_ring(w_desc, 1, STAGES, BLOCK_M, BLOCK_K)
     bufs0 = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
@@ -284,7 +311,7 @@ def hopper_up_proj_kernel(
         (consume_up, (1, ring, turns, outputs, bufs1, bias, scales_ptr, schedule_ptr, num_tiles,
                       N, STEPS, W_KN, BLOCK_N, KIND, TILING)),
         (produce, (x_desc, w_desc, out_desc, ring[0], ring[1], bufs0, ring[2], ring[3], schedule_ptr, num_tiles, 0,
-                   NUM_EXPERTS, 2 * N, K, False, W_KN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+                   NUM_EXPERTS, WIDTH, K, False, W_KN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
     ], [4, 1], [232, 40])  # fmt: skip
 
 
@@ -293,7 +320,7 @@ def hopper_down_dgrad_kernel(
     dout_desc,  # (rows, K), blocks of (BLOCK_M, BLOCK_K)
     w_desc,  # (E, K, N), blocks of (1, BLOCK_K, BLOCK_N), if W_KN; else (E, N, K), blocks of (1, BLOCK_N, BLOCK_K)
     weights_ptr,  # routing weight per slot, or None
-    gate_desc, up_desc,  # (rows, N) each, the halves of preact, both (rows, 2 N) if INTERLEAVED
+    gate_desc, up_desc,  # (rows, N) each, the halves of preact, both (rows, 2 N) if INTERLEAVED; up only if GATED
     dgate_desc, dup_desc,  # the same of dpreact, out, or None; it may be preact
     act_desc,  # (rows, N) or None, out; all of rows are ragged, blocks of BLOCK_M rows and some columns
     partials_ptr, stride_pn,  # (n tiles, rows) fp32 or None, out
@@ -303,6 +330,7 @@ def hopper_down_dgrad_kernel(
     N: gl.constexpr,
     K: gl.constexpr,
     W_KN: gl.constexpr,
+    GATED: gl.constexpr,
     INTERLEAVED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     ALPHA: gl.constexpr,
@@ -324,9 +352,10 @@ def hopper_down_dgrad_kernel(
     NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILING: gl.constexpr = (NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET, INTERLEAVED)
+    KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, INTERLEAVED)
+    BOXES: gl.constexpr = 2 if GATED else 1
     ring = allocate_ring(w_desc, 1, STAGES, BLOCK_M, BLOCK_K)
-    boxes = gl.allocate_shared_memory(w_desc.dtype, [2 * SLOTS] + gate_desc.block_type.shape, gate_desc.layout)
+    boxes = gl.allocate_shared_memory(w_desc.dtype, [BOXES * SLOTS] + gate_desc.block_type.shape, gate_desc.layout)
     act_buf = gl.allocate_shared_memory(w_desc.dtype, gate_desc.block_type.shape, gate_desc.layout)
     inputs = (gate_desc, up_desc, boxes, allocate_barriers(SLOTS, 1))
     outputs = (dgate_desc, dup_desc, act_desc)

@@ -72,13 +72,14 @@ def multiply_tiles(
     """One of two warp groups: up-projects the GROUP-th half of each tile's rows."""
     bias_ptr, stride_be, stride_bn = bias
     ROWS: gl.constexpr = ring[0].shape[1] // 2
+    COLUMNS: gl.constexpr = BLOCK_N // 2 if KIND[4] else BLOCK_N  # of the activation
     step = gl.num_programs(0)
     slot = 0
     phase = 0
     turn = 0
     expert1, row1, end1, n_tile1 = find_tile(gl.program_id(0), num_tiles, schedule_ptr, TILING)
     for tile in range(gl.program_id(0), num_tiles, step):
-        expert, row, end, column = expert1 + 0, row1 + GROUP * ROWS, end1 + 0, n_tile1 * (BLOCK_N // 2)
+        expert, row, end, column = expert1 + 0, row1 + GROUP * ROWS, end1 + 0, n_tile1 * COLUMNS
         # Where the next tile is has been read by the time this one is done.
         expert1, row1, end1, n_tile1 = find_tile(tile + step, num_tiles, schedule_ptr, TILING)
         acc, slot, phase = multiply_half(GROUP, ring, slot, phase, ahead, turn, W_KN, BLOCK_N, STEPS, ROWS)
@@ -92,7 +93,7 @@ def multiply_tiles(
 def hopper_gathered_up_proj_kernel(
     x_ptr, stride8,  # (T, K), columns contiguous, read at row_to_slot[row] // TOP_K; steps of 8 elements
     w_desc,  # BLOCK_N columns of gate and up: as in `.hopper_experts.hopper_up_proj_kernel`
-    bias_ptr, stride_be, stride_bn,  # (E, 2 N) or None
+    bias_ptr, stride_be, stride_bn,  # (E, 2 N), or N without a gate, or None
     gate_desc, up_desc,  # (rows, N) each, the halves of preact, both (rows, 2 N) if INTERLEAVED, or None, out
     act_desc,  # (rows, N) or None, out; those for output are ragged, blocks of BLOCK_M / 2 rows and some columns
     scales_ptr,  # (rows,) or None
@@ -103,6 +104,7 @@ def hopper_gathered_up_proj_kernel(
     K: gl.constexpr,
     TOP_K: gl.constexpr,
     W_KN: gl.constexpr,
+    GATED: gl.constexpr,
     INTERLEAVED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     ALPHA: gl.constexpr,
@@ -120,10 +122,10 @@ def hopper_gathered_up_proj_kernel(
     Grid: (programs,), persistent. The caller guarantees a schedule made for BLOCK_M; rows past R are not written.
     """
     wait_for_stream()
-    NUM_N_TILES: gl.constexpr = (2 * N + BLOCK_N - 1) // BLOCK_N
+    NUM_N_TILES: gl.constexpr = ((2 * N if GATED else N) + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILING: gl.constexpr = (NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET, INTERLEAVED)
+    KIND: gl.constexpr = (ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, INTERLEAVED)
     out_desc = gate_desc if act_desc is None else act_desc
     ring = allocate_ring(w_desc, 2, STAGES, BLOCK_M, BLOCK_K)
     bufs0 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)

@@ -43,8 +43,8 @@ def test_fp16_matches_reference(module, grouped_moe, case_id):
 
 def test_several_tiles(module, grouped_moe, monkeypatch):
     """Columns and K of more than one tile, none of them a multiple; a number of choices that is no power of two."""
-    monkeypatch.setattr(module("decode"), "_UP_TILE", (4, 16, 4))
-    monkeypatch.setattr(module("decode"), "_DOWN_TILE", (8, 16, 4))
+    monkeypatch.setattr(module("decode"), "_up_tile", lambda k: (4, 16, 4))
+    monkeypatch.setattr(module("decode"), "_down_tile", lambda k, choices: (2, 16, 4))
     for case_id in ("silu-bias", "silu-interleaved", "relu2-not-gated"):
         module("decode").decode_plan.cache_clear()
         case = BY_ID[case_id]._replace(T=2, top_k=3, E=5, H=70, I=45, transposed=False)
@@ -74,3 +74,17 @@ def test_which_calls_are_taken(module, grouped_moe):
     assert not is_decode(block, 5, 2)
     assert not is_decode(block, 1, 33) and not is_decode(block._replace(up=block.up.float()), 1, 2)
     assert not is_decode(block._replace(down=block.down.mT.contiguous().mT), 1, 2)
+
+
+def test_fewer_calls_are_taken_where_experts_are_large(module, grouped_moe):
+    """Two tokens of 128 experts share half an expert's weights, four share three of them."""
+    case = BY_ID["silu-bias"]._replace(E=8, bias=None)
+    block = block_of(module, grouped_moe, case, make_inputs(case, torch.float16, "cpu"))
+
+    def taken(intermediate: int, num_tokens: int) -> bool:
+        up, down = ((128, 2 * intermediate, 2048), (128, 2048, intermediate))
+        weights = {n: torch.empty(s, dtype=torch.float16, device="meta") for n, s in (("up", up), ("down", down))}
+        return module("decode").is_decode(block._replace(**weights), num_tokens, 8)
+
+    assert taken(768, 4) and taken(1536, 2) and taken(14336, 1)
+    assert not taken(1024, 4) and not taken(14336, 2)

@@ -12,9 +12,8 @@ from .gemm import unit_rows
 from .launch import MAX_KEPT, Form, Launch, Ref, bias_operand, bind, form_of
 from .plan import Plan, unwritten
 
-_UP_TILE = (4, 2048, 4)  # BLOCK_N, BLOCK_K, num_warps
-_DOWN_TILE = (32, 256, 2)  # rows (BLOCK_N times the choices), BLOCK_K, num_warps
 _MAX_TOP_K = 32  # sums of all choices of a token lie in the registers of one program
+_MAX_SHARED_BYTES = 28 << 20  # of weights that slots read again, on average: in as much time slots are routed
 
 
 def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
@@ -23,8 +22,32 @@ def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
     Of wide types the sums of long rows do not fit the registers everywhere.
     """
     k = 1 if block.transposed else 2
-    few = (num_tokens == 1 or 4 * num_tokens * top_k <= block.num_experts) and top_k <= _MAX_TOP_K
-    return few and block.up.dtype.itemsize == 2 and block.up.stride(k) == 1 and block.down.stride(k) == 1
+    if top_k > _MAX_TOP_K or block.up.dtype.itemsize != 2 or block.up.stride(k) != 1 or block.down.stride(k) != 1:
+        return False
+    if num_tokens == 1:
+        return True
+    # Two tokens of random routing share top_k^2 / E experts.
+    shared = num_tokens * (num_tokens - 1) // 2 * top_k * top_k
+    weights = (block.up.numel() + block.down.numel()) * block.up.dtype.itemsize
+    few = 4 * num_tokens * top_k <= block.num_experts
+    return few and shared * weights <= _MAX_SHARED_BYTES * block.num_experts**2
+
+
+def _up_tile(k: int) -> Tuple[int, int, int]:
+    """BLOCK_N, BLOCK_K, num_warps: long steps, but where they would leave a long tail."""
+    return (4, 1024, 2) if k > 2048 and k % 2048 else (4, 2048, 4)
+
+
+def _down_tile(k: int, choices: int) -> Tuple[int, int, int]:
+    """The same, of BLOCK_N columns for each choice: programs of one warp where K is long or has a tail."""
+    rows, block_k = (32, 256) if k % 256 == 0 and k <= 1536 else (8, 512)
+    block_n = max(1, rows // choices)
+    return block_n, block_k, max(1, choices * block_n * block_k // 4096)
+
+
+def _narrowed(block_k: int, k: int) -> int:
+    """No more than K needs, nor less than the kernels add up at once."""
+    return min(block_k, max(8, 1 << (k - 1).bit_length()))
 
 
 def _describe(block_n: int, block_k: int, warps: int) -> str:
@@ -51,8 +74,8 @@ def decode_plan(
 
     (num_tokens, top_k), (activation, gated, interleaved, transposed) = ids.shape, kind
     num_experts, h, i = up.shape[0], x.shape[1], down.shape[1 if transposed else 2]
-    block_n, block_k, warps = _UP_TILE
-    block_k = min(block_k, 1 << (h - 1).bit_length())
+    block_n, block_k, warps = _up_tile(h)
+    block_k = _narrowed(block_k, h)
     kernel = bind(
         kernels.slot_up_proj_kernel, _describe(block_n, block_k, warps),
         NUM_EXPERTS=num_experts, N=i, K=h, TOP_K=top_k, GATED=gated, INTERLEAVED=interleaved,
@@ -63,10 +86,9 @@ def decode_plan(
         device, kernel, (-(-i // block_n), num_tokens * top_k, 1),
         Ref(0), x.strides[0], Ref(1), Ref(2), *_column_strides(up, transposed), *bias_operand(3, up_bias), Ref(4),
     )  # fmt: skip
-    rows, block_k, warps = _DOWN_TILE
-    block_k = min(block_k, 1 << (i - 1).bit_length())
     choices = 1 << (top_k - 1).bit_length()
-    block_n = max(1, rows // choices)
+    block_n, block_k, warps = _down_tile(i, choices)
+    block_k = _narrowed(block_k, i)
     kernel = bind(
         kernels.slot_down_proj_kernel, _describe(block_n, block_k, warps),
         NUM_EXPERTS=num_experts, N=h, K=i, TOP_K=top_k, TOP_K_POW2=choices, BLOCK_N=block_n,

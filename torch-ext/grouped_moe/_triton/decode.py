@@ -12,16 +12,22 @@ from .tiles import load_weights
 
 
 @triton.jit
+def fold(products):
+    """(ROWS, COLUMNS) -> (ROWS, COLUMNS // 8): sums of 8 neighbours, which a thread has loaded at once."""
+    return tl.sum(tl.reshape(products, (products.shape[0], products.shape[1] // 8, 8)), 2)
+
+
+@triton.jit
 def inner_products(
     x_ptr, w_ptrs, n_mask, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """<x, w[n]> over K, in fp32, for BLOCK_N rows of weights given by their pointers (BLOCK_N, BLOCK_K) at k = 0."""
     k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
     for start in range(0, K, BLOCK_K):
         x = tl.load(x_ptr + start + k, mask=k < K - start, other=0.0).to(tl.float32)
         w = load_weights(w_ptrs + start, n_mask, k < K - start, N % BLOCK_N == 0, K % BLOCK_K == 0)
-        acc += x[None, :] * w.to(tl.float32)
+        acc += fold(x[None, :] * w.to(tl.float32))
     return tl.sum(acc, 1)
 
 
@@ -114,12 +120,12 @@ def slot_down_proj_kernel(
     k = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + (expert * stride_we + column.to(tl.int64) * stride_wn)[:, None] + k[None, :]
     act_ptrs = act_ptr + slot.to(tl.int64)[:, None] * K + k[None, :]
-    acc = tl.zeros((TOP_K_POW2 * BLOCK_N, BLOCK_K), tl.float32)
+    acc = tl.zeros((TOP_K_POW2 * BLOCK_N, BLOCK_K // 8), tl.float32)
     for start in range(0, K, BLOCK_K):
         mask = routed[:, None] & (k < K - start)[None, :]
         a = tl.load(act_ptrs + start, mask=mask, other=0.0).to(tl.float32)
         w = tl.load(w_ptrs + start, mask=mask, other=0.0).to(tl.float32)
-        acc += a * w
+        acc += fold(a * w)
     y = tl.sum(acc, 1)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert * stride_be + column.to(tl.int64) * stride_bn

@@ -40,21 +40,22 @@ class Block(NamedTuple):
 
     @property
     def weights(self) -> Tuple[Tensor, ...]:
-        """gate_up_proj, down_proj and, of gpt-oss, their biases."""
-        names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+        """gate_up_proj, or up_proj without a gate, down_proj and, of gpt-oss, their biases."""
+        up = "gate_up_proj" if self.layer.gated else "up_proj"
+        names = (up, "down_proj", "gate_up_proj_bias", "down_proj_bias")
         return tuple(getattr(self.module, name) for name in names[: 4 if self.layer.gpt_oss else 2])
 
     @property
     def kind(self) -> dict:
-        """Arguments of the package's experts block that say what the layer computes, tensors left out."""
-        return {"transposed": True, "interleaved": True} if self.layer.gpt_oss else {}
+        """Arguments of the package's experts block that say how the weights lie."""
+        lies = {"transposed": True, "interleaved": True} if self.layer.gpt_oss else {}
+        return lies if self.layer.gated else {**lies, "gated": False}
 
     @property
     def gate(self) -> dict:
-        """The parameters of the activation where it is not plain silu."""
-        if not self.layer.gpt_oss:
-            return {}
-        return {"alpha": self.module.alpha, "limit": self.module.limit, "up_offset": 1.0}
+        """The parameters of the activation."""
+        clamp = {"alpha": self.module.alpha, "limit": self.module.limit, "up_offset": 1.0} if self.layer.gpt_oss else {}
+        return {"name": self.layer.activation, **clamp}
 
 
 def make_module(layer: Layer) -> torch.nn.Module:
@@ -68,12 +69,19 @@ def make_module(layer: Layer) -> torch.nn.Module:
         )
         with torch.device("meta"):
             return GptOssExperts(config)
+    act_fn = {"gelu_tanh": "gelu_pytorch_tanh"}.get(layer.activation, layer.activation)
+    sizes = {"hidden_size": layer.hidden, "moe_intermediate_size": layer.intermediate}
+    if not layer.gated:
+        from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
+        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+        config = NemotronHConfig(n_routed_experts=layer.experts, mlp_hidden_act=act_fn, **sizes)
+        with torch.device("meta"):
+            return NemotronHExperts(config)
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    config = Qwen3MoeConfig(
-        num_experts=layer.experts, hidden_size=layer.hidden, moe_intermediate_size=layer.intermediate, hidden_act="silu"
-    )
+    config = Qwen3MoeConfig(num_experts=layer.experts, hidden_act=act_fn, **sizes)
     with torch.device("meta"):
         return Qwen3MoeExperts(config)
 
@@ -81,7 +89,7 @@ def make_module(layer: Layer) -> torch.nn.Module:
 def make_block(layer: Layer, device: str) -> Block:
     """Weights of unit scale: divided by the root of their fan-in. Biases of a tenth."""
     module = make_module(layer)
-    fan_in = {"gate_up_proj": layer.hidden, "down_proj": layer.intermediate}
+    fan_in = {"gate_up_proj": layer.hidden, "up_proj": layer.hidden, "down_proj": layer.intermediate}
     for name, parameter in list(module.named_parameters()):
         scale = 1 / math.sqrt(fan_in[name]) if name in fan_in else 0.1
         weight = torch.randn(parameter.shape, device=device, dtype=torch.bfloat16).mul_(scale)
@@ -93,8 +101,7 @@ def make_ours(kernel: ModuleType, block: Block, recompute: bool = False) -> Func
     """This package."""
     names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
     arguments = {**dict(zip(names, block.weights)), **block.kind, "recompute": recompute}
-    if block.gate:
-        arguments["activation"] = kernel.Activation("silu", **block.gate)
+    arguments["activation"] = kernel.Activation(**block.gate)
     return lambda s: kernel.grouped_mm_experts(s.x, s.ids, s.weights, **arguments)
 
 
@@ -239,13 +246,12 @@ def make_call(function: Function, block: Block, sets: List[Inputs], backward: bo
 def expected(kernel: ModuleType, block: Block, cell: Cell, inputs: Inputs) -> List[Tensor]:
     """The results of a call in fp32, by a loop over experts, a few at a time."""
     x, scales = (t.detach().float().requires_grad_(cell.backward) for t in (inputs.x, inputs.weights))
-    activation = {"name": "silu", **block.gate}
     totals: List[Tensor] = []
     parts: List[List[Tensor]] = []
     for first in range(0, block.layer.experts, EXPERTS_AT_A_TIME):
         some = [w.detach()[first : first + EXPERTS_AT_A_TIME].float() for w in block.weights]
         leaves = [x, scales, *(w.requires_grad_(cell.backward) for w in some)]
-        out = kernel.reference.grouped_mm_experts(x, inputs.ids - first, scales, *some, **block.kind, **activation)
+        out = kernel.reference.grouped_mm_experts(x, inputs.ids - first, scales, *some, **block.kind, **block.gate)
         results = [out.detach()]
         if cell.backward and out.requires_grad:  # else none of these experts has a row
             results += torch.autograd.grad(out, leaves, inputs.dout.float())
@@ -276,11 +282,11 @@ def dense_products(block: Block, rows: List[int]) -> Dict[str, Call]:
 
     forward, dgrad and wgrad; rows: of each input set.
     """
-    h, i = block.layer.hidden, block.layer.intermediate
+    h, i, width = block.layer.hidden, block.layer.intermediate, block.layer.preact_width
     options = {"device": block.device, "dtype": torch.bfloat16}
-    up, down = torch.randn((2 * i, h), **options), torch.randn((h, i), **options)
+    up, down = torch.randn((width, h), **options), torch.randn((h, i), **options)
     most = max(rows)
-    x, p, a = (torch.randn((most, width), **options) for width in (h, 2 * i, i))
+    x, p, a = (torch.randn((most, columns), **options) for columns in (h, width, i))
 
     def forward(n: int) -> Sequence[Tensor]:
         r = rows[n % len(rows)]

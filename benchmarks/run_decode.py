@@ -2,6 +2,7 @@
 
     python benchmarks/run_decode.py --output benchmarks/results/decode.json [--commit SHA] [--budget SECONDS]
     python benchmarks/run_decode.py --only generate         # the cells that have all of these words in their name
+    python benchmarks/run_decode.py --models                # layers of more models, on which nothing was tuned
     python benchmarks/run_decode.py --smoke                 # every code path at tiny sizes, also without a GPU
 
 The method is in NOTES.md. The JSON is rewritten after every cell, so a run that is cut short leaves what it has.
@@ -25,6 +26,7 @@ from workload import (
     GPT_OSS,
     ITEM,
     MIXTRAL,
+    MODELS,
     OLMOE,
     QWEN3_30B,
     QWEN3_NEXT,
@@ -67,6 +69,10 @@ def cells(smoke: bool) -> List[Cell]:
     return found
 
 
+def model_cells() -> List[Cell]:
+    return [Cell(layer, tokens) for layer in MODELS for tokens in (1, 8, 64)]
+
+
 def generate_cells(smoke: bool) -> List[Generate]:
     """Eager first: compiling takes most of the time."""
     return [Generate(batch, static, 6 if smoke else 48) for static in (False, True) for batch in (1, 8)]
@@ -82,7 +88,7 @@ class Layers:
 
     def functions(self, cell: Cell) -> Dict[str, Function]:
         layer = cell.layer
-        copies = cell.tokens * layer.top_k * 3 * layer.hidden * layer.intermediate * ITEM
+        copies = cell.tokens * layer.top_k * layer.weights_per_expert * ITEM
         names = [name for name in PROVIDERS if name != BATCHED or copies <= BATCHED_BYTES]
         return self.providers.make(self.block, cell, names)[0]
 
@@ -217,13 +223,15 @@ class Models:
 
 
 def main(argv: Optional[List[str]] = None) -> dict:
-    arguments = make_parser(__doc__, budget=150, cell_seconds=0.7).parse_args(argv)
+    parser = make_parser(__doc__, budget=150, cell_seconds=0.7)
+    parser.add_argument("--models", action="store_true", help="layers of more models instead")
+    arguments = parser.parse_args(argv)
     kernel, device = load_kernel(), "cuda" if torch.cuda.is_available() else "cpu"
     layers, models = Layers(kernel, device, arguments), Models(kernel, device, arguments)
     results = {"benchmark": report.DECODE, **describe_machine(kernel, arguments.commit)}
     of_layers = [
         Task("cells", c.described(), str(c), lambda c=c: layers.run(c), lambda c=c: layers.prepare(c))
-        for c in cells(arguments.smoke)
+        for c in (model_cells() if arguments.models else cells(arguments.smoke))
     ]
     of_models = [
         Task("generate", c._asdict(), str(c), lambda c=c: models.run(c), lambda c=c: models.prepare(c))
@@ -231,6 +239,7 @@ def main(argv: Optional[List[str]] = None) -> dict:
     ]
     first = len([c for c in cells(arguments.smoke) if c.layer == QWEN3_30B])
     tasks = of_layers[:first] + of_models[:2] + of_layers[first:] + of_models[2:]
+    tasks = of_layers if arguments.models else tasks
     run_tasks(results, tasks, arguments, report.progress)
     if not arguments.prepare:
         print(report.summary(results))

@@ -3,6 +3,7 @@
     python benchmarks/run_layers.py --output benchmarks/results/layers.json [--commit SHA] [--budget SECONDS]
     python benchmarks/run_layers.py --only Mixtral T=8192   # cells by words of their names; given again: those, too
     python benchmarks/run_layers.py --peers ours SonicMoE   # these providers alone
+    python benchmarks/run_layers.py --models                # layers of more models, on which nothing was tuned
     python benchmarks/run_layers.py --floors                # the floors of every cell, without running anything
     python benchmarks/run_layers.py --smoke                 # every code path at tiny sizes, also without a GPU
 
@@ -47,6 +48,7 @@ from workload import (
     GPT_OSS,
     LAYERS,
     MIXTRAL,
+    MODELS,
     OLMOE,
     QWEN3_30B,
     QWEN3_NEXT,
@@ -66,6 +68,12 @@ from workload import (
 PEERS = (OURS, RECOMPUTE, EAGER, COMPILED, SCATTERMOE, SONICMOE)
 SONICMOE_LAYERS = (QWEN3_30B, OLMOE, QWEN3_NEXT, MIXTRAL, SMOKE)  # at H = 7168 it tunes for minutes
 SETS = 4  # input sets that calls go through in turn
+
+
+def model_cells() -> List[Cell]:
+    """A long and a short prompt, a small batch, a step."""
+    cases = ((16384, False), (8192, True), (2048, False), (128, False))
+    return [Cell(layer, tokens, 1.0, backward) for layer in MODELS for tokens, backward in cases]
 
 
 def cells(smoke: bool) -> List[Cell]:
@@ -103,6 +111,8 @@ class Bench:
 
     def block(self, layer: Layer) -> Block:
         if layer not in self.blocks:
+            if self.arguments.models:  # one after the other, and too many for the memory
+                self.blocks.clear()
             self.blocks[layer] = make_block(layer, self.device)
         return self.blocks[layer]
 
@@ -217,6 +227,7 @@ def print_floors() -> None:
 
 def main(argv: Optional[List[str]] = None) -> dict:
     parser = make_parser(__doc__, budget=900, cell_seconds=2.0)
+    parser.add_argument("--models", action="store_true", help="layers of more models instead")
     parser.add_argument("--floors", action="store_true", help="print the floors and stop")
     parser.add_argument(
         "--peers", nargs="+", default=list(PEERS), choices=PEERS, metavar="NAME", help="of " + str(PEERS)
@@ -238,7 +249,7 @@ def main(argv: Optional[List[str]] = None) -> dict:
     results = {"benchmark": report.LAYERS, **machine, "peers": bench.providers.builds}
     tasks = [
         Task("cells", c.described(), str(c), lambda c=c: bench.run(c), lambda c=c: bench.prepare(c))
-        for c in cells(arguments.smoke)
+        for c in (model_cells() if arguments.models else cells(arguments.smoke))
     ]
     run_tasks(results, tasks, arguments, report.progress)
     if not arguments.prepare:

@@ -16,7 +16,10 @@ ITEM = 2  # bytes of a bf16 number
 
 
 class Layer(NamedTuple):
-    """An experts block, gated. gpt_oss: with biases, interleaved gate and up, transposed weights, a clamped gate."""
+    """An experts block. gpt_oss: with biases, interleaved gate and up, transposed weights, a clamped gate.
+
+    activation: by the name that the package and transformers share.
+    """
 
     name: str
     experts: int
@@ -24,6 +27,18 @@ class Layer(NamedTuple):
     hidden: int
     intermediate: int
     gpt_oss: bool = False
+    gated: bool = True
+    activation: str = "silu"
+
+    @property
+    def preact_width(self) -> int:
+        """Columns of the up-projection's results."""
+        return self.intermediate * (2 if self.gated else 1)
+
+    @property
+    def weights_per_expert(self) -> int:
+        """Numbers in both weights of an expert, biases left out."""
+        return self.hidden * (self.preact_width + self.intermediate)
 
 
 QWEN3_30B = Layer("Qwen3-30B-A3B", experts=128, top_k=8, hidden=2048, intermediate=768)
@@ -33,6 +48,18 @@ DEEPSEEK_V3 = Layer("DeepSeek-V3 EP8 rank", experts=32, top_k=8, hidden=7168, in
 QWEN3_NEXT = Layer("Qwen3-Next", experts=512, top_k=10, hidden=2048, intermediate=512)
 GPT_OSS = Layer("gpt-oss-120b", experts=128, top_k=4, hidden=2880, intermediate=2880, gpt_oss=True)
 LAYERS = (QWEN3_30B, DEEPSEEK_V3, MIXTRAL, OLMOE, QWEN3_NEXT, GPT_OSS)
+# More models, by the sizes in their configurations on the Hub; nothing was tuned on these.
+MODELS = (
+    Layer("Nemotron-3-Nano-30B", 128, 6, hidden=2688, intermediate=1856, gated=False, activation="relu2"),
+    Layer("Gemma-4-26B-A4B", 128, 8, hidden=2816, intermediate=704, activation="gelu_tanh"),
+    Layer("DeepSeek-V2-Lite", 64, 6, hidden=2048, intermediate=1408),
+    Layer("GLM-4.5-Air", 128, 8, hidden=4096, intermediate=1408),
+    Layer("MiniMax-M2", 256, 8, hidden=3072, intermediate=1536),
+    Layer("LFM2-8B-A1B", 32, 4, hidden=2048, intermediate=1792),
+    Layer("Qwen1.5-MoE-A2.7B", 60, 4, hidden=2048, intermediate=1408),
+    Layer("Phi-3.5-MoE", 16, 2, hidden=4096, intermediate=6400),
+    Layer("Granite-3.1-3B-A800M", 40, 8, hidden=1536, intermediate=512),
+)
 SMOKE = Layer("smoke", experts=8, top_k=2, hidden=64, intermediate=32)
 SMOKE_GPT_OSS = Layer("smoke-oss", experts=8, top_k=2, hidden=64, intermediate=64, gpt_oss=True)
 
@@ -139,8 +166,8 @@ def described(counts: Counts) -> Dict[str, float]:
 
 
 def flops(layer: Layer, counts: Counts, backward: bool) -> float:
-    """Two per multiply-add of the three products of a row; the backward has two products for each of the forward's."""
-    return (3 if backward else 1) * 2 * counts.rows * 3 * layer.hidden * layer.intermediate
+    """Two per multiply-add of the products of a row; the backward has two products for each of the forward's."""
+    return (3 if backward else 1) * 2 * counts.rows * layer.weights_per_expert
 
 
 def bytes_moved(cell: Cell, counts: Counts) -> float:
@@ -151,9 +178,9 @@ def bytes_moved(cell: Cell, counts: Counts) -> float:
     the hidden rows and weights are read, the gradients of hidden states and of all E experts are written.
     """
     layer = cell.layer
-    h, p = layer.hidden, 2 * layer.intermediate
+    h, p = layer.hidden, layer.preact_width
     rows_in, rows_out = counts.tokens * h * ITEM, cell.tokens * h * ITEM
-    per_expert = 3 * h * layer.intermediate * ITEM
+    per_expert = layer.weights_per_expert * ITEM
     routing = cell.tokens * layer.top_k * (8 + ITEM)
     total = rows_in + counts.experts * per_expert + routing + rows_out
     if cell.backward:

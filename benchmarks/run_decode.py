@@ -32,6 +32,7 @@ from workload import (
     QWEN3_NEXT,
     SMOKE,
     SMOKE_GPT_OSS,
+    SMOKE_UNGATED,
     Cell,
     count,
     described,
@@ -59,18 +60,17 @@ class Generate(NamedTuple):
         return f"generate batch={self.batch} {'static compiled' if self.static else 'eager'} cache"
 
 
-def cells(smoke: bool) -> List[Cell]:
+def cells(smoke: bool, models: bool) -> List[Cell]:
     """In order of importance."""
     if smoke:
-        return [Cell(layer, tokens) for layer in (SMOKE, SMOKE_GPT_OSS) for tokens in (1, 6)]
+        tiny = (SMOKE_UNGATED,) if models else (SMOKE, SMOKE_GPT_OSS)
+        return [Cell(layer, tokens) for layer in tiny for tokens in (1, 6)]
+    if models:
+        return [Cell(layer, tokens) for layer in MODELS for tokens in (1, 8, 64)]
     found = [Cell(QWEN3_30B, tokens) for tokens in (1, 8, 128, 32, 4, 16, 64, 2)]
     for layer in (MIXTRAL, QWEN3_NEXT, GPT_OSS, OLMOE, DEEPSEEK_V3):
         found += [Cell(layer, tokens) for tokens in (1, 16, 128)]
     return found
-
-
-def model_cells() -> List[Cell]:
-    return [Cell(layer, tokens) for layer in MODELS for tokens in (1, 8, 64)]
 
 
 def generate_cells(smoke: bool) -> List[Generate]:
@@ -231,15 +231,15 @@ def main(argv: Optional[List[str]] = None) -> dict:
     results = {"benchmark": report.DECODE, **describe_machine(kernel, arguments.commit)}
     of_layers = [
         Task("cells", c.described(), str(c), lambda c=c: layers.run(c), lambda c=c: layers.prepare(c))
-        for c in (model_cells() if arguments.models else cells(arguments.smoke))
+        for c in cells(arguments.smoke, arguments.models)
     ]
     of_models = [
         Task("generate", c._asdict(), str(c), lambda c=c: models.run(c), lambda c=c: models.prepare(c))
         for c in generate_cells(arguments.smoke)
     ]
-    first = len([c for c in cells(arguments.smoke) if c.layer == QWEN3_30B])
+    first = len([c for c in cells(arguments.smoke, arguments.models) if c.layer == QWEN3_30B])
     tasks = of_layers[:first] + of_models[:2] + of_layers[first:] + of_models[2:]
-    tasks = of_layers if arguments.models else tasks
+    tasks = of_layers if arguments.models else tasks  # it is only a Qwen3-MoE that generates
     run_tasks(results, tasks, arguments, report.progress)
     if not arguments.prepare:
         print(report.summary(results))

@@ -54,6 +54,7 @@ from workload import (
     QWEN3_NEXT,
     SMOKE,
     SMOKE_GPT_OSS,
+    SMOKE_UNGATED,
     Cell,
     Inputs,
     Layer,
@@ -71,16 +72,18 @@ SETS = 4  # input sets that calls go through in turn
 
 
 def model_cells() -> List[Cell]:
-    """A long and a short prompt, a small batch, a step."""
+    """Of each a long and a short prompt, a small batch, a step."""
     cases = ((16384, False), (8192, True), (2048, False), (128, False))
     return [Cell(layer, tokens, 1.0, backward) for layer in MODELS for tokens, backward in cases]
 
 
-def cells(smoke: bool) -> List[Cell]:
+def cells(smoke: bool, models: bool) -> List[Cell]:
     """In order of importance; equal shapes in a row compile once."""
     if smoke:
-        shares = (1.0, 0.5, 0.125)
-        return [Cell(x, 24, local, b) for x in (SMOKE, SMOKE_GPT_OSS) for b in (False, True) for local in shares]
+        tiny, shares = (SMOKE_UNGATED,) if models else (SMOKE, SMOKE_GPT_OSS), (1.0, 0.5, 0.125)
+        return [Cell(x, 24, local, b) for x in tiny for b in (False, True) for local in shares]
+    if models:
+        return model_cells()
 
     def forward(layer: Layer, tokens: int) -> List[Cell]:
         return [Cell(layer, tokens, local) for local in (1.0, 0.5, 0.125)]
@@ -211,11 +214,11 @@ class Bench:
         return {part: {name: timed[part, name] for name in found} for part, found in calls.items()}
 
 
-def print_floors() -> None:
+def print_floors(models: bool) -> None:
     """A Markdown table, from expected instead of drawn routings."""
     columns = ("layer", "mode", "T", "local", "rows", "experts with rows", "GB", "TFLOP", "bytes ms", "hot ms")
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    for cell in cells(smoke=False):
+    for cell in cells(smoke=False, models=models):
         counts = expected_counts(cell)
         floor = floors(cell, counts)
         print(
@@ -239,7 +242,7 @@ def main(argv: Optional[List[str]] = None) -> dict:
     parser.add_argument("--first-seconds", type=float, default=200, help="for one call that compiles or tunes (200)")
     arguments = parser.parse_args(argv)
     if arguments.floors:
-        print_floors()
+        print_floors(arguments.models)
         return {}
     # Which cached helpers of transformers the compiler traces through is not news here.
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
@@ -249,7 +252,7 @@ def main(argv: Optional[List[str]] = None) -> dict:
     results = {"benchmark": report.LAYERS, **machine, "peers": bench.providers.builds}
     tasks = [
         Task("cells", c.described(), str(c), lambda c=c: bench.run(c), lambda c=c: bench.prepare(c))
-        for c in (model_cells() if arguments.models else cells(arguments.smoke))
+        for c in cells(arguments.smoke, arguments.models)
     ]
     run_tasks(results, tasks, arguments, report.progress)
     if not arguments.prepare:

@@ -61,6 +61,7 @@ MODELS = (
     Layer("Granite-3.1-3B-A800M", 40, 8, hidden=1536, intermediate=512),
 )
 SMOKE = Layer("smoke", experts=8, top_k=2, hidden=64, intermediate=32)
+SMOKE_UNGATED = Layer("smoke-ungated", experts=8, top_k=2, hidden=64, intermediate=32, gated=False, activation="relu2")
 SMOKE_GPT_OSS = Layer("smoke-oss", experts=8, top_k=2, hidden=64, intermediate=64, gpt_oss=True)
 
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import peers  # noqa: E402
 import report  # noqa: E402
 import run_products  # noqa: E402
-from workload import SMOKE, SMOKE_GPT_OSS, Cell, count, draw_ids, make_inputs  # noqa: E402
+from workload import SMOKE, SMOKE_GPT_OSS, SMOKE_UNGATED, Cell, count, draw_ids, make_inputs  # noqa: E402
 
 
 def rows_of(pattern):
@@ -38,7 +38,7 @@ def test_local_share():
     assert (inputs.weights[inputs.ids == SMOKE.experts] == 0).all()
 
 
-@pytest.mark.parametrize("layer", [SMOKE, SMOKE_GPT_OSS], ids=lambda layer: layer.name)
+@pytest.mark.parametrize("layer", [SMOKE, SMOKE_GPT_OSS, SMOKE_UNGATED], ids=lambda layer: layer.name)
 @pytest.mark.parametrize("local", [1.0, 0.5])
 def test_providers_agree(grouped_moe, layer, local):
     pytest.importorskip("transformers")

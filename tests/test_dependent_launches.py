@@ -19,13 +19,14 @@ def test_every_kernel_waits_for_the_stream(grouped_moe):
     assert count > 20
 
 
-@pytest.mark.parametrize("capability, hip, options", [
-    ((9, 0), None, {"launch_pdl": True}), ((12, 0), None, {"launch_pdl": True}), ((8, 9), None, {}), ((9, 4), "7", {}),
+@pytest.mark.parametrize("capability, hip, dependent", [
+    ((9, 0), None, True), ((12, 0), None, True), ((8, 9), None, False), ((9, 4), "7", False),
 ])  # fmt: skip
-def test_who_launches_dependently(grouped_moe, monkeypatch, capability, hip, options):
-    """NVIDIA's GPUs from Hopper on; AMD's Triton does not know the option."""
+def test_who_launches_dependently(grouped_moe, monkeypatch, capability, hip, dependent):
+    """NVIDIA's GPUs from Hopper on; AMD's Triton does not know the option. All fuse, whatever Triton's default."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     options_of = sys.modules[f"{grouped_moe.__name__}.launch"]._launch_options.__wrapped__
-    assert options_of(0) == options and options_of(-1) == {}
+    fused = {"enable_fp_fusion": True}
+    assert options_of(0) == {**fused, **({"launch_pdl": True} if dependent else {})} and options_of(-1) == fused

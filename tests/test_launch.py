@@ -78,7 +78,8 @@ def sent(module):
     monkeypatch.setattr(nvidia, "library_dirs", lambda: [])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(module("launch"), "_keeps_variants", lambda tensor: True)
-    monkeypatch.setattr(module("launch"), "_launch_options", lambda device: {"launch_pdl": True})
+    options = {"enable_fp_fusion": True, "launch_pdl": True}
+    monkeypatch.setattr(module("launch"), "_launch_options", lambda device: options)
     spec = module("tuning").DeviceSpec(132, 232448, hopper=True, name="stub")
     monkeypatch.setattr(module("tuning"), "device_spec", lambda device_type, index: spec)
     previous = driver._active

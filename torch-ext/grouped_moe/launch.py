@@ -308,11 +308,13 @@ class _Placed:
 def _launch_options(device: int) -> Dict[str, bool]:
     """Triton's options for launches on a GPU of that index, -1 for what is none: dependent ones, where it has them.
 
-    All kernels of the package wait as these ask for: `_triton.dependent`.
+    All kernels of the package wait as these ask for: `_triton.dependent`. That multiplications and additions are fused
+    is said, as Triton 3.9 warns where it is left open, and 3.10 will not do it by itself.
     """
+    options = {"enable_fp_fusion": True}
     if device < 0 or not torch.cuda.is_available() or torch.version.hip is not None:
-        return {}
-    return {"launch_pdl": True} if torch.cuda.get_device_capability(device) >= (9, 0) else {}
+        return options
+    return {**options, "launch_pdl": True} if torch.cuda.get_device_capability(device) >= (9, 0) else options
 
 
 def _keeps_variants(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ READY = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/ready)
 PIP = $(PYTHON) -m pip --python $(PY) install --disable-pip-version-check
 export SHOW_PACKAGES = import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")
 
-.PHONY: help venv build demo test test-gpu bench compile-check clean
+.PHONY: help venv build demo lint test test-gpu bench compile-check clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -35,6 +35,10 @@ build: $(READY)  ## the variants of the package, in build/
 
 demo: build  ## trains a small Qwen3-MoE with the package and with eager, then runs it expert-parallel
 	$(PY) examples/quickstart.py
+
+lint: $(READY)  ## what ruff finds, and what it would format otherwise
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 
 # One thread per process: what the tests multiply is small, and threads that wait for each other cost more.
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)

@@ -2,7 +2,7 @@
 
     python benchmarks/run_decode.py --output benchmarks/results/decode.json [--commit SHA] [--budget SECONDS]
     python benchmarks/run_decode.py --only generate         # the cells that have all of these words in their name
-    python benchmarks/run_decode.py --models                # layers of more models, on which nothing was tuned
+    python benchmarks/run_decode.py --models                # layers of more models
     python benchmarks/run_decode.py --smoke                 # every code path at tiny sizes, also without a GPU
 
 The method is in NOTES.md. The JSON is rewritten after every cell, so a run that is cut short leaves what it has.

@@ -3,7 +3,7 @@
     python benchmarks/run_layers.py --output benchmarks/results/layers.json [--commit SHA] [--budget SECONDS]
     python benchmarks/run_layers.py --only Mixtral T=8192   # cells by words of their names; given again: those, too
     python benchmarks/run_layers.py --peers ours SonicMoE   # these providers alone
-    python benchmarks/run_layers.py --models                # layers of more models, on which nothing was tuned
+    python benchmarks/run_layers.py --models                # layers of more models
     python benchmarks/run_layers.py --floors                # the floors of every cell, without running anything
     python benchmarks/run_layers.py --smoke                 # every code path at tiny sizes, also without a GPU
 

@@ -18,7 +18,7 @@ ITEM = 2  # bytes of a bf16 number
 class Layer(NamedTuple):
     """An experts block. gpt_oss: with biases, interleaved gate and up, transposed weights, a clamped gate.
 
-    activation: by the name that the package and transformers share.
+    activation: the package's name of it.
     """
 
     name: str
@@ -48,7 +48,7 @@ DEEPSEEK_V3 = Layer("DeepSeek-V3 EP8 rank", experts=32, top_k=8, hidden=7168, in
 QWEN3_NEXT = Layer("Qwen3-Next", experts=512, top_k=10, hidden=2048, intermediate=512)
 GPT_OSS = Layer("gpt-oss-120b", experts=128, top_k=4, hidden=2880, intermediate=2880, gpt_oss=True)
 LAYERS = (QWEN3_30B, DEEPSEEK_V3, MIXTRAL, OLMOE, QWEN3_NEXT, GPT_OSS)
-# More models, by the sizes in their configurations on the Hub; nothing was tuned on these.
+# More models, by the sizes in their configurations on the Hub. Decoding's tiles were chosen on these, too, no others.
 MODELS = (
     Layer("Nemotron-3-Nano-30B", 128, 6, hidden=2688, intermediate=1856, gated=False, activation="relu2"),
     Layer("Gemma-4-26B-A4B", 128, 8, hidden=2816, intermediate=704, activation="gelu_tanh"),

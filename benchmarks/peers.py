@@ -207,6 +207,8 @@ class Providers:
             return make_transformers(block, "grouped_mm" if name == EAGER else "batched_mm")
         if block.device == "cpu":
             raise Unsupported("needs a GPU")
+        if not block.layer.gated:
+            raise Unsupported("no experts without a gate")
         if name == SCATTERMOE:
             if cell.local < 1:
                 raise Unsupported("no sentinels")

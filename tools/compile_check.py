@@ -89,6 +89,7 @@ LAYERS = (
     Layer("nemotron-h", 128, 6, 2688, 1856, gated=False, activation="relu2"),
     Layer("deepseek-v3", 32, 8, 7168, 2048),  # K long enough for tiles that two warp groups share
     Layer("small", 8, 2, 128, 128),  # of fewer steps than a ring has slots
+    Layer("not-gated", 16, 12, 384, 384, gated=False, transposed=True, bias=True, limit=7.0, activation="relu"),
 )
 
 
@@ -265,8 +266,8 @@ def run_building_blocks(modules, layer: Layer, dtype: torch.dtype, num_tokens: i
         modules("gemm").launch_wgrad(y, 0, rows, 0, None, offsets, main_grad, accumulate=True)
     act = modules("activation").Activation(layer.activation, layer.alpha, layer.limit, layer.up_offset)
     up, down = weights_of(layer, dtype)
-    biases = torch.empty((e, 2 * i), dtype=dtype), torch.empty((e, h), dtype=dtype)
-    block = mlp.Block(up, down, *biases, act, True, layer.interleaved, layer.transposed, recompute=False)
+    biases = torch.empty((e, 2 * i if layer.gated else i), dtype=dtype), torch.empty((e, h), dtype=dtype)
+    block = mlp.Block(up, down, *biases, act, layer.gated, layer.interleaved, layer.transposed, recompute=False)
     y, preact = mlp.forward_triton(block, rows, offsets, scales, scales, True)
     mlp.backward_triton(block, y, rows, offsets, scales, scales, preact, mlp.Needs(*[True] * 7))
     weights = torch.empty(ids.shape, dtype=torch.float32)
@@ -338,8 +339,7 @@ def main() -> int:
             for tokens in map(int, arguments.tokens.split(",")):
                 for layer in layers:
                     rows += check(modules, target, layer, dtype, tokens, run_layer)
-                    if layer.gated:
-                        rows += check(modules, target, layer, dtype, tokens, run_building_blocks)
+                    rows += check(modules, target, layer, dtype, tokens, run_building_blocks)
     report(rows)
     if arguments.json:
         write(arguments.json, rows)

@@ -52,6 +52,13 @@ def test_several_tiles(module, grouped_moe, monkeypatch):
     module("decode").decode_plan.cache_clear()
 
 
+@pytest.mark.parametrize("top_k, h, i", [(2, 2050, 700), (32, 70, 520), (5, 9, 1537)])
+def test_tails_of_real_tiles(module, grouped_moe, top_k, h, i):
+    """Steps of the sizes that K asks for, with a rest."""
+    case = BY_ID["silu-bias"]._replace(T=1, top_k=top_k, E=2, H=h, I=i, transposed=False)
+    check(module, grouped_moe, case, torch.float16)
+
+
 def test_transposed_views(module, grouped_moe):
     """Weights that are contiguous along K may be views of another layout, of any other strides."""
     case = BY_ID["silu-bias"]._replace(T=2, transposed=True)

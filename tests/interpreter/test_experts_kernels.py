@@ -55,6 +55,16 @@ def check(module, grouped_moe, case, dtype):
     assert_matches(got, want, dtype)
 
 
+def test_no_gradient_past_the_limit(module, grouped_moe):
+    """Of experts without a gate, also where the gradient that comes in is infinite."""
+    case = BY_ID["silu-not-gated-limit"]._replace(T=4, top_k=1, E=1, sentinels=0.0)
+    inputs = make_inputs(case, torch.float32, "cpu")
+    ones = {name: torch.ones_like(getattr(inputs, name)) for name in ("hidden_states", "gate_up_proj")}
+    inputs = inputs._replace(**ones, dout=torch.full_like(inputs.dout, float("inf")))
+    got = run_kernels(module, grouped_moe, case, inputs)
+    assert not any(got.grads[name].any() for name in ones)
+
+
 @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.id)
 def test_fp32_matches_reference(module, grouped_moe, case):
     check(module, grouped_moe, case, torch.float32)

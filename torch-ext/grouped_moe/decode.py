@@ -39,8 +39,11 @@ def _up_tile(k: int) -> Tuple[int, int, int]:
 
 
 def _down_tile(k: int, choices: int) -> Tuple[int, int, int]:
-    """The same, of BLOCK_N columns for each choice: programs of one warp where K is long or has a tail."""
-    rows, block_k = (32, 256) if k % 256 == 0 and k <= 1536 else (8, 512)
+    """The same, of BLOCK_N columns for each choice: fewer in a program where K is long or has a tail.
+
+    A thread has 128 products or fewer.
+    """
+    rows, block_k = (32, 256) if k % 256 == 0 and k <= 1536 else (8, 512 if choices <= 8 else 256)
     block_n = max(1, rows // choices)
     return block_n, block_k, max(1, choices * block_n * block_k // 4096)
 

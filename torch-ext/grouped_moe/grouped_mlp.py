@@ -1,4 +1,4 @@
-"""Two grouped linear layers with a gated activation between them, over rows that are sorted by expert already."""
+"""Two grouped linear layers with an activation between them, over rows that are sorted by expert already."""
 
 from typing import NamedTuple, Optional, Sequence, Tuple, Union
 

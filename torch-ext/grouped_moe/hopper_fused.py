@@ -135,7 +135,8 @@ def hopper_down_dgrad(
 def _fits(x: Form, weight: Form, rows: int, n: int, kind: Kind, spec: DeviceSpec) -> bool:
     """Whether the kernels take a block of this kind, these rows and this weight of it.
 
-    Not the exact GELU where there is no gate: of so many values a tile its code would be more than caches hold.
+    Not the exact GELU where there is no gate: of so many values a tile the up-projection would be more code than caches
+    hold, and the dgrad as much as they do.
     """
     return (
         spec.hopper

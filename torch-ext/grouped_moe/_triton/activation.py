@@ -51,7 +51,7 @@ def activate_grad(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
         s = sigmoid((x + x * x * x * _TANH_CUBIC) * _TANH_SCALE)
         return s * (1.0 + x * (1.0 - s) * _TANH_SCALE * (1.0 + x * x * 3.0 * _TANH_CUBIC))
     elif NAME == "relu":
-        return tl.where(x > 0, 1.0, 0.0)
+        return tl.where(relu(x) > 0, 1.0, 0.0)
     else:
         tl.static_assert(NAME == "relu2", "unknown activation")
         return 2.0 * relu(x)
@@ -83,12 +83,19 @@ def act(x, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def act_grad(x, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """(act, d act / d x)."""
+    """(act, its derivative in min(x, LIMIT)): `zero_past` makes the product with a gradient that in x."""
     clamped = clamp_above(x, LIMIT)
     grad = activate_grad(clamped, NAME, ALPHA)
-    if LIMIT is not None:
-        grad = tl.where(x > clamped, 0.0, grad)
     return activate(clamped, NAME, ALPHA), grad
+
+
+@triton.jit
+def zero_past(grad, x, LIMIT: tl.constexpr):
+    """grad, and 0 where x is past LIMIT, whatever grad is there."""
+    if LIMIT is None:
+        return grad
+    else:
+        return tl.where(x > clamp_above(x, LIMIT), 0.0, grad)
 
 
 @triton.jit

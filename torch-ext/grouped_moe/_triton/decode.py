@@ -13,7 +13,7 @@ from .tiles import load_weights
 
 @triton.jit
 def fold(products):
-    """(ROWS, COLUMNS) -> (ROWS, COLUMNS // 8): sums of 8 neighbours, which a thread has loaded at once."""
+    """(ROWS, COLUMNS) -> (ROWS, COLUMNS // 8): sums of 8 neighbours, which a thread loads at once from aligned rows."""
     return tl.sum(tl.reshape(products, (products.shape[0], products.shape[1] // 8, 8)), 2)
 
 

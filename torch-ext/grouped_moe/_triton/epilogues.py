@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .activation import act, act_grad, glu, glu_grad
+from .activation import act, act_grad, glu, glu_grad, zero_past
 from .tiles import add_bias, column_halves, store_columns, tile_ptrs
 
 
@@ -132,10 +132,11 @@ def down_dgrad_epilogue(
                 dpreact_ptr, d_gate, d_up, first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N, INTERLEAVED
             )
     else:
-        value, d_act = act_grad(gate.to(tl.float32), ACTIVATION, ALPHA, LIMIT)
+        preact = gate.to(tl.float32)
+        value, d_act = act_grad(preact, ACTIVATION, ALPHA, LIMIT)
         if dpreact_ptr is not None:
-            d_act *= scale_rows(grad, weights)
-            store_columns(dpreact_ptr, d_act, first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N)
+            d_preact = zero_past(d_act * scale_rows(grad, weights), preact, LIMIT)
+            store_columns(dpreact_ptr, d_preact, first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N)
     if scaled_act_ptr is not None:
         store_columns(
             scaled_act_ptr, scale_rows(value, weights), first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N

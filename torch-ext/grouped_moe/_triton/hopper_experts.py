@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from .activation import act, act_grad, glu, glu_grad
+from .activation import act, act_grad, glu, glu_grad, zero_past
 from .hopper import allocate_barriers, previous_slot, ragged_coordinates, tma_store, wait_for_stream
 from .hopper_boxes import box_places, column_pieces, load_boxes, read_boxes, refill_boxes, store_box, write_boxes
 from .hopper_gemm import load_expert, load_group, locate_tile, multiply, produce
@@ -160,8 +160,8 @@ def dgrad_epilogue(acc, inputs, outputs, act_buf, position, tile, next_tile, wei
             slot = (position + piece) % SLOTS
             mbarrier.wait(loaded.index(slot), ((position + piece) // SLOTS) & 1)
             gate_box = boxes.index(BOXES * slot).reshape([ROWS, COLUMNS])
-            up_box = boxes.index(BOXES * slot + BOXES - 1).reshape([ROWS, COLUMNS])
             if GATED:
+                up_box = boxes.index(BOXES * slot + 1).reshape([ROWS, COLUMNS])
                 gate, up = read_boxes(gate_box, up_box, grad, INTERLEAVED)
                 value, d_gate, d_up = glu_grad(gate, up, KIND[0], KIND[1], KIND[2], KIND[3])
             else:
@@ -172,9 +172,11 @@ def dgrad_epilogue(acc, inputs, outputs, act_buf, position, tile, next_tile, wei
                 grad *= weights[:, None]
                 value *= weights[:, None]
             # Rounded before the wait: they take half of the registers across it.
-            d_gate = (grad * d_gate).to(gate_desc.dtype)
             if GATED:
+                d_gate = (grad * d_gate).to(gate_desc.dtype)
                 d_up = (grad * d_up).to(gate_desc.dtype)
+            else:
+                d_gate = zero_past(grad * d_gate, preact, KIND[2]).to(gate_desc.dtype)
             value = value.to(gate_desc.dtype)
             tma.store_wait(0)
             if piece > 0:
@@ -265,8 +267,10 @@ def allocate_ring(
 def hopper_up_proj_kernel(
     x_desc,  # (rows, K), blocks of (BLOCK_M, BLOCK_K)
     w_desc,  # (E, 2, N, K), blocks of both halves; INTERLEAVED: (E, 2 N, K) or, W_KN, (E, K, 2 N); BLOCK_N columns
-    bias_ptr, stride_be, stride_bn,  # (E, 2 N) or None; without a gate N columns, of weights, too
+    #          without a gate: (E, N, K) or, W_KN, (E, K, N)
+    bias_ptr, stride_be, stride_bn,  # (E, 2 N), or N without a gate, or None
     gate_desc, up_desc,  # (rows, N) each, the halves of preact, both (rows, 2 N) if INTERLEAVED, or None, out
+    #                      without a gate: all of preact, and None
     act_desc,  # (rows, N) or None, out; those for output are ragged, blocks of BLOCK_M rows and some columns
     scales_ptr,  # (rows,) or None
     schedule_ptr,

@@ -95,6 +95,7 @@ def hopper_gathered_up_proj_kernel(
     w_desc,  # BLOCK_N columns of gate and up: as in `.hopper_experts.hopper_up_proj_kernel`
     bias_ptr, stride_be, stride_bn,  # (E, 2 N), or N without a gate, or None
     gate_desc, up_desc,  # (rows, N) each, the halves of preact, both (rows, 2 N) if INTERLEAVED, or None, out
+    #                      without a gate: all of preact, and None
     act_desc,  # (rows, N) or None, out; those for output are ragged, blocks of BLOCK_M / 2 rows and some columns
     scales_ptr,  # (rows,) or None
     row_to_slot_ptr,  # (rows,) int32

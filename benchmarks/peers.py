@@ -47,7 +47,7 @@ class Block(NamedTuple):
 
     @property
     def kind(self) -> dict:
-        """Arguments of the package's experts block that say how the weights lie."""
+        """Arguments of the package's experts block that say whether there is a gate and how the weights lie."""
         lies = {"transposed": True, "interleaved": True} if self.layer.gpt_oss else {}
         return lies if self.layer.gated else {**lies, "gated": False}
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from block import call, random_inputs, reference_step, step, with_leaves
-from cases import Case, Inputs, make_ids, make_inputs
+from cases import RELU2, Case, Inputs, make_ids, make_inputs
 from compare import assert_bitwise, assert_close
 from poison import allocated_by, dirty_allocator, poisoned_allocations
 
@@ -24,7 +24,10 @@ BIAS = MEDIUM._replace(id="bias", bias="both", interleaved=True, activation=("si
 WIDE = MEDIUM._replace(id="wide", H=72, I=136)  # which Hopper's own kernels take
 WIDE_BIAS = BIAS._replace(id="wide-bias", H=72, I=136, transposed=True)
 DEEP = WIDE._replace(id="deep", H=392)  # more steps than the ring of the up-projection has
-CASES = pytest.mark.parametrize("case", [SMALL, MEDIUM, BIAS, WIDE, WIDE_BIAS, DEEP], ids=lambda case: case.id)
+NOT_GATED = WIDE._replace(id="wide-not-gated", gated=False, activation=RELU2)
+CASES = pytest.mark.parametrize(
+    "case", [SMALL, MEDIUM, BIAS, WIDE, WIDE_BIAS, DEEP, NOT_GATED], ids=lambda case: case.id
+)  # fmt: skip
 
 
 def assert_same(got: list, want: list) -> None:
@@ -161,9 +164,10 @@ def test_streams_do_not_share_buffers(grouped_moe, device):
 
 LARGE = Case("large", T=8192, top_k=8, E=16, H=1024, I=384, sentinels=0.0)
 FEW_COLUMNS = LARGE._replace(id="wide-intermediate", H=256, I=768)
+LARGE_NOT_GATED = FEW_COLUMNS._replace(id="not-gated", gated=False, activation=RELU2)
 
 
-@pytest.mark.parametrize("case", [LARGE, FEW_COLUMNS], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [LARGE, FEW_COLUMNS, LARGE_NOT_GATED], ids=lambda case: case.id)
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
 @pytest.mark.parametrize("local", [True, False], ids=["all-local", "all-sentinels"])
 def test_peak_memory_is_what_the_docstring_says(grouped_moe, device, case, recompute, local):

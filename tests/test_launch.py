@@ -8,85 +8,13 @@ import gc
 import sys
 import weakref
 from contextlib import nullcontext
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
+pytest_plugins = ["driver_stub"]
 BF16 = torch.bfloat16
-
-
-class Utils:
-    """Stands in for the driver's functions in C."""
-
-    def load_binary(self, name, kernel, shared, device):
-        return name, hash(name), 32, 0, 1024
-
-    def unload_module(self, module):
-        pass
-
-    def get_device_properties(self, device):
-        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
-
-    def build_signature_metadata(self, signature):
-        return tuple(signature)
-
-    def fill_tma_descriptor(self, address, *form):
-        return ("map", address, *(tuple(part) if isinstance(part, (list, tuple)) else part for part in form))
-
-    fill_tma_descriptor_tiled = fill_tma_descriptor
-
-
-class Taken(list):
-    """Stands in for a launcher in C: keeps its arguments, but for what hooks would get and the hooks.
-
-    metadata: the place of the kernel's. in_tuple: whether the last argument is all those of the kernel.
-    """
-
-    metadata, in_tuple = 9, False
-
-    def __call__(self, *args):
-        assert not self.in_tuple or len(args) == 16, "another number than is parsed"
-        args = args[: self.metadata + 1] + args[self.metadata + 4 :]
-        args = (*args[:-1], *args[-1]) if self.in_tuple else args
-        self.append(tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args))
-
-
-@pytest.fixture(scope="module")
-def module(grouped_moe):
-    return lambda name: sys.modules[f"{grouped_moe.__name__}.{name}"]
-
-
-@pytest.fixture(scope="module")
-def sent(module):
-    """The arguments of all calls of launchers in C, on a GPU that is a Hopper but for its memory."""
-    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    taken, monkeypatch, utils = Taken(), pytest.MonkeyPatch(), Utils()
-    if hasattr(nvidia, "_BASE_ARGS_FORMAT"):
-        monkeypatch.setattr(nvidia, "compile_module_from_src", lambda *args, **kwargs: SimpleNamespace(launch=taken))
-    else:
-        utils.launch, taken.metadata, taken.in_tuple = taken, 7, True
-        monkeypatch.setattr(nvidia, "PyKernelArg", lambda nested_tuple, type: (nested_tuple, type))
-    active = SimpleNamespace(
-        utils=utils, launcher_cls=nvidia.CudaLauncher, get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        get_current_device=lambda: "stub", get_current_stream=lambda device: 7, map_python_to_cpp_type=nvidia.ty_to_cpp,
-    )  # fmt: skip
-    monkeypatch.setattr(nvidia, "library_dirs", lambda: [])
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-    monkeypatch.setattr(module("launch"), "_keeps_variants", lambda tensor: True)
-    options = {"enable_fp_fusion": True, "launch_pdl": True}
-    monkeypatch.setattr(module("launch"), "_launch_options", lambda device: options)
-    spec = module("tuning").DeviceSpec(132, 232448, hopper=True, name="stub")
-    monkeypatch.setattr(module("tuning"), "device_spec", lambda device_type, index: spec)
-    previous = driver._active
-    driver.set_active(active)
-    yield taken
-    driver._active = previous
-    monkeypatch.undo()
 
 
 @pytest.fixture
@@ -129,6 +57,21 @@ def test_linear(module, both, rows, transposed):
         linear.backward_triton(dy, x, weight, tile_map, None, None, transposed, (True, True, False, False))
     assert both["direct"] == 2 * 4 and both["first"] == 4
     assert both["maps"] > 0
+
+
+@pytest.mark.parametrize("sums", [False, True], ids=["dots", "dots-and-sums"])
+def test_inner_products_with_a_bias_are_not_fused(module, sent, sums):
+    """Lest the gradient of routing weights depends, in its last bits, on whether the bias wants one."""
+    gemm, launch, schedule = module("gemm"), module("launch"), module("schedule")
+    dy, bias, dbias = (launch.form_of(torch.zeros(rows, 64)) for rows in (96, 3, 3))
+    sizes = schedule.schedule_sizes(96, 3, dy.dtype)
+    kind = 0, None, bias, 96, False, dbias if sums else None, sizes, False
+    plan = gemm.bias_grads_plan(dy, *kind, torch.device("cpu"))
+    dots, tile_map = torch.zeros(1, 96), torch.zeros(schedule.map_form(sizes).shape, dtype=torch.int32)
+    plan(torch.zeros(96, 64), None, torch.zeros(3, 64), dots, None, tile_map, torch.zeros(3, 64) if sums else None)
+    for variant in plan.steps[0].launch.kernel.variants.values():
+        assert "fma" not in variant.asm["ptx"].partition(".section")[0]
+        assert variant.metadata.enable_fp_fusion is False  # nor does the assembler
 
 
 def experts_inputs(tokens, gated=True, bias=False, transposed=False):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .tuning import triton_version
 
-_OPTIONS = ("num_warps", "num_stages")
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 ALIGNMENT = 16  # bytes: that of pointers which Triton's variants tell apart, and of what descriptors take
 
 # How the launchers in C of Triton 3.5 and 3.6 parse what comes before a kernel's arguments: grid, stream, function,
@@ -94,7 +94,7 @@ class Kernel:
     def __init__(self, kernel, choice: Optional[str] = None, **constants):
         """choice: path and config, to be logged by the first call.
 
-        constants: in the order of the kernel's parameters, then num_warps and num_stages.
+        constants: in the order of the kernel's parameters, then Triton's options.
         """
         from triton import knobs
 
@@ -142,7 +142,7 @@ class Kernel:
         if self.choice is not None and _log.isEnabledFor(logging.INFO):
             _log_once(f"{self.kernel.__name__} on {_name_of(first)}: {self.choice}")
             self.choice = None
-        compiled = self.kernel[grid](*args, **self.constants, **_launch_options(device))
+        compiled = self.kernel[grid](*args, **{**_launch_options(device), **self.constants})
         if not _keeps_variants(first):
             return None
         self.variants[key] = compiled

@@ -6,12 +6,13 @@ import math
 import signal
 import statistics
 import time
-from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, TypeVar
 
 import torch
 from torch import Tensor
 
 Call = Callable[[int], Sequence[Tensor]]
+Name = TypeVar("Name")
 
 
 class Plan(NamedTuple):
@@ -93,6 +94,18 @@ def sample(call: Call, calls: int, cuda: bool) -> float:
     return start.elapsed_time(end) / calls
 
 
+def orders(names: Sequence[Name]) -> List[List[Name]]:
+    """Orders of which in each all take part once, and over all each follows each other one equally often.
+
+    On a card at its power limit the one before decides at what clock a call runs: turns that only begin with another
+    one leave everybody the same neighbour. The squares of Williams (1949), for an odd number two of them.
+    """
+    n = len(names)
+    first = [(i + 1) // 2 if i % 2 else -(i // 2) % n for i in range(n)]
+    rows = [[names[(place + shift) % n] for place in first] for shift in range(n)]
+    return rows + [row[::-1] for row in rows] if n % 2 else rows
+
+
 def time_in_turn(
     calls: Dict[str, Call],
     plan: Plan,
@@ -100,11 +113,11 @@ def time_in_turn(
     cuda: bool,
     sampler: Callable[[Call, int, bool], float] = sample,
 ) -> Dict[str, dict]:
-    """Median, min and max ms of each. Every round takes all in turn and begins with another one.
+    """Median, min and max ms of each. Every round takes all in turn, in the next one of `orders`.
 
     Ends early, but not before three rounds, when so many seconds are over. sampler: `sample` or `issue`.
     """
-    names, counts = list(calls), {}
+    names, turns, counts = list(calls), orders(list(calls)), {}
     times: Dict[str, List[float]] = {name: [] for name in names}
     deadline = time.monotonic() + seconds
     warm_until = time.monotonic() + plan.warm_seconds
@@ -119,8 +132,7 @@ def time_in_turn(
         for done in range(plan.rounds):
             if done >= 3 and time.monotonic() > deadline:
                 break
-            turn = done % len(names)
-            for name in names[turn:] + names[:turn]:
+            for name in turns[done % len(turns)]:
                 times[name].append(sampler(calls[name], counts[name], cuda))
     finally:
         gc.enable()

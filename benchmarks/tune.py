@@ -30,6 +30,7 @@ from typing import Callable, Dict, List, Optional, Tuple
 import torch
 from machine import first_line
 from tiles import Case, Gpu, Key, Table, Tile, as_json, compile_case, make_products, module, neighbours, short
+from timing import orders
 from torch import Tensor
 from workload import LAYERS, QWEN3_30B
 
@@ -89,7 +90,7 @@ def capture(call: Callable, pool) -> torch.cuda.CUDAGraph:
 
 
 def replay_in_turn(graphs: List[Optional[torch.cuda.CUDAGraph]]) -> List[float]:
-    """Median ms of each, infinity for None. Every round begins with another one."""
+    """Median ms of each, infinity for None. Every round takes all in turn, in the next one of `timing.orders`."""
     alive = [index for index, graph in enumerate(graphs) if graph is not None]
     counts: Dict[int, int] = {}
     times: Dict[int, List[float]] = {index: [] for index in alive}
@@ -108,8 +109,9 @@ def replay_in_turn(graphs: List[Optional[torch.cuda.CUDAGraph]]) -> List[float]:
         counts = {index: max(1, min(64, math.ceil(SAMPLE_MS / max(sample(index, 2), 1e-3)))) for index in alive}
         if not alive:
             break
-    for turn in range(ROUNDS):
-        for index in alive[turn % len(alive) :] + alive[: turn % len(alive)] if alive else ():
+    turns = orders(alive)
+    for turn in range(ROUNDS if alive else 0):
+        for index in turns[turn % len(turns)]:
             times[index].append(sample(index, counts[index]))
     return [statistics.median(times[index]) if index in times else math.inf for index in range(len(graphs))]
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import peers  # noqa: E402
 import report  # noqa: E402
 import run_products  # noqa: E402
+import timing  # noqa: E402
 from workload import SMOKE, SMOKE_GPT_OSS, SMOKE_UNGATED, Cell, count, draw_ids, make_inputs  # noqa: E402
 
 
@@ -70,6 +72,15 @@ def test_a_lost_row_is_wrong(grouped_moe):
     lost = wanted[0].clone()
     lost[7] = 0
     assert not peers.check([lost], wanted, inputs)["ok"]
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_everyone_follows_each_other_one_equally_often(number):
+    names = [f"provider {i}" for i in range(number)]
+    turns = timing.orders(names)
+    assert all(sorted(turn) == names for turn in turns)
+    followed = Counter(pair for turn in turns for pair in zip(turn, turn[1:]))
+    assert len(followed) == number * (number - 1) and len(set(followed.values())) <= 1
 
 
 def test_over_line():

@@ -67,7 +67,7 @@ from workload import (
 )
 
 PEERS = (OURS, RECOMPUTE, EAGER, COMPILED, SCATTERMOE, SONICMOE)
-SONICMOE_LAYERS = (QWEN3_30B, OLMOE, QWEN3_NEXT, MIXTRAL, SMOKE)  # at H = 7168 it tunes for minutes
+SONICMOE_LAYERS = (QWEN3_30B, OLMOE, QWEN3_NEXT, MIXTRAL, DEEPSEEK_V3, SMOKE)
 SETS = 4  # input sets that calls go through in turn
 
 
@@ -123,8 +123,7 @@ class Bench:
         """The providers of a cell: what it makes no sense to try is left out."""
         names = [name for name in PEERS if name in self.arguments.peers]
         drop = set() if cell.backward else {RECOMPUTE}
-        small = not cell.backward and cell.tokens < 16384 and not self.arguments.smoke
-        if cell.layer not in SONICMOE_LAYERS or (small and cell.layer != QWEN3_30B):
+        if cell.layer not in SONICMOE_LAYERS:
             drop.add(SONICMOE)
         return [name for name in names if name not in drop]
 

@@ -67,7 +67,6 @@ from workload import (
 )
 
 PEERS = (OURS, RECOMPUTE, EAGER, COMPILED, SCATTERMOE, SONICMOE)
-SONICMOE_LAYERS = (QWEN3_30B, OLMOE, QWEN3_NEXT, MIXTRAL, DEEPSEEK_V3, SMOKE)
 SETS = 4  # input sets that calls go through in turn
 
 
@@ -122,10 +121,7 @@ class Bench:
     def wanted(self, cell: Cell) -> List[str]:
         """The providers of a cell: what it makes no sense to try is left out."""
         names = [name for name in PEERS if name in self.arguments.peers]
-        drop = set() if cell.backward else {RECOMPUTE}
-        if cell.layer not in SONICMOE_LAYERS:
-            drop.add(SONICMOE)
-        return [name for name in names if name not in drop]
+        return [name for name in names if cell.backward or name != RECOMPUTE]
 
     def first_call(self, name: str, call: Call) -> float:
         """Seconds of the call that may compile, which has to be within what is left of the provider's time for that."""

@@ -95,15 +95,16 @@ def sample(call: Call, calls: int, cuda: bool) -> float:
 
 
 def orders(names: Sequence[Name]) -> List[List[Name]]:
-    """Orders of which in each all take part once, and over all each follows each other one equally often.
+    """Orders in each of which all take part once, and within which each follows each other one equally often.
 
     On a card at its power limit the one before decides at what clock a call runs: turns that only begin with another
-    one leave everybody the same neighbour. The squares of Williams (1949), for an odd number two of them.
+    one leave most the same neighbour. The square of Williams (1949); for an odd number its rows in turn with the same
+    ones backwards.
     """
     n = len(names)
     first = [(i + 1) // 2 if i % 2 else -(i // 2) % n for i in range(n)]
     rows = [[names[(place + shift) % n] for place in first] for shift in range(n)]
-    return rows + [row[::-1] for row in rows] if n % 2 else rows
+    return [turn for row in rows for turn in (row, row[::-1])] if n % 2 else rows
 
 
 def time_in_turn(
@@ -113,9 +114,10 @@ def time_in_turn(
     cuda: bool,
     sampler: Callable[[Call, int, bool], float] = sample,
 ) -> Dict[str, dict]:
-    """Median, min and max ms of each. Every round takes all in turn, in the next one of `orders`.
+    """Median, min and max ms of each, over as many rounds as planned or a few more, so that all `orders` come up alike.
 
-    Ends early, but not before three rounds, when so many seconds are over. sampler: `sample` or `issue`.
+    A round takes all in turn, after a sample of the first one that does not count. Ends early, but not before three
+    rounds, when so many seconds are over. sampler: `sample` or `issue`.
     """
     names, turns, counts = list(calls), orders(list(calls)), {}
     times: Dict[str, List[float]] = {name: [] for name in names}
@@ -129,10 +131,12 @@ def time_in_turn(
     gc.collect()
     gc.disable()
     try:
-        for done in range(plan.rounds):
+        for done in range(-(-plan.rounds // len(turns)) * len(turns)):
             if done >= 3 and time.monotonic() > deadline:
                 break
-            for name in turns[done % len(turns)]:
+            turn = turns[done % len(turns)]
+            sampler(calls[turn[0]], 1, cuda)
+            for name in turn:
                 times[name].append(sampler(calls[name], counts[name], cuda))
     finally:
         gc.enable()

@@ -90,7 +90,7 @@ def capture(call: Callable, pool) -> torch.cuda.CUDAGraph:
 
 
 def replay_in_turn(graphs: List[Optional[torch.cuda.CUDAGraph]]) -> List[float]:
-    """Median ms of each, infinity for None. Every round takes all in turn, in the next one of `timing.orders`."""
+    """Median ms of each, infinity for None. Every round takes all in turn, in another one of `timing.orders`."""
     alive = [index for index, graph in enumerate(graphs) if graph is not None]
     counts: Dict[int, int] = {}
     times: Dict[int, List[float]] = {index: [] for index in alive}

@@ -81,5 +81,11 @@ def grouped_moe(hub: Hub):
 
 
 @pytest.fixture(scope="session")
+def module(grouped_moe):
+    """A module of the package by its name: `grouped_moe.grouped_linear` is a function."""
+    return lambda name: sys.modules[f"{grouped_moe.__name__}.{name}"]
+
+
+@pytest.fixture(scope="session")
 def device() -> str:
     return accelerator() or "cpu"

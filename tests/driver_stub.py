@@ -1,6 +1,5 @@
 """Stands in for Triton's driver where there is no GPU: kernels are compiled for a Hopper, and their launches kept."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -41,11 +40,6 @@ class Taken(list):
         args = args[: self.metadata + 1] + args[self.metadata + 4 :]
         args = (*args[:-1], *args[-1]) if self.in_tuple else args
         self.append(tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args))
-
-
-@pytest.fixture(scope="module")
-def module(grouped_moe):
-    return lambda name: sys.modules[f"{grouped_moe.__name__}.{name}"]
 
 
 @pytest.fixture(scope="module")

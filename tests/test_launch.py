@@ -69,7 +69,9 @@ def test_inner_products_with_a_bias_are_not_fused(module, sent, sums):
     plan = gemm.bias_grads_plan(dy, *kind, torch.device("cpu"))
     dots, tile_map = torch.zeros(1, 96), torch.zeros(schedule.map_form(sizes).shape, dtype=torch.int32)
     plan(torch.zeros(96, 64), None, torch.zeros(3, 64), dots, None, tile_map, torch.zeros(3, 64) if sums else None)
-    for variant in plan.steps[0].launch.kernel.variants.values():
+    variants = plan.steps[0].launch.kernel.variants.values()
+    assert variants
+    for variant in variants:
         assert "fma" not in variant.asm["ptx"].partition(".section")[0]
         assert variant.metadata.enable_fp_fusion is False  # nor does the assembler
 

@@ -26,12 +26,6 @@ NAME = "NVIDIA H200"
 TILE = {"block_n": 64, "block_k": 32, "num_warps": 4, "num_stages": 2}
 
 
-@pytest.fixture(scope="module")
-def module(grouped_moe):
-    """A module of the package by its name."""
-    return lambda name: sys.modules[f"{grouped_moe.__name__}.{name}"]
-
-
 @pytest.fixture
 def tuning(module):
     return module("tuning")

@@ -36,12 +36,6 @@ def device_spec(grouped_moe):
     patch.undo()
 
 
-@pytest.fixture(scope="session")
-def module(grouped_moe):
-    """A module of the package by its name: `grouped_moe.grouped_linear` is a function."""
-    return lambda name: sys.modules[f"{grouped_moe.__name__}.{name}"]
-
-
 @pytest.fixture(autouse=True)
 def no_grad():
     """The launchers are called directly, below autograd."""

@@ -240,7 +240,8 @@ def bias_grads_plan(
     (num_groups, block_m, tiles), n, plan = sizes, dy.shape[1], Plan(device, 7)
     sums = plan.make(None if dbias is None else unwritten(torch.float32, tiles, n), scratch=True)
     if tiles:
-        # Which product of a sum a fused addition leaves unrounded, Triton 3.9 decides by what else the kernel makes.
+        # Triton 3.9 fuses one or the other of two products into their sum, by whether dbias is made as well: the last
+        # bits of routing weights' gradients would depend on that.
         kernel = bind(
             bias_grads_kernel, NUM_EXPERTS=num_groups, N=n, TOP_K=top_k, BLOCK_M=block_m, BLOCK_N=_BIAS_BLOCK_N,
             enable_fp_fusion=False,

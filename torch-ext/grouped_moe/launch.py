@@ -309,7 +309,7 @@ def _launch_options(device: int) -> Dict[str, bool]:
     """Triton's options for launches on a GPU of that index, -1 for what is none: dependent ones, where it has them.
 
     All kernels of the package wait as these ask for: `_triton.dependent`. That multiplications and additions are fused
-    is said, as Triton 3.9 warns where it is left open, and 3.10 will not do it by itself.
+    is said, as Triton 3.9 warns where it is left open, and 3.10 will not do it by itself. A kernel's own options win.
     """
     options = {"enable_fp_fusion": True}
     if device < 0 or not torch.cuda.is_available() or torch.version.hip is not None:

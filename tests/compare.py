@@ -7,6 +7,7 @@ the worst of some thousand rows. fp32 and fp64: sums of up to a few hundred term
 sqrt(terms) u each: 64 u in norm, 256 u in the worst row. Where the terms are given, twice and eight times their root.
 """
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -65,3 +66,14 @@ def assert_bitwise(name: str, got: Tensor, want: Tensor) -> None:
     if not torch.equal(got, want):
         where = (got != want).nonzero()[:4].tolist()
         raise AssertionError(f"{name}: differs at {int((got != want).sum())} of {got.numel()} places, first {where}")
+
+
+def assert_differentiable_once(out, x, curved: bool, backward: bool) -> None:
+    """A second derivative raises, by autograd.grad or backward().
+
+    curved: the first loss is not linear, so that its gradient depends on the output, too, not on what was saved alone.
+    """
+    (grad,) = torch.autograd.grad(out.square().sum() if curved else out.sum(), x, create_graph=True)
+    again = out.square().sum() + grad.square().sum()
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        again.backward() if backward else torch.autograd.grad(again, x)

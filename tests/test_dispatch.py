@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import torch.utils.checkpoint
-from compare import assert_bitwise
+from compare import assert_bitwise, assert_differentiable_once
 from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMES = ("y", "dx", "dweight", "dbias", "dscales")
@@ -119,17 +119,6 @@ def test_a_negative_view(linear, device):
         got, want = function(z.conj().imag, weight, splits), function(-x, weight, splits)
     assert z.conj().imag.is_neg()
     assert_bitwise("y", got, want)
-
-
-def assert_differentiable_once(out, x, curved: bool, backward: bool) -> None:
-    """A second derivative raises, by autograd.grad or backward().
-
-    curved: the first loss is not linear, so that its gradient depends on the output, too, not on what was saved alone.
-    """
-    (grad,) = torch.autograd.grad(out.square().sum() if curved else out.sum(), x, create_graph=True)
-    again = out.square().sum() + grad.square().sum()
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        again.backward() if backward else torch.autograd.grad(again, x)
 
 
 by_loss = pytest.mark.parametrize("curved", [False, True], ids=["linear-loss", "curved-loss"])

@@ -104,6 +104,15 @@ def needs_autograd(*args) -> bool:
     return False
 
 
+def refuse_forward_mode(name: str, *args) -> None:
+    """Raises NotImplementedError if a tensor has a tangent: what `torch.library` registers would drop it silently."""
+    if torch.autograd.forward_ad._current_level < 0:
+        return
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and torch.autograd.forward_ad.unpack_dual(arg).tangent is not None:
+            raise NotImplementedError(f"{name}: no forward-mode differentiation (jvp), got a tensor with a tangent")
+
+
 def mark_as_own(saved: torch.Tensor) -> None:
     """Says of what a forward saves for its backward that it is the whole of its memory, and returned to nobody."""
     saved.untyped_storage()._grouped_moe_own = True

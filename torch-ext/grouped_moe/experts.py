@@ -203,10 +203,11 @@ define_op(
 
 
 class _Experts(torch.autograd.Function):
-    """The autograd of the op, whose inputs, but for the last, these are, and whose outputs unless the call is plain.
+    """The autograd of the op, whose inputs, but for the last, these are, and whose outputs, in plain calls two of them.
 
     The last: whether the call is plain, or its plan. What is saved is the same either way: activation checkpointing
-    compares that.
+    compares that. preact is differentiable, though nobody uses it, so that a second derivative raises by whatever it is
+    made of: x may not be saved.
     """
 
     @staticmethod
@@ -225,13 +226,13 @@ class _Experts(torch.autograd.Function):
         else:
             with below_autograd():
                 out, *others = ops.experts.default(*tensors, *kind)
-            ctx.mark_non_differentiable(*others)
+            ctx.mark_non_differentiable(*others[1:])
         recompute = ctx.kind[2][3]
         if plain and not recompute:  # else preact is an output of the op
             mark_as_own(others[0])
         reads_x = ctx.needs_input_grad[3] or recompute
         ctx.save_for_backward(x if reads_x else None, top_k_weights, up, down, up_bias, down_bias, *others)
-        return out if plain else (out, *others)
+        return (out, others[0]) if plain else (out, *others)
 
     @staticmethod
     @once_differentiable
@@ -323,7 +324,7 @@ def _call(tensors, activation, gated, interleaved, transposed, recompute, capaci
         if key is not None and all(map(operator.is_, given, tensors)):
             call = _plans.keep(key, call_plan(make_block(*tensors[3:], *kind), *tensors[:3], record))
     if record:
-        return _apply_plain(*tensors, *kind, record, call or True)
+        return _apply_plain(*tensors, *kind, record, call or True)[0]
     if call is None:
         return _infer(make_block(*tensors[3:], *kind), *tensors[:3])
     with on_device_of(tensors[0]):

@@ -10,6 +10,7 @@ from ._ops import add_op_namespace_prefix, ops
 from ._torch import grouped_mlp as _torch_mlp
 from .activation import Activation, as_activation
 from .block import Block, make_block, pack_kind
+from .define import once_differentiable, refuse_forward_mode
 from .fused import launch_down_dgrad, launch_up_proj
 from .gemm import (
     launch_bias_backward,
@@ -201,20 +202,20 @@ def _grouped_mlp_backward_fake(
 
 def _setup_context(ctx, inputs, output):
     x, splits, act_scales, bias_scales, up, down, up_bias, down_bias, activation, parameters, flags, _ = inputs
-    preact = output[1]
+    preact = output[1]  # differentiable, though nobody uses it: see `experts._Experts`
     ctx.kind = activation, parameters, flags
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(preact)
     reads_x = ctx.needs_input_grad[4] or flags[-1]  # recompute
     saved = x if reads_x else None, splits, act_scales, bias_scales, up, down, up_bias, down_bias, preact
     ctx.save_for_backward(*saved)
 
 
-def _backward(ctx, dy, _):
+@once_differentiable
+def _backward(ctx, saved, dy, _):
     wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 6, 7)]
     if dy is None:
         return (None,) * len(ctx.needs_input_grad)
-    grads = ops.grouped_mlp_backward(dy, *ctx.saved_tensors, *ctx.kind, wanted)
+    grads = ops.grouped_mlp_backward(dy, *saved, *ctx.kind, wanted)
     dx, *others = (grad if want else None for grad, want in zip(grads, wanted))
     return (dx, None, *others) + (None,) * 4
 
@@ -267,6 +268,7 @@ def grouped_mlp(
         raise ValueError("bias_scales: expected None without down_proj_bias, which they scale")
     splits = as_splits(splits, up.shape[0], x.device)
     tensors = (x, *scales.values(), up, down, up_bias, down_bias)
+    refuse_forward_mode("grouped_mlp", *tensors)
     needs = Needs(*(t is not None and t.requires_grad for t in tensors))
     y, _ = ops.grouped_mlp(
         x, splits, *scales.values(), up, down, up_bias, down_bias,

@@ -9,6 +9,7 @@ from torch import Tensor
 from . import _checks as checks
 from ._ops import add_op_namespace_prefix, ops
 from ._torch import permute as _torch_permute
+from .define import once_differentiable, refuse_forward_mode
 from .gemm import unit_rows, zero_ungrouped
 from .launch import MAX_KEPT, Form, Launch, Ref, bind, form_of, launch, ref
 from .routing import Routing
@@ -167,8 +168,9 @@ def _gather_setup_context(ctx, inputs, output):
     ctx.save_for_backward(slot_to_row)
 
 
-def _gather_backward(ctx, dout):
-    return ops.gather_rows_backward(dout, *ctx.saved_tensors, ctx.top_k), None, None, None, None
+@once_differentiable
+def _gather_backward(ctx, saved, dout):
+    return ops.gather_rows_backward(dout, *saved, ctx.top_k), None, None, None, None
 
 
 def _combine_setup_context(ctx, inputs, output):
@@ -177,9 +179,10 @@ def _combine_setup_context(ctx, inputs, output):
     ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, weights, expert_offsets, slot_to_row)
 
 
-def _combine_backward(ctx, dout):
+@once_differentiable
+def _combine_backward(ctx, saved, dout):
     needs_dy, needs_dweights = ctx.needs_input_grad[:2]
-    dy, dweights = ops.combine_rows_backward(dout, *ctx.saved_tensors, needs_dy)
+    dy, dweights = ops.combine_rows_backward(dout, *saved, needs_dy)
     return dy if needs_dy else None, dweights if needs_dweights else None, None, None
 
 
@@ -218,6 +221,7 @@ def gather_rows(x: Tensor, routing: Routing) -> Tensor:
     num_slots = routing.row_to_slot.shape[0]
     checks.check_shape("x", x, (num_slots // routing.top_k, None), "(T, H)")
     checks.check_device("x", x, routing.row_to_slot.device, "routing")
+    refuse_forward_mode("gather_rows", x)
     return ops.gather_rows(x, routing.expert_offsets, routing.row_to_slot, routing.slot_to_row, routing.top_k)
 
 
@@ -237,5 +241,6 @@ def combine_rows(y: Tensor, top_k_weights: Tensor, routing: Routing) -> Tensor:
     num_slots = routing.slot_to_row.shape[0]
     checks.check_shape("y", y, (num_slots, None), "(S, H)")
     checks.check_shape("top_k_weights", top_k_weights, (num_slots // routing.top_k, routing.top_k), "(T, top_k)")
+    refuse_forward_mode("combine_rows", y, top_k_weights)
     weights = top_k_weights.contiguous()
     return ops.combine_rows(y, weights, routing.expert_offsets, routing.slot_to_row)

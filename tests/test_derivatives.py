@@ -1,0 +1,66 @@
+"""Differentiable once, in reverse mode: all else raises, whatever is frozen. Linear layers: test_dispatch.py."""
+
+import pytest
+import torch
+from block import call, with_leaves
+from cases import BY_ID, make_inputs
+from compare import assert_differentiable_once
+from mlps import BY_MLP, make
+from mlps import call as call_mlp
+
+FLOATING = ("hidden_states", "top_k_weights", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+by_recompute = pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
+by_loss = pytest.mark.parametrize("curved", [False, True], ids=["linear-loss", "curved-loss"])
+by_entry = pytest.mark.parametrize("backward", [False, True], ids=["grad", "backward"])
+
+
+@by_recompute
+@by_loss
+@by_entry
+@pytest.mark.parametrize("only", FLOATING[:4])
+def test_experts_once(grouped_moe, device, only, curved, backward, recompute):
+    """All else is frozen, so that what the gradient depends on may not be among what was saved."""
+    case = BY_ID["silu-bias"]._replace(recompute=recompute)
+    inputs = make_inputs(case, torch.float32, device)
+    leaves = with_leaves(inputs, frozen=[name for name in FLOATING if name != only])
+    assert_differentiable_once(call(grouped_moe, case, leaves), getattr(leaves, only), curved, backward)
+
+
+@by_recompute
+@by_loss
+@by_entry
+@pytest.mark.parametrize("only", ["x", "activation_scales", "gate_up_proj", "down_proj"])
+def test_mlp_once(grouped_moe, device, only, curved, backward, recompute):
+    mlp = BY_MLP["two-scales"]
+    inputs = make(mlp, torch.float32, device)
+    leaf = inputs.tensors[only].detach().requires_grad_()
+    y = call_mlp(grouped_moe, mlp, inputs.replace(**{only: leaf}), recompute=recompute)
+    assert_differentiable_once(y, leaf, curved, backward)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["weights", "frozen"])
+def test_a_second_derivative_that_nobody_asks_for(grouped_moe, device, frozen):
+    """A graph of the gradients may be made, as long as nothing is differentiated through it."""
+    case = BY_ID["silu-bias"]
+    leaves = with_leaves(make_inputs(case, torch.float32, device), frozen=FLOATING[2:] if frozen else ())
+    (want,) = torch.autograd.grad(call(grouped_moe, case, leaves).sum(), leaves.hidden_states)
+    (got,) = torch.autograd.grad(call(grouped_moe, case, leaves).sum(), leaves.hidden_states, create_graph=True)
+    assert torch.equal(got, want)
+
+
+def test_forward_mode_is_refused(grouped_moe, device):
+    routing = grouped_moe.route(torch.tensor([[0, 1], [1, 2]], device=device), 3)
+    weights, rows = torch.rand(2, 2, device=device), torch.randn(4, 4, device=device)
+    mlp, case = BY_MLP["two-scales"], BY_ID["silu-bias"]
+    mlp_inputs, inputs = make(mlp, torch.float32, device), make_inputs(case, torch.float32, device)
+    for function, tensor in (
+        (lambda x: grouped_moe.gather_rows(x, routing), rows[:2]),
+        (lambda y: grouped_moe.combine_rows(y, weights, routing), rows),
+        (lambda w: grouped_moe.combine_rows(rows, w, routing), weights),
+        (lambda x: call_mlp(grouped_moe, mlp, mlp_inputs.replace(x=x)), mlp_inputs.tensors["x"]),
+        (lambda x: call(grouped_moe, case, inputs._replace(hidden_states=x)), inputs.hidden_states),
+    ):
+        with pytest.raises((NotImplementedError, RuntimeError), match="jvp|setup_context"):
+            torch.func.jvp(function, (tensor,), (torch.ones_like(tensor),))
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+            function(torch.autograd.forward_ad.make_dual(tensor, torch.ones_like(tensor)))

@@ -55,6 +55,12 @@ def test_registers_once_or_twice(grouped_moe):
     assert callable(ALL_EXPERTS_FUNCTIONS["grouped_moe"])
 
 
+@pytest.mark.parametrize("name", [0.25, None])
+def test_a_name_is_a_string(grouped_moe, name):
+    with pytest.raises(TypeError, match="^name: expected a string, got"):
+        grouped_moe.register_experts_implementation(name)
+
+
 def test_registers_under_another_name(grouped_moe, device):
     name = grouped_moe.register_experts_implementation("another_name")
     inputs = make_inputs(device)

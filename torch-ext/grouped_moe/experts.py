@@ -277,9 +277,9 @@ def grouped_mm_experts(
     hidden_states: (T, H) bf16, fp16 or fp32 (fp64, too, on CPU). top_k_index: (T, top_k) int32 or int64.
     top_k_weights: (T, top_k), any of these floating dtypes, kept as it is. gate_up_proj: (E, 2 I, H), or (E, I, H)
     if not gated; down_proj: (E, H, I); with transposed=True (E, H, 2 I) and (E, I, H); of any strides, in the dtype of
-    hidden_states. Biases: (E, 2 I) or (E, I), and (E, H). interleaved: gate and up columns alternate instead of
-    [gate | up]. E up to 1024. Returns (T, H) in the dtype of hidden_states. Under autocast hidden states, weights and
-    biases are cast as `F.linear` does.
+    hidden_states. Biases: (E, 2 I) or (E, I), and (E, H); gated blocks take both or none. interleaved: gate and up
+    columns alternate instead of [gate | up]. E up to 1024. Returns (T, H) in the dtype of hidden_states. Under autocast
+    hidden states, weights and biases are cast as `F.linear` does.
 
     Differentiable once, in reverse mode, in all floating tensors; only gradients that are asked for are computed.
     Sums are in fp32 (fp64 for fp64) and in fixed order: results repeat bitwise. No host sync.

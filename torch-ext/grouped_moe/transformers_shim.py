@@ -233,8 +233,11 @@ def register_experts_implementation(name: str = "grouped_moe", capacity: Optiona
     for all-to-all dispatch, where every slot that arrives is local. Modules that the fused block does not compute take
     the room of all slots.
 
-    Raises TypeError or ValueError that names capacity, ImportError without a transformers that has an ExpertsInterface.
+    Raises TypeError or ValueError that names the argument, ImportError without a transformers that has an
+    ExpertsInterface.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected a string, got {type(name).__name__}")
     share = _share(capacity)
     try:
         from transformers.integrations.moe import ExpertsInterface

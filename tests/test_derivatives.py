@@ -4,7 +4,7 @@ import pytest
 import torch
 from block import call, with_leaves
 from cases import BY_ID, make_inputs
-from compare import assert_differentiable_once
+from compare import assert_bitwise, assert_differentiable_once
 from mlps import BY_MLP, make
 from mlps import call as call_mlp
 
@@ -64,3 +64,29 @@ def test_forward_mode_is_refused(grouped_moe, device):
             torch.func.jvp(function, (tensor,), (torch.ones_like(tensor),))
         with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
             function(torch.autograd.forward_ad.make_dual(tensor, torch.ones_like(tensor)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop.*:UserWarning")
+@by_recompute
+@pytest.mark.parametrize("op", ["experts", "mlp"])
+def test_vmap(grouped_moe, device, op, recompute):
+    """A batch of inputs one by one, gradients too, though inside of vmap nothing says that they will be asked for."""
+    if op == "experts":
+        inputs = make_inputs(BY_ID["silu-bias"]._replace(recompute=recompute), torch.float32, device)
+        x = inputs.hidden_states
+
+        def function(x):
+            return call(grouped_moe, BY_ID["silu-bias"], inputs._replace(hidden_states=x), recompute=recompute)
+    else:
+        inputs = make(BY_MLP["two-scales"], torch.float32, device)
+        x = inputs.tensors["x"]
+
+        def function(x):
+            return call_mlp(grouped_moe, BY_MLP["two-scales"], inputs.replace(x=x), recompute=recompute)
+
+    batch = torch.randn(3, *x.shape, device=device).requires_grad_()
+    dout = torch.randn_like(batch)
+    out, want = torch.func.vmap(function)(batch), torch.stack([function(x) for x in batch])
+    assert_bitwise("out", out, want)
+    (got,), (want,) = (torch.autograd.grad(result, batch, dout) for result in (out, want))
+    assert_bitwise("grad", got, want)

@@ -212,8 +212,8 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, top_k_index, top_k_weights, up, down, up_bias, down_bias, *kind):
-        *kind, plain = kind
-        *ctx.kind, _ = kind
+        *ctx.kind, _, plain = kind
+        kind = *ctx.kind, True  # recorded it is, also where the caller could not know: under vmap
         ctx.set_materialize_grads(False)
         tensors = x, top_k_index, top_k_weights, up, down, up_bias, down_bias
         if isinstance(plain, Call):

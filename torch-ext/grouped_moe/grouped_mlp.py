@@ -200,19 +200,25 @@ def _grouped_mlp_backward_fake(
     return tuple(_empty_grads(Needs(*needs), block, dy, act_scales, bias_scales))
 
 
+_DIFFERENTIABLE = (0, 2, 3, 4, 5, 6, 7)  # of the op's arguments those that `Needs` is of
+
+
 def _setup_context(ctx, inputs, output):
-    x, splits, act_scales, bias_scales, up, down, up_bias, down_bias, activation, parameters, flags, _ = inputs
+    x, splits, act_scales, bias_scales, up, down, up_bias, down_bias, activation, parameters, flags, save = inputs
+    *flags, recompute = flags
+    if not (recompute or save):  # under vmap the caller cannot know what wants a gradient
+        recompute = Needs(*(ctx.needs_input_grad[i] for i in _DIFFERENTIABLE)).preact
     preact = output[1]  # differentiable, though nobody uses it: see `experts._Experts`
-    ctx.kind = activation, parameters, flags
+    ctx.kind = activation, parameters, [*flags, recompute]
     ctx.set_materialize_grads(False)
-    reads_x = ctx.needs_input_grad[4] or flags[-1]  # recompute
+    reads_x = ctx.needs_input_grad[4] or recompute
     saved = x if reads_x else None, splits, act_scales, bias_scales, up, down, up_bias, down_bias, preact
     ctx.save_for_backward(*saved)
 
 
 @once_differentiable
 def _backward(ctx, saved, dy, _):
-    wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 6, 7)]
+    wanted = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
     if dy is None:
         return (None,) * len(ctx.needs_input_grad)
     grads = ops.grouped_mlp_backward(dy, *saved, *ctx.kind, wanted)

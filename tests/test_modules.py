@@ -261,7 +261,7 @@ def test_wrong_inputs_are_named(grouped_moe, device):
                 ("x", (x.tolist(), offsets, scales), TypeError),
                 ("x", (x.long(), offsets, scales), TypeError),
                 ("weight", (x.half(), offsets, scales), TypeError),
-                ("weight", (x[:, 1:], offsets, scales), ValueError),
+                ("x", (x[:, 1:], offsets, scales), ValueError),
                 ("splits", (x, offsets[:2], scales), ValueError),
                 ("splits", (x, offsets.float(), scales), TypeError),
                 ("bias_scales", (x, offsets), ValueError),

@@ -245,6 +245,7 @@ class GroupedLinear(nn.Module):
         if bias_scales is not None and not self.scale_bias:
             raise ValueError("bias_scales: expected None without scale_bias=True, got a value")
         checks.check_tensor("x", x)
+        checks.check_shape("x", x, (None, self.in_features), "(rows, in_features)")
         grad = torch.is_grad_enabled()
         if grad and (self.delay_wgrad or self.accumulate_into_main_grad):
             weights_wanted = any(weight.requires_grad for weight in self._of("weight"))

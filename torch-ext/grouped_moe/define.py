@@ -114,7 +114,7 @@ def refuse_forward_mode(name: str, *args) -> None:
 
 
 def mark_as_own(saved: torch.Tensor) -> None:
-    """Says of what a forward saves for its backward that it is the whole of its memory, and returned to nobody."""
+    """Says of what a forward saves for its backward that it is the whole of its memory, and that no caller has it."""
     saved.untyped_storage()._grouped_moe_own = True
 
 

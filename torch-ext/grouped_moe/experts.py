@@ -207,7 +207,8 @@ class _Experts(torch.autograd.Function):
 
     The last: whether the call is plain, or its plan. What is saved is the same either way: activation checkpointing
     compares that. preact is differentiable, though nobody uses it, so that a second derivative raises by whatever it is
-    made of: x may not be saved.
+    made of: x may not be saved. Hooks that return the saved tensor itself keep the node until a backward frees it, as
+    with any op that saves its output.
     """
 
     @staticmethod
@@ -228,7 +229,7 @@ class _Experts(torch.autograd.Function):
                 out, *others = ops.experts.default(*tensors, *kind)
             ctx.mark_non_differentiable(*others[1:])
         recompute = ctx.kind[2][3]
-        if plain and not recompute:  # else preact is an output of the op
+        if plain and not recompute:  # an op's caller has its outputs
             mark_as_own(others[0])
         reads_x = ctx.needs_input_grad[3] or recompute
         ctx.save_for_backward(x if reads_x else None, top_k_weights, up, down, up_bias, down_bias, *others)

@@ -12,6 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest_plugins = ["driver_stub"]
 BF16 = torch.bfloat16
@@ -40,9 +42,7 @@ def both(module, sent, monkeypatch):
             counts["maps"] += sum(isinstance(arg, tuple) and arg[:1] == ("map",) for arg in sent[0])
 
     monkeypatch.setattr(launch.Launch, "__call__", call)
-    monkeypatch.setattr(
-        module("plan").Plan, "__call__", lambda self, *given: self._by_kernels([*given, *(None for _ in self.forms)])
-    )
+    monkeypatch.setattr(module("plan").Plan, "__call__", lambda self, *given: self._by_kernels(given))
     return counts
 
 
@@ -116,27 +116,32 @@ def at(address, form):
     return torch.frombuffer(memory, dtype=form.dtype).as_strided(form.shape, form.strides)
 
 
-def assert_plan(module, sent, monkeypatch, plan, given):
+def assert_plan(sent, plan, given):
     """A plan's direct launches are those that Triton makes of the tensors at its addresses; its memory is its own."""
-    launch, seen = module("launch"), []
-    direct = launch.Launch.direct
+    launched, empty, plan.direct = [], plan.empty, None
+    plan.fast_empty = lambda *form: launched.append(empty(*form)) or launched[-1]
     plan(*given)
-    assert plan.ready
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            launch.Launch, "direct", lambda self, places, stream: seen.append(places) or direct(self, places, stream)
-        )
-        sent.clear()
-        result = plan(*given)
-    got, addresses = list(sent), seen[-1]
-    tensors = [*given, *(None if form is None else at(addresses[n], form) for n, form in plan.forms.items())]
+    assert plan.direct is not None and not launched
+    sent.clear()
+    result = plan(*given)
+    got, tensors = list(sent), [*given, *(None for _ in plan.forms)]
+    if plan.scratch_bytes:
+        scratch = launched.pop(0)
+        assert scratch.nbytes == plan.scratch_bytes
+        for number, place in plan.pieces.items():
+            tensors[number] = at(scratch.data_ptr() + place, plan.forms[number])
+    for number in [n for step in plan.steps for n in step.makes if n not in plan.pieces] + plan.unused:
+        tensors[number] = launched.pop(0)
+    assert not launched
     sent.clear()
     for step in plan.steps:
         step.launch.by_kernel(tensors)
     assert got == list(sent) and len(got) == len(plan.steps)
-    for number, tensor in enumerate(result):
-        assert tensor is None or tensor.data_ptr() == addresses[number]
-    pieces = sorted((addresses[n], tensors[n].nbytes) for n in plan.pieces)
+    for made, tensor in zip(result, tensors, strict=True):
+        assert made is None or made is tensor
+    gone = {number for step in plan.steps for number in step.drop} | plan.pieces.keys()
+    assert all((made is None) == (number in gone or tensors[number] is None) for number, made in enumerate(result))
+    pieces = sorted((tensors[n].data_ptr(), tensors[n].nbytes) for n in plan.pieces)
     assert all(start + size <= later for (start, size), (later, _) in zip(pieces, pieces[1:]))
     assert not pieces or pieces[-1][0] + pieces[-1][1] <= pieces[0][0] + plan.scratch_bytes
 
@@ -144,19 +149,19 @@ def assert_plan(module, sent, monkeypatch, plan, given):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "plain")
 @pytest.mark.parametrize("tokens", [1, 40, 2048])
 @pytest.mark.parametrize("record", [False, True])
-def test_plan_of_experts(module, sent, monkeypatch, tokens, kind, record):
+def test_plan_of_experts(module, sent, tokens, kind, record):
     for _ in range(2):
         inputs = experts_inputs(tokens, **kind)
         call = module("experts_plans").call_plan(block_of(module, inputs, kind), *inputs[:3], record)
         assert len(call.saved) == 4 * record
-        assert_plan(module, sent, monkeypatch, call.plan, inputs)
+        assert_plan(sent, call.plan, inputs)
 
 
 def test_memory_is_given_back_either_way(module, sent, monkeypatch):
     """By the first call, through Triton, and by direct ones; by none that is not told to."""
-    launch, experts, direct = module("launch"), module("experts"), []
-    call = launch.Launch.direct
-    monkeypatch.setattr(launch.Launch, "direct", lambda self, *args: direct.append(self) or call(self, *args))
+    experts, plans, by_triton = module("experts"), module("plan").Plan, []
+    call = plans._by_kernels
+    monkeypatch.setattr(plans, "_by_kernels", lambda self, given: by_triton.append(self) or call(self, given))
     x, ids, weights, *tensors = inputs = experts_inputs(40)
     block = block_of(module, inputs, {})
     routing = experts._route_tiles(block, x, ids, specified=True)
@@ -164,17 +169,17 @@ def test_memory_is_given_back_either_way(module, sent, monkeypatch):
     module("experts_plans").backward_plan.cache_clear()  # other tests' plans are ready
     for spent in (False, True, True, False):
         preact = torch.zeros(80, 192, dtype=BF16)
-        direct.clear()
+        by_triton.clear(), sent.clear()
         experts.backward_triton(block, torch.zeros_like(x), x, weights, preact, routing, needs, spent)
         assert preact.untyped_storage().nbytes() == (0 if spent else preact.nbytes)
-        counts.append(len(direct))
-    assert counts == [0, 0, 6, 6]
+        counts.append((len(by_triton), len(sent)))
+    assert counts == [(1, 6), (1, 6), (0, 6), (0, 6)]
 
 
-def test_plan_of_linear(module, sent, monkeypatch):
+def test_plan_of_linear(module, sent):
     x, weight, sizes = torch.zeros(2048, 256, dtype=BF16), torch.zeros(4, 512, 256, dtype=BF16), torch.tensor([512] * 4)
     plan = module("grouped_linear")._plan_of(x, weight, sizes, None, None, False)
-    assert_plan(module, sent, monkeypatch, plan, (x, weight, sizes, None, None))
+    assert_plan(sent, plan, (x, weight, sizes, None, None))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "plain")
@@ -200,19 +205,26 @@ def test_plans_of_no_rows(module, sent, kind):
     assert counts[0] == counts[1] == counts[2] > 4
 
 
-def test_a_step_keeps_its_plans(module, grouped_moe, sent, monkeypatch):
-    """Later steps launch over their own tensors; what hooks return in other strides has a plan of its own, or none."""
+@pytest.fixture
+def linear(module, sent, monkeypatch):
+    """The linear layer with no plans yet, its calls on an accelerator as far as it can see."""
     linear = module("grouped_linear")
     monkeypatch.setattr(module("define"), "is_accelerated", lambda tensor: True)
     monkeypatch.setattr(linear, "on_device_of", lambda tensor: nullcontext())
+    monkeypatch.setattr(module("plan"), "on_device_of", lambda tensor: nullcontext())
     monkeypatch.setattr(linear, "_plans", module("plan").Plans())
     monkeypatch.setattr(linear, "_backward_plans", module("plan").Plans())
     monkeypatch.setattr(linear, "_backward", linear.backward_triton)
-    sizes = torch.tensor([512] * 4)
+    return linear
 
-    def step(unpack=lambda tensor: tensor) -> int:
+
+def test_a_step_keeps_its_plans(grouped_moe, sent, linear):
+    """Later steps launch over their own tensors; what hooks return in other strides has a plan of its own, or none."""
+    sizes, weight = torch.tensor([512] * 4), torch.zeros(4, 512, 256, dtype=BF16)
+
+    def step(unpack=lambda tensor: tensor, weight=weight) -> int:
         """How many plans of backwards there are after it."""
-        x, weight = torch.zeros(2048, 256, dtype=BF16), torch.zeros(4, 512, 256, dtype=BF16)
+        x = torch.zeros(2048, 256, dtype=BF16)
         leaves, dy = [x.requires_grad_(), weight.requires_grad_()], torch.zeros(2048, 512, dtype=BF16)
         sent.clear()
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
@@ -232,9 +244,65 @@ def test_a_step_keeps_its_plans(module, grouped_moe, sent, monkeypatch):
     def spaced(tensor):
         return tensor if tensor.dim() != 2 else tensor.repeat_interleave(2, 1)[:, ::2]
 
-    assert [step() for _ in range(3)] == [1, 1, 1]
+    assert [step() for _ in range(5)] == [1] * 5
+    assert [step(weight=torch.zeros(4, 512, 256, dtype=BF16)) for _ in range(3)] == [1] * 3
     assert step(spaced) == 1
     assert step(wide) == 2
+    assert step() == 2
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_repeated_calls_need_no_key(module, grouped_moe, linear, monkeypatch):
+    """A key is made of calls that are not like the last one in all that their plan depends on, or that are watched."""
+    from triton import knobs
+
+    keys, weight, hook = [], torch.zeros(4, 512, 256, dtype=BF16), lambda metadata: None
+    monkeypatch.setattr(linear, "plan_key", lambda *args: keys.append(args) or module("define").plan_key(*args))
+    memory = torch.zeros(2048 * 512 + 1, dtype=BF16)
+    x, sizes = memory[: 2048 * 256].view(2048, 256), torch.tensor([512] * 4)
+
+    def num_keys(x=x, weight=weight, sizes=sizes, **kwargs) -> int:
+        keys.clear()
+        grouped_moe.grouped_linear(x, weight, sizes, **kwargs)
+        return len(keys)
+
+    def others():
+        yield num_keys(memory[1 : 1 + 2048 * 256].view(2048, 256))  # misaligned
+        yield num_keys(memory[: 2048 * 512].view(2048, 512)[:, :256])  # strides
+        yield num_keys(x[:1024])
+        yield num_keys(sizes=sizes.int())
+        yield num_keys(sizes=torch.tensor([0, *[512] * 4]).cumsum(0))
+        yield num_keys(bias=torch.zeros(4, 512, dtype=BF16))
+        yield num_keys(weight=weight.half(), x=x.half())
+        yield num_keys(weight=torch.zeros(4, 256, 512, dtype=BF16), transposed=True)
+        for watched in (DispatchMode(), FunctionMode(), torch.profiler.profile(), torch.autocast("cpu", BF16)):
+            with watched:
+                number = num_keys()
+            yield number
+        keys.clear()
+        torch.func.vmap(lambda x: grouped_moe.grouped_linear(x, weight, sizes))(x[None])
+        yield len(keys)
+        knobs.runtime.launch_enter_hook.add(hook)
+        number = num_keys()
+        knobs.runtime.launch_enter_hook.remove(hook)
+        yield number
+
+    assert [num_keys() for _ in range(5)] == [1, 1, 0, 0, 0]
+    assert num_keys(memory.clone()[: 2048 * 256].view(2048, 256)) == 0  # other memory
+    for number in others():
+        assert number > 0
+        assert [num_keys() for _ in range(3)][-1] == 0
+    full = [torch.zeros(2048, 256), torch.zeros(4, 512, 256)]
+    assert [num_keys(*full) for _ in range(4)] == [1] * 4  # the precision of fp32 can change
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -243,7 +311,7 @@ def test_determinism_fills_what_a_plan_makes(module, sent, monkeypatch, record, 
     """All memory, scratch too, of direct launches is PyTorch's own then, which fills it if it is told to."""
     inputs = experts_inputs(40)
     plan = module("experts_plans").call_plan(block_of(module, inputs, {}), *inputs[:3], record).plan
-    fast, slow = [], []
+    plan.direct, fast, slow = None, [], []
     empty = plan.empty
     plan.fast_empty = lambda *form: fast.append(form) or empty(*form)
     plan.empty = lambda *form: slow.append(form) or empty(*form)
@@ -252,7 +320,7 @@ def test_determinism_fills_what_a_plan_makes(module, sent, monkeypatch, record, 
         with monkeypatch.context() as patch:
             patch.setattr(torch._C, "_get_deterministic_algorithms", lambda: deterministic)
             plan(*inputs)
-    assert plan.ready and bool(plan.scratch_bytes)
+    assert plan.direct is not None and bool(plan.scratch_bytes)
     assert bool(slow) == deterministic and bool(fast) != deterministic
 
 
@@ -302,8 +370,8 @@ def test_other_launchers_go_by_triton(module, sent, monkeypatch, change):
         made.arg_annotations = made.kernel_signature = ()
         made.launch = sent
     sent.clear()
-    launch._c_launcher(known).function(*range(17))
-    assert sent == [(*range(8), *range(11, 17)) if sent.in_tuple else (*range(10), *range(13, 17))]
+    found = launch._c_launcher(known)
+    assert found.function is sent and found.head == (15 if sent.in_tuple else None)
     if change == "scratch":
         launcher.profile_scratch_size = 64
     elif change == "closure":

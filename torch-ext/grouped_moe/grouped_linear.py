@@ -2,7 +2,7 @@
 
 import operator
 from functools import lru_cache
-from typing import Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -261,7 +261,7 @@ def _accumulate_wgrad_fake(dw, p, q, splits, overwrite):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The autograd of the op, whose inputs these are, but for the last: whether the call is plain, or its plan."""
+    """The autograd of the op, whose inputs these are, but for the last: whether the call is plain, or all it made."""
 
     @staticmethod
     def forward(ctx, x, weight, splits, bias, scales, transposed, plain):
@@ -271,9 +271,8 @@ class _GroupedLinear(torch.autograd.Function):
         saved_weight = weight if needs_x or not weight.is_contiguous() else weight.new_empty(1).expand(weight.shape)
         saved_scales = scales if needs_bias or needs_scales else None
         # The schedule is beside what is saved: activation checkpointing compares that between calls of either way.
-        if isinstance(plain, Plan):
-            with on_device_of(x):
-                *_, ctx.schedule, y = plain(x, weight, splits, bias, scales)
+        if isinstance(plain, list):
+            *_, ctx.schedule, y = plain
         elif plain:
             y, ctx.schedule = _forward(x, weight, splits, bias, scales, transposed)
         else:
@@ -291,12 +290,11 @@ class _GroupedLinear(torch.autograd.Function):
         needs_x, needs_weight, _, needs_bias, needs_scales, *_ = ctx.needs_input_grad
         needs = [needs_x, needs_weight, needs_bias, needs_scales]
         x, weight, splits, bias, scales = saved
-        plan, dbias, dscales = None, None, None
+        made, dbias, dscales = None, None, None
         if not (ctx.schedule is None or needs_bias or needs_scales):  # which the kept plans leave out
-            plan = _kept_backward_plan(dy, x, weight, ctx.schedule, ctx.transposed, needs_x)
-        if plan is not None:
-            with on_device_of(dy):
-                *_, dx, dw = plan(dy, x, weight, ctx.schedule)
+            made = _backward_by_plan(dy, x, weight, ctx.schedule, ctx.transposed, needs_x)
+        if made is not None:
+            *_, dx, dw = made
         elif is_plain(dy, x, weight, splits, bias, scales):
             splits = splits if ctx.schedule is None else ctx.schedule
             dx, dw, dbias, dscales = _backward(dy, x, weight, splits, bias, scales, ctx.transposed, needs)
@@ -342,40 +340,53 @@ def grouped_linear(
     applies as to `F.linear`, scales stay as they are. Raises TypeError or ValueError that names the argument.
     """
     tensors = x, weight, splits, bias, bias_scales
-    key = plan_key(tensors, transposed)
-    plan = None if key is None else _plans.get(key)
-    if plan is None:
-        given, tensors = tensors, _checked(*tensors, transposed)
-        if not is_plain(*tensors):
-            return ops.grouped_linear.default(*tensors, transposed)
-        if key is not None and all(map(operator.is_, given, tensors)) and tensors[2].is_contiguous():
-            plan = _plans.keep(key, _plan_of(*tensors, transposed))
+    made = _plans.again(transposed, weight, *tensors[:3]) if bias is None and bias_scales is None else None
+    if made is None:
+        key = plan_key(tensors, transposed)
+        plan = None if key is None else _plans.get(key)
+        if plan is None:
+            given, tensors = tensors, _checked(*tensors, transposed)
+            if not is_plain(*tensors):
+                return ops.grouped_linear.default(*tensors, transposed)
+            if key is not None and all(map(operator.is_, given, tensors)) and tensors[2].is_contiguous():
+                plan = _plans.keep(key, _plan_of(*tensors, transposed))
+        if plan is not None:
+            with on_device_of(x):
+                made = plan(*tensors)
+            if bias is None and bias_scales is None:
+                _plans.note(transposed, weight, plan, *tensors[:3])
     if needs_autograd(*tensors):
-        return _apply_plain(*tensors, transposed, plan or True)
-    if plan is None:
-        return _forward(*tensors, transposed)[0]
-    with on_device_of(x):
-        return plan(*tensors)[-1]
+        return _apply_plain(*tensors, transposed, made or True)
+    return _forward(*tensors, transposed)[0] if made is None else made[-1]
 
 
 _plans = Plans()
 _backward_plans = Plans()
 
 
-def _kept_backward_plan(
+def _backward_by_plan(
     dy: Tensor, x: Optional[Tensor], weight: Tensor, tile_map: Tensor, transposed: bool, needs_x: bool
-) -> Optional[Plan]:
-    """`_backward_plan_of`; None in calls that are not plain, and where dy or x has to be copied first.
+) -> Optional[List[Optional[Tensor]]]:
+    """What `_backward_plan_of` makes; None in calls that are not plain, and where dy or x has to be copied first.
 
     tile_map, the forward's, is not in the key: its size follows from the rows of dy, the groups and the dtype.
     """
-    key = plan_key((dy, x, weight), transposed, needs_x)
-    if key is None:
-        return None
-    plan = _backward_plans.get(key)
-    if plan is None and has_unit_rows(dy) and (x is None or has_unit_rows(x)):
+    given = dy, x, weight, tile_map
+    needs_both = needs_x and x is not None
+    made = _backward_plans.again(transposed, weight, *given) if needs_both else None
+    if made is not None:
+        return made
+    key = plan_key(given[:3], transposed, needs_x)
+    plan = None if key is None else _backward_plans.get(key)
+    if plan is None:
+        if key is None or not (has_unit_rows(dy) and (x is None or has_unit_rows(x))):
+            return None
         plan = _backward_plans.keep(key, _backward_plan_of(dy, x, weight, tile_map, transposed, needs_x))
-    return plan
+    with on_device_of(dy):
+        made = plan(*given)
+    if needs_both:
+        _backward_plans.note(transposed, weight, plan, *given)
+    return made
 
 
 def _checked(x, weight, splits, bias, bias_scales, transposed) -> Tuple[Tensor, ...]:

@@ -195,7 +195,19 @@ class Launch:
         for number, offset, place, maps in self.places:
             address = addresses[number] + offset
             values[place] = address if maps is None else maps[address]
-        self.function(*values)
+        head = self.head
+        self.function(*values) if head is None else self.function(*values[:head], tuple(values[head:]))
+
+    def source(self, name: Callable[[Any], str], addresses: Dict[int, str], stream: str) -> str:
+        """`direct` as an expression of what these are called; name: how a constant is."""
+        values = [name(value) for value in self.values]
+        values[_STREAM] = stream
+        for number, offset, place, maps in self.places:
+            address = f"{addresses[number]} + {offset}" if offset else addresses[number]
+            values[place] = address if maps is None else f"{name(maps)}[{address}]"
+        if self.head is not None:
+            values[self.head :] = [f"({', '.join(values[self.head :])},)"]
+        return f"{name(self.function)}({', '.join(values)})"
 
     def by_kernel(self, tensors: Sequence[Optional[Tensor]]) -> None:
         """By Triton; makes the direct way ready."""
@@ -225,7 +237,7 @@ class Launch:
         values += self.kernel.values
         self.values, self.places = values, places
         self.compiled = compiled  # what is collected unloads its function, from Triton 3.8 on
-        self.function = found.function
+        self.function, self.head = found.function, found.head
 
 
 def are_aligned(addresses: Sequence[int]) -> bool:
@@ -239,11 +251,13 @@ def are_aligned(addresses: Sequence[int]) -> bool:
 class _CLauncher(NamedTuple):
     """A variant's launcher in C, and for each of its descriptors the function that encodes it at an address.
 
-    describe: the kernel's metadata -> what comes after grid, stream, function, cooperative and dependent launch and
-    before the kernel's arguments: neither scratch buffers nor hooks.
+    head: how many arguments come before those that it takes as one tuple, None if it takes none so. describe: the
+    kernel's metadata -> what comes after grid, stream, function, cooperative and dependent launch and before the
+    kernel's arguments: neither scratch buffers nor hooks.
     """
 
     function: Callable
+    head: Optional[int]
     maps: Sequence[Callable]
     describe: Callable[[Any], tuple]
 
@@ -263,15 +277,11 @@ def _c_launcher(run) -> Optional[_CLauncher]:
         launch, rest = inner["launcher"], (None,) if version >= (3, 8) else ()  # by which that takes more than it uses
         maps = [lambda descriptor, meta=meta: encode(descriptor, meta, *rest)[0] for meta in metas]
     if getattr(module, "_BASE_ARGS_FORMAT", None) == _C_FORMAT:
-        return _CLauncher(launch, maps, lambda metadata: (None, None, metadata, None, None, None))
+        return _CLauncher(launch, None, maps, lambda metadata: (None, None, metadata, None, None, None))
     if version not in _TUPLE_VERSIONS or not _TUPLE_FIELDS <= vars(run).keys() <= _KNOWN_FIELDS:
         return None
     kernel = run.arg_annotations, run.kernel_signature
-
-    def launch_tuple(*values):
-        launch(*values[:_BEFORE_TUPLE], values[_BEFORE_TUPLE:])
-
-    return _CLauncher(launch_tuple, maps, lambda metadata: (metadata, *(None,) * 5, *kernel))
+    return _CLauncher(launch, _BEFORE_TUPLE, maps, lambda metadata: (metadata, *(None,) * 5, *kernel))
 
 
 class _Maps(dict):

@@ -2,13 +2,19 @@
 
 import math
 from functools import lru_cache, partial
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Hashable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_function_stack
+from torch.autograd import _profiler_enabled
+from torch.compiler import is_compiling
 
-from .launch import MAX_KEPT, Form, Launch, are_aligned
+from .launch import ALIGNMENT, MAX_KEPT, Form, Launch, are_aligned
+from .tuning import on_device_of
 
+_Direct = Callable[..., Optional[List[Optional[Tensor]]]]
+_NOTHING = None, None
 _PIECE = 512  # bytes, of which pieces of scratch memory are multiples
 
 
@@ -48,7 +54,7 @@ class Plan:
         self.scratch_bytes = 0
         self.unused: List[int] = []
         self.steps: List[_Step] = []
-        self.ready = False
+        self.direct: Optional[_Direct] = None  # there once all launches have a direct way
         self.empty = partial(_empty_strided, device)
         self.fast_empty = _fast_allocator(device) or self.empty
 
@@ -109,42 +115,19 @@ class Plan:
 
     def __call__(self, *given: Optional[Tensor]) -> List[Optional[Tensor]]:
         """All tensors, None for those that were dropped, not made or scratch. The device is the current one."""
-        tensors = [*given, *(None,) * len(self.forms)]
-        if not self.ready or self.steps[0].launch.kernel.is_watched():
-            return self._by_kernels(tensors)
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
-        if not are_aligned(addresses):
-            return self._by_kernels(tensors)
-        addresses += (0,) * len(self.forms)  # of scratch memory without elements it stays so
-        # The fast one does not fill memory as `torch.utils.deterministic` asks.
-        empty = self.empty if torch._C._get_deterministic_algorithms() else self.fast_empty
-        if self.scratch_bytes:
-            scratch = empty((self.scratch_bytes,), (1,), torch.uint8)
-            start = scratch.data_ptr()
-            for number, place in self.pieces.items():
-                addresses[number] = start + place
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        for makes, launch, drop, give_back in self.steps:
-            for number in makes:
-                if number not in self.pieces:
-                    dtype, shape, strides, _ = self.forms[number]
-                    tensors[number] = made = empty(shape, strides, dtype)
-                    addresses[number] = made.data_ptr()
-            launch.direct(addresses, stream)
-            for number in drop:
-                tensors[number] = None
-            for number in give_back:
-                tensors[number].untyped_storage().resize_(0)
-        for number in self.unused:
-            tensors[number] = self._make(number)
-        return tensors
+        if self.direct is not None and not self.steps[0].launch.kernel.is_watched():
+            tensors = self.direct(*given)
+            if tensors is not None:
+                return tensors
+        return self._by_kernels(given)
 
     def _make(self, number: int) -> Tensor:
         dtype, shape, strides, _ = self.forms[number]
         return self.empty(shape, strides, dtype)
 
-    def _by_kernels(self, tensors: List[Optional[Tensor]]) -> List[Optional[Tensor]]:
-        """A tensor at a time, a launch at a time."""
+    def _by_kernels(self, given: Sequence[Optional[Tensor]]) -> List[Optional[Tensor]]:
+        """A tensor at a time, a launch at a time; makes the direct way ready."""
+        tensors = [*given, *(None,) * len(self.forms)]
         for makes, launch, drop, give_back in self.steps:
             for number in makes:
                 tensors[number] = self._make(number)
@@ -155,8 +138,74 @@ class Plan:
                 tensors[number].untyped_storage().resize_(0)
         for number in self.unused:
             tensors[number] = self._make(number)
-        self.ready = bool(self.steps) and all(step.launch.function is not None for step in self.steps)
+        if self.direct is None and self.steps and all(step.launch.function is not None for step in self.steps):
+            self.direct = self._compiled([number for number, tensor in enumerate(given) if tensor is not None])
         return tensors
+
+    def _compiled(self, given: Sequence[int]) -> _Direct:
+        """`__call__` by direct launches, those numbers being given: None, before all else, if one is not aligned.
+
+        It is written out as Python's source, once: its loops, unpacking and lookups took the host a quarter of a call.
+        """
+        source = _Source({"raw_stream": torch._C._cuda_getCurrentRawStream, "slow": self.empty, "fast": self.fast_empty,
+                          "must_fill": torch._C._get_deterministic_algorithms})  # fmt: skip
+        add, live = source.lines.append, set(given)
+        addresses = {number: f"a{number}" for number in given}
+        for number, address in addresses.items():
+            add(f"{address} = t{number}.data_ptr()")
+        add(f"if ({' | '.join(addresses.values())}) % {ALIGNMENT}: return None")
+        # The fast one does not fill memory as `torch.utils.deterministic` asks.
+        add("empty = slow if must_fill() else fast")
+        add(f"stream = raw_stream({self.device.index})")
+        # Of scratch memory without elements the address is 0.
+        addresses.update(dict.fromkeys(self.pieces, "0"))
+        if self.scratch_bytes:
+            add(f"scratch = empty(({self.scratch_bytes},), (1,), {source.name(torch.uint8)})")
+            add("start = scratch.data_ptr()")
+            addresses.update((number, f"start + {place}") for number, place in self.pieces.items())
+        for makes, launch, drop, give_back in self.steps:
+            for number in makes:
+                if number not in self.pieces:
+                    add(f"t{number} = {source.empty(self.forms[number])}")
+                    add(f"a{number} = t{number}.data_ptr()")
+                    addresses[number] = f"a{number}"
+                    live.add(number)
+            add(launch.source(source.name, addresses, "stream"))
+            for number in drop:
+                add(f"t{number} = None")
+                live.discard(number)
+            for number in give_back:
+                add(f"t{number}.untyped_storage().resize_(0)")
+        for number in self.unused:
+            add(f"t{number} = {source.empty(self.forms[number])}")
+            live.add(number)
+        add(f"return [{', '.join(f't{number}' if number in live else 'None' for number in range(self.last + 1))}]")
+        last = max(given)
+        return source.function([f"t{n}" if n <= last else f"t{n}=None" for n in range(self.num_given)])
+
+
+class _Source:
+    """Lines of a function in Python, and what their names stand for."""
+
+    def __init__(self, names: Dict[str, Any]):
+        self.names, self.lines = names, []
+
+    def name(self, value: Any) -> str:
+        """How a constant is called."""
+        if value is None or type(value) in (bool, int):
+            return repr(value)
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def empty(self, form: Form) -> str:
+        """A tensor of new memory."""
+        return f"empty({form.shape}, {form.strides}, {self.name(form.dtype)})"
+
+    def function(self, parameters: Sequence[str]) -> Callable:
+        """The function of these parameters."""
+        exec("\n ".join([f"def direct({', '.join(parameters)}):", *self.lines]), self.names)
+        return self.names["direct"]
 
 
 def _empty_strided(device: torch.device, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -167,11 +216,20 @@ def _fast_allocator(device: torch.device) -> Optional[Callable[..., Tensor]]:
     """The same on the current CUDA device, at less of the host's time: what Inductor's code calls, if it is there."""
     if device.type != "cuda":
         return None
-    return getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
+    return _dynamo_guards("_empty_strided_cuda")
+
+
+def _dynamo_guards(name: str) -> Any:
+    """What PyTorch's compiler calls by that name, None if it is not there."""
+    return getattr(getattr(torch._C._dynamo, "guards", None), name, None)
 
 
 class Plans(dict):
-    """The plans of an op, or what holds them, by `define.plan_key`."""
+    """The plans of an op, or what holds them, by `define.plan_key`; of calls that repeat without one."""
+
+    def __init__(self):
+        super().__init__()
+        self.repeated: Dict[Hashable, Tuple[Any, Plan]] = {}
 
     def keep(self, key: tuple, plan: Any) -> Any:
         """Returns the plan."""
@@ -179,6 +237,39 @@ class Plans(dict):
             self.clear()
         self[key] = plan
         return plan
+
+    def note(self, options: Hashable, named: Tensor, plan: Plan, *tensors: Tensor) -> None:
+        """For `again`: a call's tensors, which with the options are all that it depends on, and its key's plan.
+
+        named: one of them that such calls have in common, as a layer's weight.
+        """
+        name, guards = (id(named), options), _dynamo_guards("TensorGuards")
+        if len(self.repeated) >= MAX_KEPT:
+            self.repeated.clear()
+        if self.repeated.get(name, _NOTHING)[1] is not plan:  # it may not repeat
+            self.repeated[name] = None, plan
+        # The precision of fp32 can be set at any time. Aligned tensors are those that the direct way takes.
+        elif guards and plan.direct and tensors[0].dtype is not torch.float32:
+            if are_aligned(map(Tensor.data_ptr, tensors)):
+                sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+                guard = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+                self.repeated[name] = guard, plan
+
+    def again(self, options: Hashable, named: Tensor, *tensors: Tensor) -> Optional[List[Optional[Tensor]]]:
+        """What the plan makes, directly, of tensors like those last noted, which it is given first; None of others.
+
+        The guard is Dynamo's, of type, dtype, device, sizes, strides and dispatch keys, the thread's among them, hence
+        also of autocast, modes of dispatch and functorch's transforms: a tenth of the time that a key takes.
+        """
+        if is_compiling():
+            return None
+        guard, plan = self.repeated.get((id(named), options), _NOTHING)
+        if guard is None or not guard.check(*tensors) or _len_torch_function_stack() or _profiler_enabled():
+            return None
+        if plan.steps[0].launch.kernel.is_watched():
+            return None
+        with on_device_of(tensors[0]):
+            return plan.direct(*tensors)
 
 
 class _Step(NamedTuple):

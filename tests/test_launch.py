@@ -211,23 +211,25 @@ def linear(module, sent, monkeypatch):
     linear = module("grouped_linear")
     monkeypatch.setattr(module("define"), "is_accelerated", lambda tensor: True)
     monkeypatch.setattr(linear, "on_device_of", lambda tensor: nullcontext())
-    monkeypatch.setattr(module("plan"), "on_device_of", lambda tensor: nullcontext())
     monkeypatch.setattr(linear, "_plans", module("plan").Plans())
     monkeypatch.setattr(linear, "_backward_plans", module("plan").Plans())
     monkeypatch.setattr(linear, "_backward", linear.backward_triton)
     return linear
 
 
-def test_a_step_keeps_its_plans(grouped_moe, sent, linear):
+def test_a_step_keeps_its_plans(module, grouped_moe, sent, linear, monkeypatch):
     """Later steps launch over their own tensors; what hooks return in other strides has a plan of its own, or none."""
+    keys = []
+    monkeypatch.setattr(linear, "plan_key", lambda *args: keys.append(args) or module("define").plan_key(*args))
     sizes, weight = torch.tensor([512] * 4), torch.zeros(4, 512, 256, dtype=BF16)
 
-    def step(unpack=lambda tensor: tensor, weight=weight) -> int:
+    def step(unpack=None, weight=weight) -> int:
         """How many plans of backwards there are after it."""
         x = torch.zeros(2048, 256, dtype=BF16)
         leaves, dy = [x.requires_grad_(), weight.requires_grad_()], torch.zeros(2048, 512, dtype=BF16)
         sent.clear()
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), unpack)
+        with hooks if unpack else nullcontext():
             y = grouped_moe.grouped_linear(x, weight, sizes)
         dx, dw = torch.autograd.grad(y, leaves, dy)
         places = [{arg for arg in args if isinstance(arg, int)} | {arg[1] for arg in args if isinstance(arg, tuple)}
@@ -245,6 +247,8 @@ def test_a_step_keeps_its_plans(grouped_moe, sent, linear):
         return tensor if tensor.dim() != 2 else tensor.repeat_interleave(2, 1)[:, ::2]
 
     assert [step() for _ in range(5)] == [1] * 5
+    assert len(keys) == 2 + 2  # of the first two steps
+    assert [step(lambda tensor: tensor) for _ in range(3)] == [1] * 3
     assert [step(weight=torch.zeros(4, 512, 256, dtype=BF16)) for _ in range(3)] == [1] * 3
     assert step(spaced) == 1
     assert step(wide) == 2

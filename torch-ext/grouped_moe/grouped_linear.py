@@ -340,7 +340,8 @@ def grouped_linear(
     applies as to `F.linear`, scales stay as they are. Raises TypeError or ValueError that names the argument.
     """
     tensors = x, weight, splits, bias, bias_scales
-    made = _plans.again(transposed, weight, *tensors[:3]) if bias is None and bias_scales is None else None
+    no_bias = bias is None and bias_scales is None
+    made = _plans.again(transposed, weight, tensors[:3], tensors) if no_bias else None
     if made is None:
         key = plan_key(tensors, transposed)
         plan = None if key is None else _plans.get(key)
@@ -353,8 +354,8 @@ def grouped_linear(
         if plan is not None:
             with on_device_of(x):
                 made = plan(*tensors)
-            if bias is None and bias_scales is None:
-                _plans.note(transposed, weight, plan, *tensors[:3])
+            if no_bias:
+                _plans.note(transposed, weight, tensors[:3], plan)
     if needs_autograd(*tensors):
         return _apply_plain(*tensors, transposed, made or True)
     return _forward(*tensors, transposed)[0] if made is None else made[-1]
@@ -372,8 +373,9 @@ def _backward_by_plan(
     tile_map, the forward's, is not in the key: its size follows from the rows of dy, the groups and the dtype.
     """
     given = dy, x, weight, tile_map
-    needs_both = needs_x and x is not None
-    made = _backward_plans.again(transposed, weight, *given) if needs_both else None
+    tensors, options = (dy, weight, tile_map) if x is None else given, (transposed, x is None)
+    # Where x needs no gradient, what stands for the weight is another tensor in every step.
+    made = _backward_plans.again(options, weight, tensors, given) if needs_x else None
     if made is not None:
         return made
     key = plan_key(given[:3], transposed, needs_x)
@@ -384,8 +386,8 @@ def _backward_by_plan(
         plan = _backward_plans.keep(key, _backward_plan_of(dy, x, weight, tile_map, transposed, needs_x))
     with on_device_of(dy):
         made = plan(*given)
-    if needs_both:
-        _backward_plans.note(transposed, weight, plan, *given)
+    if needs_x:
+        _backward_plans.note(options, weight, tensors, plan)
     return made
 
 

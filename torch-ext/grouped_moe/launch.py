@@ -110,10 +110,8 @@ class Kernel:
 
     def is_watched(self) -> bool:
         """Whether a profiler wants to see launches."""
-        for hook in (self.runtime.launch_enter_hook, self.runtime.launch_exit_hook):
-            if hook is not None and getattr(hook, "calls", True):
-                return True
-        return False
+        enter, leave = self.runtime.launch_enter_hook, self.runtime.launch_exit_hook
+        return bool(enter and getattr(enter, "calls", True) or leave and getattr(leave, "calls", True))
 
     def __call__(self, grid: Tuple[int, int, int], *args) -> Any:
         """The first argument is a tensor or a descriptor. Returns the compiled variant, None other than on CUDA."""

@@ -11,7 +11,6 @@ from torch.autograd import _profiler_enabled
 from torch.compiler import is_compiling
 
 from .launch import ALIGNMENT, MAX_KEPT, Form, Launch, are_aligned
-from .tuning import on_device_of
 
 _Direct = Callable[..., Optional[List[Optional[Tensor]]]]
 _NOTHING = None, None
@@ -143,8 +142,9 @@ class Plan:
         return tensors
 
     def _compiled(self, given: Sequence[int]) -> _Direct:
-        """`__call__` by direct launches, those numbers being given: None, before all else, if one is not aligned.
+        """`__call__` by direct launches: None, before all else, if a pointer is not aligned or the device not current.
 
+        given: the numbers of what a call gives, the same in all.
         It is written out as Python's source, once: its loops, unpacking and lookups took the host a quarter of a call.
         """
         source = _Source({"raw_stream": torch._C._cuda_getCurrentRawStream, "slow": self.empty, "fast": self.fast_empty,
@@ -154,6 +154,8 @@ class Plan:
         for number, address in addresses.items():
             add(f"{address} = t{number}.data_ptr()")
         add(f"if ({' | '.join(addresses.values())}) % {ALIGNMENT}: return None")
+        if self.device.type == "cuda":
+            add(f"if {source.name(torch._C._cuda_getDevice)}() != {self.device.index}: return None")
         # The fast one does not fill memory as `torch.utils.deterministic` asks.
         add("empty = slow if must_fill() else fast")
         add(f"stream = raw_stream({self.device.index})")
@@ -180,8 +182,7 @@ class Plan:
             add(f"t{number} = {source.empty(self.forms[number])}")
             live.add(number)
         add(f"return [{', '.join(f't{number}' if number in live else 'None' for number in range(self.last + 1))}]")
-        last = max(given)
-        return source.function([f"t{n}" if n <= last else f"t{n}=None" for n in range(self.num_given)])
+        return source.function([f"t{number}" for number in range(self.num_given)])
 
 
 class _Source:
@@ -238,7 +239,7 @@ class Plans(dict):
         self[key] = plan
         return plan
 
-    def note(self, options: Hashable, named: Tensor, plan: Plan, *tensors: Tensor) -> None:
+    def note(self, options: Hashable, named: Tensor, tensors: Sequence[Tensor], plan: Plan) -> None:
         """For `again`: a call's tensors, which with the options are all that it depends on, and its key's plan.
 
         named: one of them that such calls have in common, as a layer's weight.
@@ -255,8 +256,8 @@ class Plans(dict):
                 guard = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
                 self.repeated[name] = guard, plan
 
-    def again(self, options: Hashable, named: Tensor, *tensors: Tensor) -> Optional[List[Optional[Tensor]]]:
-        """What the plan makes, directly, of tensors like those last noted, which it is given first; None of others.
+    def again(self, options: Hashable, named: Tensor, tensors: Sequence[Tensor], given: Sequence[Optional[Tensor]]):
+        """What the plan makes, directly, of what it is given; None if the tensors are not like those last noted.
 
         The guard is Dynamo's, of type, dtype, device, sizes, strides and dispatch keys, the thread's among them, hence
         also of autocast, modes of dispatch and functorch's transforms: a tenth of the time that a key takes.
@@ -266,10 +267,7 @@ class Plans(dict):
         guard, plan = self.repeated.get((id(named), options), _NOTHING)
         if guard is None or not guard.check(*tensors) or _len_torch_function_stack() or _profiler_enabled():
             return None
-        if plan.steps[0].launch.kernel.is_watched():
-            return None
-        with on_device_of(tensors[0]):
-            return plan.direct(*tensors)
+        return None if plan.steps[0].launch.kernel.is_watched() else plan.direct(*given)
 
 
 class _Step(NamedTuple):

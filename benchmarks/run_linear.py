@@ -317,7 +317,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cells with all these words; or: host")
     parser.add_argument("--budget", type=float, default=480, help="no cell starts after so many seconds (default 480)")
     parser.add_argument(
-        "--part-seconds", type=float, default=1.0, help="of a cell's part, past three rounds (default 1)"
+        "--part-seconds", type=float, default=1.0, help="of a cell's part, past all orders once (default 1)"
     )
     parser.add_argument("--warm-seconds", type=float, default=0.3, help="before a part (default 0.3)")
     parser.add_argument("--rounds", type=int, default=6, help="of all in turn (default 6)")

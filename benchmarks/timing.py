@@ -116,8 +116,8 @@ def time_in_turn(
 ) -> Dict[str, dict]:
     """Median, min and max ms of each, over as many rounds as planned or a few more, so that all `orders` come up alike.
 
-    A round takes all in turn, after a sample of the first one that does not count. Ends early, but not before three
-    rounds, when so many seconds are over. sampler: `sample` or `issue`.
+    A round takes all in turn, after a sample of the first one that does not count. Ends early when so many seconds are
+    over, but only where all orders have come up alike. sampler: `sample` or `issue`.
     """
     names, turns, counts = list(calls), orders(list(calls)), {}
     times: Dict[str, List[float]] = {name: [] for name in names}
@@ -132,9 +132,10 @@ def time_in_turn(
     gc.disable()
     try:
         for done in range(-(-plan.rounds // len(turns)) * len(turns)):
-            if done >= 3 and time.monotonic() > deadline:
+            place = done % len(turns)
+            if done and place == 0 and time.monotonic() > deadline:
                 break
-            turn = turns[done % len(turns)]
+            turn = turns[place]
             sampler(calls[turn[0]], 1, cuda)
             for name in turn:
                 times[name].append(sampler(calls[name], counts[name], cuda))

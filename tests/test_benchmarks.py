@@ -75,12 +75,13 @@ def test_a_lost_row_is_wrong(grouped_moe):
     assert not peers.check([lost], wanted, inputs)["ok"]
 
 
+@pytest.mark.parametrize("rounds, seconds", [(1, math.inf), (25, 0.0)], ids=["planned", "cut-short"])
 @pytest.mark.parametrize("number", range(1, 8))
-def test_everyone_follows_everyone_equally_often(number):
+def test_everyone_follows_everyone_equally_often(number, rounds, seconds):
     """Over all that runs; what comes first in a round follows itself."""
     sampled, calls = [], {f"provider {i}": f"call {i}" for i in range(number)}
     found = timing.time_in_turn(
-        calls, timing.Plan(0.0, 1), math.inf, False, lambda call, calls, cuda: sampled.append(call) or 1.0
+        calls, timing.Plan(0.0, rounds), seconds, False, lambda call, calls, cuda: sampled.append(call) or 1.0
     )  # fmt: skip
     sampled = sampled[number:]  # after the warm-up
     counted = sum(one["rounds"] for one in found.values())

@@ -67,6 +67,29 @@ def test_forward_mode_is_refused(grouped_moe, device):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop.*:UserWarning")
+@pytest.mark.parametrize("op", ["linear", "experts", "mlp"])
+def test_batched_gradients(grouped_moe, device, op):
+    """`is_grads_batched`, as vectorized Jacobians ask for it, gives each gradient; the graph of them it cannot."""
+    x = torch.randn(8, 64, device=device, requires_grad=True)
+    if op == "linear":
+        out = grouped_moe.grouped_linear(x, torch.randn(2, 32, 64, device=device), torch.tensor([5, 3], device=device))
+    elif op == "experts":
+        inputs = make_inputs(BY_ID["silu-bias"], torch.float32, device)
+        x = inputs.hidden_states.requires_grad_()
+        out = call(grouped_moe, BY_ID["silu-bias"], inputs)
+    else:
+        inputs = make(BY_MLP["two-scales"], torch.float32, device)
+        x = inputs.tensors["x"].requires_grad_()
+        out = call_mlp(grouped_moe, BY_MLP["two-scales"], inputs)
+    douts = torch.randn(3, *out.shape, device=device)
+    want = torch.stack([torch.autograd.grad(out, x, dout, retain_graph=True)[0] for dout in douts])
+    (got,) = torch.autograd.grad(out, x, douts, retain_graph=True, is_grads_batched=True)
+    assert_bitwise("grad", got, want)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(out, x, douts, create_graph=True, is_grads_batched=True)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop.*:UserWarning")
 @by_recompute
 @pytest.mark.parametrize("op", ["experts", "mlp"])
 def test_vmap(grouped_moe, device, op, recompute):

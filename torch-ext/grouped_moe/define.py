@@ -7,6 +7,7 @@ import torch
 # By name: to look them up in torch's modules took a third of `is_unwatched`.
 from torch._C import (
     _are_functorch_transforms_active,
+    _functorch,
     _get_tracing_state,
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
@@ -21,6 +22,8 @@ from .tuning import dot_precision, spec_of
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
+_TWICE = "grouped_moe: differentiable once, but a derivative of a gradient was asked for"
+_is_batched = _functorch.is_legacy_batchedtensor  # as `is_grads_batched` of `torch.autograd.grad` makes them
 
 
 def define_op(name: str, schema: str, implementation: Callable, fake: Callable) -> None:
@@ -56,8 +59,9 @@ def is_plain(*args) -> bool:
     if not is_unwatched():
         return False
     for arg in args:
-        if isinstance(arg, torch.Tensor) and (type(arg) not in _PLAIN_TYPES or arg.is_meta or arg.is_neg()):
-            return False
+        if isinstance(arg, torch.Tensor):
+            if type(arg) not in _PLAIN_TYPES or arg.is_meta or arg.is_neg() or _is_batched(arg):
+                return False
     return True
 
 
@@ -70,7 +74,7 @@ def plan_key(tensors: Sequence[object], *options) -> Optional[tuple]:
     first = tensors[0]
     if type(first) not in _PLAIN_TYPES or not is_accelerated(first) or not is_unwatched():
         return None
-    if _is_any_autocast_enabled():
+    if _is_any_autocast_enabled() or _is_batched(first):
         return None
     device = first.device
     # Of other dtypes it is always the same, which is known without a spec.
@@ -164,7 +168,7 @@ class _NotTwice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError("grouped_moe: differentiable once, but a derivative of a gradient was asked for")
+        raise RuntimeError(_TWICE)
 
 
 def once_differentiable(backward: Callable) -> Callable:
@@ -178,6 +182,8 @@ def once_differentiable(backward: Callable) -> Callable:
         saved = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return backward(ctx, saved, *grads)
+        if any(isinstance(grad, torch.Tensor) and _is_batched(grad) for grad in grads):  # these forget who made them
+            raise RuntimeError(_TWICE)
         return _NotTwice.apply(lambda: backward(ctx, saved, *grads), *grads, *saved)
 
     return once

@@ -1,5 +1,6 @@
 """Stands in for Triton's driver where there is no GPU: kernels are compiled for a Hopper, and their launches kept."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,9 @@ class Taken(list):
         self.append(tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args))
 
 
+TAKEN = Taken()  # one for all: what the package keeps between tests calls it
+
+
 @pytest.fixture(scope="module")
 def sent(module):
     """The arguments of all calls of launchers in C, on a GPU that is a Hopper but for its memory."""
@@ -49,7 +53,7 @@ def sent(module):
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    taken, monkeypatch, utils = Taken(), pytest.MonkeyPatch(), Utils()
+    taken, monkeypatch, utils = TAKEN, pytest.MonkeyPatch(), Utils()
     if hasattr(nvidia, "_BASE_ARGS_FORMAT"):
         monkeypatch.setattr(nvidia, "compile_module_from_src", lambda *args, **kwargs: SimpleNamespace(launch=taken))
     else:
@@ -71,3 +75,15 @@ def sent(module):
     yield taken
     driver._active = previous
     monkeypatch.undo()
+
+
+@pytest.fixture
+def linear(module, sent, monkeypatch):
+    """The linear layer with no plans yet, its calls on an accelerator as far as it can see."""
+    linear = module("grouped_linear")
+    monkeypatch.setattr(module("define"), "is_accelerated", lambda tensor: True)
+    monkeypatch.setattr(linear, "on_device_of", lambda tensor: nullcontext())
+    monkeypatch.setattr(linear, "_plans", module("plan").Plans())
+    monkeypatch.setattr(linear, "_backward_plans", module("plan").Plans())
+    monkeypatch.setattr(linear, "_backward", linear.backward_triton)
+    return linear

@@ -7,13 +7,10 @@ import ctypes
 import gc
 import sys
 import weakref
-from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest_plugins = ["driver_stub"]
 BF16 = torch.bfloat16
@@ -118,7 +115,7 @@ def at(address, form):
 
 def assert_plan(sent, plan, given):
     """A plan's direct launches are those that Triton makes of the tensors at its addresses; its memory is its own."""
-    launched, empty, plan.direct = [], plan.empty, None
+    launched, empty, fast_empty, plan.direct = [], plan.empty, plan.fast_empty, None
     plan.fast_empty = lambda *form: launched.append(empty(*form)) or launched[-1]
     plan(*given)
     assert plan.direct is not None and not launched
@@ -144,6 +141,17 @@ def assert_plan(sent, plan, given):
     pieces = sorted((tensors[n].data_ptr(), tensors[n].nbytes) for n in plan.pieces)
     assert all(start + size <= later for (start, size), (later, _) in zip(pieces, pieces[1:]))
     assert not pieces or pieces[-1][0] + pieces[-1][1] <= pieces[0][0] + plan.scratch_bytes
+    plan.fast_empty, plan.direct = fast_empty, None
+
+
+@pytest.fixture
+def called(module, monkeypatch):
+    """All plans that were called, each with what it was given."""
+    called, call = [], module("plan").Plan.__call__
+    monkeypatch.setattr(
+        module("plan").Plan, "__call__", lambda self, *given: called.append((self, given)) or call(self, *given)
+    )
+    return called
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "plain")
@@ -176,10 +184,61 @@ def test_memory_is_given_back_either_way(module, sent, monkeypatch):
     assert counts == [(1, 6), (1, 6), (0, 6), (0, 6)]
 
 
-def test_plan_of_linear(module, sent):
-    x, weight, sizes = torch.zeros(2048, 256, dtype=BF16), torch.zeros(4, 512, 256, dtype=BF16), torch.tensor([512] * 4)
-    plan = module("grouped_linear")._plan_of(x, weight, sizes, None, None, False)
-    assert_plan(sent, plan, (x, weight, sizes, None, None))
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "plain")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("frozen", [(), ("x", "up", "down_bias"), ("up", "down", "up_bias")], ids="-".join)
+def test_plan_of_experts_backward(module, sent, called, kind, recompute, frozen):
+    inputs, experts = experts_inputs(40, **kind), module("experts")
+    block = block_of(module, inputs, kind)._replace(recompute=recompute)
+    x, ids, weights = inputs[:3]
+    routing = experts._route_tiles(block, x, ids, specified=True)
+    _, preact = experts.forward_triton(block, x, weights, routing, save=True)
+    has = {"up_bias": bool(kind.get("bias")), "down_bias": bool(kind.get("bias"))}
+    needs = experts.Needs(**{name: has.get(name, True) and name not in frozen for name in experts.Needs._fields})
+    called.clear()
+    experts.backward_triton(block, torch.zeros_like(x), x, weights, preact, routing, needs)
+    (plan, given), *_ = called
+    assert_plan(sent, plan, given)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("needs", [(True,) * 4, (True, False, False, False), (False, True, False, True)], ids=str)
+def test_plan_of_linear(module, sent, called, transposed, needs):
+    x, dy, sizes = torch.zeros(2048, 256, dtype=BF16), torch.zeros(2048, 512, dtype=BF16), torch.tensor([512] * 4)
+    weight = torch.zeros((4, 256, 512) if transposed else (4, 512, 256), dtype=BF16)
+    bias, scales, linear = torch.zeros(4, 512, dtype=BF16), torch.zeros(2048), module("grouped_linear")
+    _, tile_map = linear.forward_triton(x, weight, sizes, bias, scales, transposed)
+    for splits in (tile_map, sizes):
+        linear.backward_triton(dy, x, weight, splits, bias, scales, transposed, needs)
+    assert len(called) >= 3
+    for plan, given in called[:]:
+        assert_plan(sent, plan, given)
+
+
+def test_what_is_dropped_goes_either_way(module, sent, called):
+    """Of what a plan makes as much is alive at each allocation as where a launch follows the other in a loop."""
+    inputs, experts = experts_inputs(40), module("experts")
+    block, (x, ids, weights) = block_of(module, inputs, {}), inputs[:3]
+    routing = experts._route_tiles(block, x, ids, specified=True)
+    _, preact = experts.forward_triton(block, x, weights, routing, save=True)
+    called.clear()
+    experts.backward_triton(block, x, x, weights, preact, routing, experts.Needs(*[True] * 4, False, False))
+    (plan, given), *_ = called
+    made, alive, empty, fast_empty = [], [], plan.empty, plan.fast_empty
+
+    def counting(*form):
+        alive.append(sum(reference() is not None for reference in made))
+        tensor = empty(*form)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    plan.empty = plan.fast_empty = counting
+    plan.direct = None
+    for _ in range(2):  # the first by Triton
+        del plan(*given)[:]
+    plan.empty, plan.fast_empty, plan.direct = empty, fast_empty, None
+    half = len(alive) // 2
+    assert alive[:half] == alive[half:] and max(alive) < half - 1
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "plain")
@@ -203,110 +262,6 @@ def test_plans_of_no_rows(module, sent, kind):
         experts.backward_triton(block, inputs[0], inputs[0], inputs[2], preact, routing, needs)
         counts.append(len(sent))
     assert counts[0] == counts[1] == counts[2] > 4
-
-
-@pytest.fixture
-def linear(module, sent, monkeypatch):
-    """The linear layer with no plans yet, its calls on an accelerator as far as it can see."""
-    linear = module("grouped_linear")
-    monkeypatch.setattr(module("define"), "is_accelerated", lambda tensor: True)
-    monkeypatch.setattr(linear, "on_device_of", lambda tensor: nullcontext())
-    monkeypatch.setattr(linear, "_plans", module("plan").Plans())
-    monkeypatch.setattr(linear, "_backward_plans", module("plan").Plans())
-    monkeypatch.setattr(linear, "_backward", linear.backward_triton)
-    return linear
-
-
-def test_a_step_keeps_its_plans(module, grouped_moe, sent, linear, monkeypatch):
-    """Later steps launch over their own tensors; what hooks return in other strides has a plan of its own, or none."""
-    keys = []
-    monkeypatch.setattr(linear, "plan_key", lambda *args: keys.append(args) or module("define").plan_key(*args))
-    sizes, weight = torch.tensor([512] * 4), torch.zeros(4, 512, 256, dtype=BF16)
-
-    def step(unpack=None, weight=weight) -> int:
-        """How many plans of backwards there are after it."""
-        x = torch.zeros(2048, 256, dtype=BF16)
-        leaves, dy = [x.requires_grad_(), weight.requires_grad_()], torch.zeros(2048, 512, dtype=BF16)
-        sent.clear()
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), unpack)
-        with hooks if unpack else nullcontext():
-            y = grouped_moe.grouped_linear(x, weight, sizes)
-        dx, dw = torch.autograd.grad(y, leaves, dy)
-        places = [{arg for arg in args if isinstance(arg, int)} | {arg[1] for arg in args if isinstance(arg, tuple)}
-                  for args in sent]  # fmt: skip
-        assert len(places) == 4
-        assert {dy.data_ptr(), weight.data_ptr(), dx.data_ptr()} <= places[2]
-        assert {dy.data_ptr(), dw.data_ptr()} <= places[3]
-        assert (x.data_ptr() in places[3]) == (unpack not in (wide, spaced))
-        return len(linear._backward_plans)
-
-    def wide(tensor):
-        return tensor if tensor.dim() != 2 else tensor.repeat(1, 2)[:, : tensor.shape[1]]
-
-    def spaced(tensor):
-        return tensor if tensor.dim() != 2 else tensor.repeat_interleave(2, 1)[:, ::2]
-
-    assert [step() for _ in range(5)] == [1] * 5
-    assert len(keys) == 2 + 2  # of the first two steps
-    assert [step(lambda tensor: tensor) for _ in range(3)] == [1] * 3
-    assert [step(weight=torch.zeros(4, 512, 256, dtype=BF16)) for _ in range(3)] == [1] * 3
-    assert step(spaced) == 1
-    assert step(wide) == 2
-    assert step() == 2
-
-
-class DispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
-class FunctionMode(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
-def test_repeated_calls_need_no_key(module, grouped_moe, linear, monkeypatch):
-    """A key is made of calls that are not like the last one in all that their plan depends on, or that are watched."""
-    from triton import knobs
-
-    keys, weight, hook = [], torch.zeros(4, 512, 256, dtype=BF16), lambda metadata: None
-    monkeypatch.setattr(linear, "plan_key", lambda *args: keys.append(args) or module("define").plan_key(*args))
-    memory = torch.zeros(2048 * 512 + 1, dtype=BF16)
-    x, sizes = memory[: 2048 * 256].view(2048, 256), torch.tensor([512] * 4)
-
-    def num_keys(x=x, weight=weight, sizes=sizes, **kwargs) -> int:
-        keys.clear()
-        grouped_moe.grouped_linear(x, weight, sizes, **kwargs)
-        return len(keys)
-
-    def others():
-        yield num_keys(memory[1 : 1 + 2048 * 256].view(2048, 256))  # misaligned
-        yield num_keys(memory[: 2048 * 512].view(2048, 512)[:, :256])  # strides
-        yield num_keys(x[:1024])
-        yield num_keys(sizes=sizes.int())
-        yield num_keys(sizes=torch.tensor([0, *[512] * 4]).cumsum(0))
-        yield num_keys(bias=torch.zeros(4, 512, dtype=BF16))
-        yield num_keys(weight=weight.half(), x=x.half())
-        yield num_keys(weight=torch.zeros(4, 256, 512, dtype=BF16), transposed=True)
-        for watched in (DispatchMode(), FunctionMode(), torch.profiler.profile(), torch.autocast("cpu", BF16)):
-            with watched:
-                number = num_keys()
-            yield number
-        keys.clear()
-        torch.func.vmap(lambda x: grouped_moe.grouped_linear(x, weight, sizes))(x[None])
-        yield len(keys)
-        knobs.runtime.launch_enter_hook.add(hook)
-        number = num_keys()
-        knobs.runtime.launch_enter_hook.remove(hook)
-        yield number
-
-    assert [num_keys() for _ in range(5)] == [1, 1, 0, 0, 0]
-    assert num_keys(memory.clone()[: 2048 * 256].view(2048, 256)) == 0  # other memory
-    for number in others():
-        assert number > 0
-        assert [num_keys() for _ in range(3)][-1] == 0
-    full = [torch.zeros(2048, 256), torch.zeros(4, 512, 256)]
-    assert [num_keys(*full) for _ in range(4)] == [1] * 4  # the precision of fp32 can change
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

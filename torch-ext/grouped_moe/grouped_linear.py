@@ -340,8 +340,8 @@ def grouped_linear(
     applies as to `F.linear`, scales stay as they are. Raises TypeError or ValueError that names the argument.
     """
     tensors = x, weight, splits, bias, bias_scales
-    no_bias = bias is None and bias_scales is None
-    made = _plans.again(transposed, weight, tensors[:3], tensors) if no_bias else None
+    may_repeat = bias is None and bias_scales is None and type(transposed) is bool
+    made = _plans.again(transposed, weight, tensors[:3], tensors) if may_repeat else None
     if made is None:
         key = plan_key(tensors, transposed)
         plan = None if key is None else _plans.get(key)
@@ -354,7 +354,7 @@ def grouped_linear(
         if plan is not None:
             with on_device_of(x):
                 made = plan(*tensors)
-            if no_bias:
+            if may_repeat:
                 _plans.note(transposed, weight, tensors[:3], plan)
     if needs_autograd(*tensors):
         return _apply_plain(*tensors, transposed, made or True)
@@ -374,7 +374,7 @@ def _backward_by_plan(
     """
     given = dy, x, weight, tile_map
     tensors, options = (dy, weight, tile_map) if x is None else given, (transposed, x is None)
-    # Where x needs no gradient, what stands for the weight is another tensor in every step.
+    # Where x needs no gradient, what stands for the weight may be another tensor in every step.
     made = _backward_plans.again(options, weight, tensors, given) if needs_x else None
     if made is not None:
         return made

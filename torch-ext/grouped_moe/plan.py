@@ -1,12 +1,13 @@
 """Plans: what a call launches and allocates, worked out once for each set of forms that it comes with."""
 
+import contextlib
 import math
 from functools import lru_cache, partial
 from typing import Any, Callable, Dict, Hashable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_function_stack
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import _profiler_enabled
 from torch.compiler import is_compiling
 
@@ -253,16 +254,18 @@ class Plans(dict):
         elif guards and plan.direct and tensors[0].dtype is not torch.float32:
             if are_aligned(map(Tensor.data_ptr, tensors)):
                 sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-                guard = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-                self.repeated[name] = guard, plan
+                with contextlib.suppress(TypeError):  # another version's may take something else
+                    guard = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+                    self.repeated[name] = guard, plan
 
     def again(self, options: Hashable, named: Tensor, tensors: Sequence[Tensor], given: Sequence[Optional[Tensor]]):
         """What the plan makes, directly, of what it is given; None if the tensors are not like those last noted.
 
-        The guard is Dynamo's, of type, dtype, device, sizes, strides and dispatch keys, the thread's among them, hence
-        also of autocast, modes of dispatch and functorch's transforms: a tenth of the time that a key takes.
+        The guard is Dynamo's: type, dtype, device, sizes, strides, requires_grad and dispatch keys, the thread's among
+        them, hence also tracing, functorch's transforms and autocast, in a tenth of the time that a key takes. It lets
+        PyTorch's own modes of dispatch pass.
         """
-        if is_compiling():
+        if is_compiling() or _len_torch_dispatch_stack():
             return None
         guard, plan = self.repeated.get((id(named), options), _NOTHING)
         if guard is None or not guard.check(*tensors) or _len_torch_function_stack() or _profiler_enabled():

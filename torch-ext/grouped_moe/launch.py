@@ -1,8 +1,8 @@
 """Kernel launches at a fraction of the host time: what Triton works out per call is looked up, or done once.
 
 `Kernel` binds a kernel's constants and finds its compiled variants. `Launch` binds all else but the addresses of the
-tensors, `plan.Plan` several launches and the tensors they make. Launchers and ops keep one for each set of forms
-(`Form`) that they were called with, so that a call is: look it up, allocate, launch.
+tensors, `plan.Plan` several launches and the tensors they make, in the end as one function. Launchers and ops keep one
+for each set of forms (`Form`) that they were called with, so that a call is: look it up, allocate, launch.
 """
 
 import logging

@@ -19,7 +19,9 @@ LAYERS, DECODE, GROWTH, LINEAR = "layers", "decode", "growth", "grouped_linear"
 PARTS = FORWARD, DGRAD, WGRAD, STEP = ("forward", "dgrad", "wgrad", "step")
 FROZEN = "backward, weights frozen"
 BACKWARD, CALLS, HOST = "backward", "eager calls", "host"
-GRAPH, TRACKED, ELAPSED = "forward, CUDA graph", "forward with autograd", ", elapsed"
+GRAPH, STEP_GRAPH = "forward, CUDA graph", "step, CUDA graph"
+TRACKED, ELAPSED = "forward with autograd", ", elapsed"
+PACKED, DISCRETE = "module", "module, discrete, main_grad"
 OVER_LINE = 1.10  # growth past this multiple of the line between neighbours is flagged
 
 
@@ -290,9 +292,9 @@ def linear_rows(results: dict) -> List[Dict[str, str]]:
     for cell in sorted(results["cells"], key=linear_order):
         row = {"G": str(cell["groups"]), "K x N": f"{cell['k']} x {cell['n']}"}
         row.update({"rows": str(cell["rows"]), "pattern": cell["pattern"]})
-        parts = {part: cell.get(part, {}) for part in (*PARTS, GRAPH)}
+        parts = {part: cell.get(part, {}) for part in (*PARTS, GRAPH, STEP_GRAPH)}
         for name, part in parts.items():
-            over = (TORCH,) if name == GRAPH else (LOOP, TORCH)
+            over = (TORCH,) if name in (GRAPH, STEP_GRAPH) else (LOOP, TORCH)
             row[f"{name}: vs {' / '.join(over)}"] = " / ".join(text(speedup(part, peer), ".2f", "x") for peer in over)
         for name in PARTS:
             times = text(milliseconds(parts[name], OURS)), text(parts[name].get("floor_hot_ms"))
@@ -308,12 +310,12 @@ def linear_failures(results: dict) -> Tuple[List[str], List[str]]:
     for cell in results["cells"]:
         providers = cell.get(STEP, {}).get("providers", {})
         wrong += [f"{name} at {linear_title(cell)}" for name, entry in providers.items() if entry.get("ok") is False]
-        graphs = cell.get(GRAPH, {}).get("providers", {})
-        for name, entry in (
-            ("all", cell),
-            *providers.items(),
-            *((f"{name}, {GRAPH}", e) for name, e in graphs.items()),
-        ):
+        graphs = {
+            f"{name}, {part}": entry
+            for part in (GRAPH, STEP_GRAPH)
+            for name, entry in cell.get(part, {}).get("providers", {}).items()
+        }
+        for name, entry in (("all", cell), *providers.items(), *graphs.items()):
             if "skipped" in entry:
                 skipped.append(f"{name} at {linear_title(cell)}: {entry['skipped']}")
     return wrong, skipped
@@ -325,7 +327,7 @@ def linear_verdicts(results: dict) -> List[str]:
     for peer in (LOOP, TORCH):
         count, slower = 0, {}
         for cell in sorted(results["cells"], key=linear_order):
-            ratios = {part: speedup(cell.get(part, {}), peer) for part in (*PARTS, GRAPH)}
+            ratios = {part: speedup(cell.get(part, {}), peer) for part in (*PARTS, GRAPH, STEP_GRAPH)}
             count += sum(ratio is not None for ratio in ratios.values())
             below = [f"{part} {ratio:.3f}" for part, ratio in ratios.items() if ratio is not None and ratio < 1]
             if below:
@@ -344,7 +346,7 @@ def host_rows(results: dict) -> List[Dict[str, str]]:
         for part in (TRACKED, STEP):
             row = {"G": str(cell["groups"]), "K x N": f"{cell['k']} x {cell['n']}", "rows": str(cell["rows"])}
             row["host time of"] = part
-            for name in (OURS, LOOP, TORCH):
+            for name in (OURS, PACKED, DISCRETE, LOOP, TORCH):
                 times = [milliseconds(cell[key], name) for key in (part, part + ELAPSED)]
                 row[f"{name}, us"] = "{} ({})".format(*(text(t and t * 1e3, ".0f") for t in times))
             table.append(row)

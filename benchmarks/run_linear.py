@@ -21,7 +21,22 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import report
 import torch
 from machine import describe_machine, first_line, load_kernel, write
-from report import DGRAD, ELAPSED, FORWARD, GRAPH, LOOP, OURS, PARTS, STEP, TORCH, TRACKED, WGRAD
+from report import (
+    DGRAD,
+    DISCRETE,
+    ELAPSED,
+    FORWARD,
+    GRAPH,
+    LOOP,
+    OURS,
+    PACKED,
+    PARTS,
+    STEP,
+    STEP_GRAPH,
+    TORCH,
+    TRACKED,
+    WGRAD,
+)
 from timing import Call, Plan, capture, issue, sample, time_in_turn
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,7 +46,6 @@ SHAPES = ((4096, 14336), (7168, 4096), (2048, 1536))  # K, N: Mixtral, DeepSeek-
 GROUPS = (8, 32, 128)
 ROWS = (65536, 4096)
 PATTERNS = ("zipf", "half", "balanced")
-GRAPH_ROWS = 4096  # up to here the host is a large part of a call, so graph replays are timed as well
 MAX_ERROR = 2e-2  # of a bf16 result against fp32, in norm; a lost row or term is far above
 HOST_CALLS = 50  # issued in a row to an idle GPU; more could fill its queue
 
@@ -49,7 +63,7 @@ class Cell(NamedTuple):
         return f"G={self.groups} {self.k}x{self.n} rows={self.rows} {self.pattern}"
 
 
-HOST_CELLS = tuple(Cell(groups, 256, 256, 256, "balanced") for groups in (8, 64))
+HOST_CELLS = tuple(Cell(groups, 256, 256, 256, "balanced") for groups in GROUPS)
 
 
 class Provider(NamedTuple):
@@ -154,6 +168,29 @@ def make_call(provider: Provider, x: Tensor, part: str) -> Call:
     return lambda _: torch.autograd.grad(out, leaves, provider.dout, retain_graph=True)
 
 
+def make_module_calls(kernel: ModuleType, cell: Cell, x: Tensor, dout: Tensor, part: str) -> Dict[str, Call]:
+    """`GroupedLinear` with a bias, and as a trainer of Megatron-LM's kind has it: one weight per group, main_grad."""
+    shape, options = (cell.groups, cell.k, cell.n), {"device": x.device, "dtype": x.dtype}
+    discrete = {"single_grouped_weight": False, "accumulate_into_main_grad": True, "bias": False}
+    modules = {
+        PACKED: kernel.GroupedLinear(*shape, **options),
+        DISCRETE: kernel.GroupedLinear(*shape, **options, **discrete),
+    }
+    buffers = torch.zeros((cell.groups, cell.n, cell.k), device=x.device)
+    for weight, buffer in zip(modules[DISCRETE].parameters(), buffers):
+        weight.main_grad = buffer
+    splits, x = torch.tensor(split_sizes(cell), device=x.device), x.detach().requires_grad_()
+
+    def make(module) -> Call:
+        def step(_: int) -> Sequence[Tensor]:
+            out = module(x, splits)
+            return (out, *torch.autograd.grad(out, [x, *module.parameters()], dout, allow_unused=True))
+
+        return step if part == STEP else lambda _: (module(x, splits),)
+
+    return {name: make(module) for name, module in modules.items()}
+
+
 def expect(cell: Cell, x: Tensor, weight: Tensor, dout: Tensor) -> List[Expected]:
     """Output and gradients in fp32 of the first group, the last, the smallest and the largest."""
     sizes = split_sizes(cell)
@@ -216,12 +253,12 @@ class Bench:
                 checked[name] = {"skipped": first_line(error)}
         return x, {name: p for name, p in providers.items() if "skipped" not in checked[name]}, checked
 
-    def graphs(self, providers: Dict[str, Provider], x: Tensor) -> Dict[str, dict]:
-        """Replays of the forward as a CUDA graph, where the provider's splits are on the device."""
+    def graphs(self, providers: Dict[str, Provider], x: Tensor, part: str) -> Dict[str, dict]:
+        """Replays of a part as a CUDA graph, where the provider's splits are on the device."""
         calls, skipped = {}, {}
         for name in providers.keys() - {LOOP}:
             try:
-                calls[name] = capture(make_call(providers[name], x, FORWARD), 1)
+                calls[name] = capture(make_call(providers[name], x, part), 1)
             except Exception as error:
                 skipped[name] = {"skipped": first_line(error)}
         return {**self.time(calls), **skipped}
@@ -237,8 +274,9 @@ class Bench:
             result[part] = {**floor, "providers": {**timings, **skipped}}
         for name in providers:
             result[STEP]["providers"][name].update(checked[name])
-        if self.cuda and cell.rows <= GRAPH_ROWS:
-            result[GRAPH] = {"providers": self.graphs(providers, x)}
+        for part, name in ((FORWARD, GRAPH), (STEP, STEP_GRAPH)):
+            if self.cuda:
+                result[name] = {"providers": self.graphs(providers, x, part)}
         return {**result, "seconds": time.monotonic() - start}
 
     def run_host(self, cell: Cell) -> dict:
@@ -247,6 +285,7 @@ class Bench:
         result = cell._asdict()
         for part in (TRACKED, STEP):
             calls = {name: make_call(provider, x, part) for name, provider in providers.items()}
+            calls.update(make_module_calls(self.kernel, cell, x, providers[OURS].dout, part))
             fixed = Plan(self.plan.warm_seconds, self.plan.rounds, math.inf, HOST_CALLS)
             result[part] = {"providers": self.time(calls, fixed, issue)}
             result[part + ELAPSED] = {"providers": self.time(calls)}
@@ -273,7 +312,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     results = {"benchmark": report.LINEAR, **describe_machine(kernel, arguments.commit), "host": [], "cells": []}
     words = set(arguments.only)
     if words <= {"host"}:
-        results["host"] = [bench.run_host(cell) for cell in HOST_CELLS]
+        results["host"] = [bench.run_host(cell) for cell in HOST_CELLS[: 1 if arguments.smoke else None]]
     for cell in cells(arguments.smoke):
         if not words <= set(str(cell).split()):
             continue

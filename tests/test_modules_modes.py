@@ -1,5 +1,6 @@
 """GroupedLinear under torch.compile, autocast, activation checkpointing and in CUDA graphs."""
 
+import contextlib
 import copy
 
 import pytest
@@ -78,6 +79,37 @@ def test_activation_checkpointing(grouped_moe, device, single, main, delay, reen
         assert module.discard_delayed_wgrad() == 0
     got = {"x": x.grad, "scales": scales.grad, "bias": grads(module, "bias")}
     assert_matches({**got, "weight": main_grads(module) if main else grads(module, "weight")}, want, FLOAT)
+
+
+@by_delay
+@by_single
+def test_offloaded_activations(grouped_moe, device, single, delay):
+    """What is saved goes to the host and comes back."""
+    form = form_of("single" if single else "packed")
+    module, batch, results = make_module(grouped_moe, form, device, delay_wgrad=delay), make_batch(form, device), []
+    for offload in (contextlib.nullcontext(), torch.autograd.graph.save_on_cpu()):
+        module.zero_grad()
+        x, offsets, scales, dy = leaves(batch)
+        with offload:
+            y = module(x, offsets, scales)
+        y.backward(dy)
+        if delay:
+            module.backward_dw()
+        results.append((y, x.grad, *(parameter.grad for parameter in module.parameters())))
+    for want, got in zip(*results, strict=True):
+        assert_bitwise("offloaded", got, want)
+
+
+@by_single
+def test_inference_mode(grouped_moe, device, single):
+    form = form_of("single" if single else "packed")
+    module, batch = make_module(grouped_moe, form, device), make_batch(form, device)
+    want = module(*batch[:3])
+    for _ in range(4):
+        with torch.inference_mode():
+            got = module(*batch[:3])
+        assert got.is_inference() and torch.equal(got, want)
+    assert_bitwise("y", module(*batch[:3]), want)
 
 
 @by_place

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from collections import deque
+from functools import lru_cache
 from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
 
 import torch
@@ -60,6 +61,15 @@ def _check_arguments(num_groups, in_features, out_features, bias, scale_bias, dt
         raise TypeError(f"init_method: expected a callable, got {type(init_method).__name__}")
 
 
+_MAX_DELAYED = 256  # microbatches: more than a pipeline has in flight
+
+
+@lru_cache(maxsize=None)
+def _discrete_names(kind: str, num_groups: int) -> List[str]:
+    """Of one parameter per group."""
+    return [f"{kind}{group}" for group in range(num_groups)]
+
+
 class GroupedLinear(nn.Module):
     """One linear layer per group of consecutive rows, in one GEMM launch: y[r] = x[r] W_g^T + b_g for row r of group g.
 
@@ -85,8 +95,9 @@ class GroupedLinear(nn.Module):
     the forward reads and sets these attributes.
 
     delay_wgrad: a backward only stores what the gradients of the parameters are made of; `backward_dw()` computes
-    them. The parameters get `skip_backward_post_hook = True`. `torch.compile` can't do that: RuntimeError. Copies and
-    pickles of the module have nothing stored, and no hooks.
+    them. While 256 backwards wait for it, a forward raises RuntimeError: it was forgotten. The parameters get
+    `skip_backward_post_hook = True`. `torch.compile` can't do that: RuntimeError. Copies and pickles of the module have
+    nothing stored, and no hooks.
 
     Raises TypeError or ValueError that names the argument.
     """
@@ -135,10 +146,14 @@ class GroupedLinear(nn.Module):
         if kind == "bias" and not self.use_bias:
             return []
         single = self.single_grouped_weight if kind == "weight" else self.single_grouped_bias
-        return [kind] if single else [f"{kind}{group}" for group in range(self.num_groups)]
+        return [kind] if single else _discrete_names(kind, self.num_groups)
 
     def _of(self, kind: str) -> List[nn.Parameter]:
-        return [getattr(self, name) for name in self._names(kind)]
+        names, parameters = self._names(kind), self._parameters
+        try:
+            return [parameters[name] for name in names]
+        except KeyError:  # wrappers put properties and plain tensors in their place
+            return [getattr(self, name) for name in names]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -293,6 +308,11 @@ class GroupedLinear(nn.Module):
         """weights, bias: whether their gradients are wanted."""
         if torch.compiler.is_compiling():
             raise RuntimeError("delay_wgrad: torch.compile can't delay gradients; call this module outside of it")
+        if len(self._delayed) >= _MAX_DELAYED:
+            raise RuntimeError(
+                f"delay_wgrad: {_MAX_DELAYED} backwards wait for backward_dw(), which has to be called once for each;"
+                " discard_delayed_wgrad() drops what they stored"
+            )
         x, splits = self._as_saved(x, splits)
         packed = self._packed("weight", x, True), self._packed("bias", x, True)
         y = grouped_linear(x, packed[0], splits, packed[1], bias_scales)

@@ -14,6 +14,8 @@ from .grouped_linear import accumulate_wgrad
 from .schedule import schedule_for
 from .tuning import on_device_of
 
+_BUFFER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class MainGrad(NamedTuple):
     """A buffer that takes a weight's gradient in autograd's stead.
@@ -76,7 +78,17 @@ def main_grad_of(name: str, parameter: Tensor) -> MainGrad:
     """
     get = getattr(parameter, "get_main_grad", None)
     buffer = getattr(parameter, "main_grad", None) if get is None else get()
-    name = f"{name}.main_grad"
+    known = type(buffer) is Tensor and buffer.shape == parameter.shape and buffer.device == parameter.device
+    if not (known and buffer.dtype in _BUFFER_DTYPES and buffer.is_contiguous()):  # most are, which takes a third
+        _check_buffer(f"{name}.main_grad", buffer, parameter)
+    dummy = "none"
+    if hasattr(parameter, "grad_added_to_main_grad"):
+        dummy = "zeros" if getattr(parameter, "zero_out_wgrad", False) else "empty"
+    return MainGrad(buffer, bool(getattr(parameter, "overwrite_main_grad", False)), dummy)
+
+
+def _check_buffer(name: str, buffer: object, parameter: Tensor) -> None:
+    """Raises what `main_grad_of` raises."""
     if buffer is None:
         raise AttributeError(f"{name}: expected a buffer for the gradient (accumulate_into_main_grad=True), got none")
     checks.check_tensor(name, buffer)
@@ -85,10 +97,6 @@ def main_grad_of(name: str, parameter: Tensor) -> MainGrad:
     checks.check_compute_dtype(name, buffer)
     if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride())):
         raise ValueError(f"{name}: expected memory of its own for each element, got strides {buffer.stride()}")
-    dummy = "none"
-    if hasattr(parameter, "grad_added_to_main_grad"):
-        dummy = "zeros" if getattr(parameter, "zero_out_wgrad", False) else "empty"
-    return MainGrad(buffer, bool(getattr(parameter, "overwrite_main_grad", False)), dummy)
 
 
 def mark_added(weights: Sequence[Tensor]) -> None:

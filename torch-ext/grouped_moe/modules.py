@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 from collections import deque
-from functools import lru_cache
 from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
 
 import torch
@@ -64,12 +63,6 @@ def _check_arguments(num_groups, in_features, out_features, bias, scale_bias, dt
 _MAX_DELAYED = 256  # microbatches: more than a pipeline has in flight
 
 
-@lru_cache(maxsize=None)
-def _discrete_names(kind: str, num_groups: int) -> List[str]:
-    """Of one parameter per group."""
-    return [f"{kind}{group}" for group in range(num_groups)]
-
-
 class GroupedLinear(nn.Module):
     """One linear layer per group of consecutive rows, in one GEMM launch: y[r] = x[r] W_g^T + b_g for row r of group g.
 
@@ -125,6 +118,7 @@ class GroupedLinear(nn.Module):
         self.single_grouped_weight, self.single_grouped_bias = bool(single_grouped_weight), bool(single_grouped_bias)
         self.init_method = init_method
         self.accumulate_into_main_grad, self.delay_wgrad = bool(accumulate_into_main_grad), bool(delay_wgrad)
+        self._discrete_names = {kind: [f"{kind}{group}" for group in range(num_groups)] for kind in ("weight", "bias")}
         self._delayed: Deque[Delayed] = deque()
         self._wgrad_hooks: List[Callable[[], Any]] = []
         weight = torch.empty((num_groups, out_features, in_features), device=device, dtype=dtype)
@@ -146,7 +140,7 @@ class GroupedLinear(nn.Module):
         if kind == "bias" and not self.use_bias:
             return []
         single = self.single_grouped_weight if kind == "weight" else self.single_grouped_bias
-        return [kind] if single else _discrete_names(kind, self.num_groups)
+        return [kind] if single else self._discrete_names[kind]
 
     def _of(self, kind: str) -> List[nn.Parameter]:
         names, parameters = self._names(kind), self._parameters

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _checks as checks
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import ops
 from ._torch import grouped_linear as _torch_linear
 from ._torch import without_autocast
 from ._torch.schedule import safe_offsets
@@ -22,10 +22,10 @@ from .define import (
     plan_key,
     register_autograd,
 )
-from .gemm import gemm_launch, has_unit_rows, launch_bias_backward, launch_wgrad, nk_order, unit_rows, wgrad_launch
+from .gemm import gemm_launch, has_unit_rows, launch_bias_backward, nk_order, unit_rows, wgrad_launch
 from .launch import MAX_KEPT, Form, form_of
 from .plan import Plan, Plans, like, unwritten
-from .schedule import Schedule, Splits, as_splits, map_form, schedule_for, schedule_launch, schedule_sizes
+from .schedule import Schedule, Splits, as_splits, map_form, schedule_launch, schedule_sizes
 from .tuning import DeviceSpec, dot_precision, on_device_of, spec_of
 
 Grads = Tuple[Optional[Tensor], ...]  # of x, weight, bias, bias_scales; None where not asked for
@@ -244,22 +244,6 @@ define_op(
 )
 
 
-@torch.library.custom_op(add_op_namespace_prefix("accumulate_wgrad"), mutates_args=("dw",))
-def _accumulate_wgrad(dw: Tensor, p: Tensor, q: Tensor, splits: Tensor, overwrite: bool) -> None:
-    if dw.device.type == "cpu":
-        offsets = safe_offsets(splits, dw.shape[0], p.shape[0])
-        without_autocast(_torch_linear.wgrad_groups)(p, q, offsets, dw, accumulate=not overwrite)
-        return
-    with on_device_of(dw):
-        schedule = schedule_for(splits, dw.shape[0], p.shape[0], p.dtype)
-        launch_wgrad(p, 0, q, 0, None, schedule.map, dw, accumulate=not overwrite)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("accumulate_wgrad"))
-def _accumulate_wgrad_fake(dw, p, q, splits, overwrite):
-    return None
-
-
 class _GroupedLinear(torch.autograd.Function):
     """The autograd of the op, whose inputs these are, but for the last: whether the call is plain, or all it made."""
 
@@ -306,15 +290,6 @@ class _GroupedLinear(torch.autograd.Function):
 
 register_autograd("grouped_linear", _GroupedLinear)
 _apply_plain = plain_apply(_GroupedLinear)
-
-
-def accumulate_wgrad(dw: Tensor, dy: Tensor, x: Tensor, splits: Tensor, overwrite: bool = False) -> None:
-    """dw[g] += sum over the rows r of group g of dy[r] x[r]^T, in fp32; with overwrite it becomes that sum.
-
-    dw: (G, N, K) of any strides and floating dtype. dy: (rows, N), x: (rows, K), in one dtype. splits: as `as_splits`
-    gives them. Not differentiable; arguments are not checked.
-    """
-    ops.accumulate_wgrad(dw, dy, x, splits, overwrite)
 
 
 def grouped_linear(

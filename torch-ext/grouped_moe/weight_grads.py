@@ -7,10 +7,11 @@ from torch import Tensor
 
 from . import _checks as checks
 from ._ops import add_op_namespace_prefix, ops
+from ._torch import grouped_linear as _torch_linear
+from ._torch import without_autocast
 from ._torch.schedule import safe_offsets
 from .define import once_differentiable
 from .gemm import launch_wgrad
-from .grouped_linear import accumulate_wgrad
 from .schedule import schedule_for
 from .tuning import on_device_of
 
@@ -113,6 +114,22 @@ def dummy_grad(parameter: Tensor, dummy: str) -> Optional[Tensor]:
     return torch.zeros_like(parameter) if dummy == "zeros" else torch.empty_like(parameter)
 
 
+@torch.library.custom_op(add_op_namespace_prefix("accumulate_wgrad"), mutates_args=("dw",))
+def _accumulate_wgrad(dw: Tensor, p: Tensor, q: Tensor, splits: Tensor, overwrite: bool) -> None:
+    if dw.device.type == "cpu":
+        offsets = safe_offsets(splits, dw.shape[0], p.shape[0])
+        without_autocast(_torch_linear.wgrad_groups)(p, q, offsets, dw, accumulate=not overwrite)
+        return
+    with on_device_of(dw):
+        schedule = schedule_for(splits, dw.shape[0], p.shape[0], p.dtype)
+        launch_wgrad(p, 0, q, 0, None, schedule.map, dw, accumulate=not overwrite)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("accumulate_wgrad"))
+def _accumulate_wgrad_fake(dw, p, q, splits, overwrite):
+    return None
+
+
 @torch.library.custom_op(add_op_namespace_prefix("accumulate_wgrads"), mutates_args=("dws",))
 def _accumulate_wgrads(
     dws: Sequence[Tensor], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Sequence[int],
@@ -136,6 +153,15 @@ def _accumulate_wgrads(
 @torch.library.register_fake(add_op_namespace_prefix("accumulate_wgrads"))
 def _accumulate_wgrads_fake(dws, dy, x, splits, num_groups, groups, overwrite):
     return None
+
+
+def accumulate_wgrad(dw: Tensor, dy: Tensor, x: Tensor, splits: Tensor, overwrite: bool = False) -> None:
+    """dw[g] += sum over the rows r of group g of dy[r] x[r]^T, in fp32; with overwrite it becomes that sum.
+
+    dw: (G, N, K) of any strides and floating dtype. dy: (rows, N), x: (rows, K), in one dtype. splits: as `as_splits`
+    gives them. Not differentiable; arguments are not checked.
+    """
+    ops.accumulate_wgrad(dw, dy, x, splits, overwrite)
 
 
 def accumulate(

@@ -274,9 +274,8 @@ class Bench:
             result[part] = {**floor, "providers": {**timings, **skipped}}
         for name in providers:
             result[STEP]["providers"][name].update(checked[name])
-        for part, name in ((FORWARD, GRAPH), (STEP, STEP_GRAPH)):
-            if self.cuda:
-                result[name] = {"providers": self.graphs(providers, x, part)}
+        for part, name in ((FORWARD, GRAPH), (STEP, STEP_GRAPH)) if self.cuda else ():
+            result[name] = {"providers": self.graphs(providers, x, part)}
         return {**result, "seconds": time.monotonic() - start}
 
     def run_host(self, cell: Cell) -> dict:

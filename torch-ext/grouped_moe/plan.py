@@ -258,7 +258,9 @@ class Plans(dict):
                     guard = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
                     self.repeated[name] = guard, plan
 
-    def again(self, options: Hashable, named: Tensor, tensors: Sequence[Tensor], given: Sequence[Optional[Tensor]]):
+    def again(
+        self, options: Hashable, named: Tensor, tensors: Sequence[Tensor], given: Sequence[Optional[Tensor]]
+    ) -> Optional[List[Optional[Tensor]]]:
         """What the plan makes, directly, of what it is given; None if the tensors are not like those last noted.
 
         The guard is Dynamo's: type, dtype, device, sizes, strides, requires_grad and dispatch keys, the thread's among

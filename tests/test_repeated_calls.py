@@ -4,7 +4,9 @@ On the stub of a GPU, by Triton's own launchers.
 """
 
 import contextlib
+import itertools
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
@@ -108,19 +110,22 @@ def test_repeated_calls_need_no_key(module, grouped_moe, linear, monkeypatch):
     assert [num_keys(*full) for _ in range(4)] == [1] * 4  # the precision of fp32 can change
 
 
-def test_a_weight_used_in_two_ways(module, grouped_moe, sent, linear, monkeypatch):
-    """Transposed or not, with x, weight or both frozen: what is launched is as without memory of calls before."""
+@pytest.mark.parametrize("with_scales", [None, False, True], ids=["no bias", "bias", "scaled bias"])
+def test_a_weight_used_in_two_ways(module, grouped_moe, sent, linear, monkeypatch, with_scales):
+    """Transposed or not, with any of the inputs frozen: what is launched is as without memory of calls before."""
     x, weight, dy = (torch.zeros(*shape, dtype=BF16) for shape in ((1536, 256), (3, 256, 256), (1536, 256)))
-    sizes, leaves = torch.tensor([512] * 3), [x, weight]
+    bias, scales = torch.zeros(3, 256, dtype=BF16), torch.zeros(1536)
+    sizes, leaves = torch.tensor([512] * 3), [x, weight, bias, scales][: 2 if with_scales is None else 3 + with_scales]
+    names, ways = ("bias", "bias_scales"), list(itertools.product((False, True), repeat=len(leaves)))
 
     def run():
         """What is launched, but for addresses that nobody gave."""
-        given = [tensor.data_ptr() for tensor in (x, weight, sizes, dy)]
-        for number in range(6 * 4):  # each way four times, of which the last two need no key
-            way = number // 4
-            x.requires_grad_(way % 3 != 1), weight.requires_grad_(way % 3 != 2)
+        given = [tensor.data_ptr() for tensor in (*leaves, sizes, dy)]
+        for transposed, wanted, _ in itertools.product((False, True), ways[1:], range(4)):  # the last two need no key
+            for leaf, is_wanted in zip(leaves, wanted):
+                leaf.requires_grad_(is_wanted)
             sent.clear()
-            y = grouped_moe.grouped_linear(x, weight, sizes, transposed=way >= 3)
+            y = grouped_moe.grouped_linear(x, weight, sizes, **dict(zip(names, leaves[2:])), transposed=transposed)
             torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], dy)
             for args in sent:
                 args = (part for arg in args for part in (arg if isinstance(arg, tuple) else (arg,)))

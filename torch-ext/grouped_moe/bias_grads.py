@@ -26,7 +26,7 @@ def launch_dbias_dscales(
 ) -> None:
     """Writes dbias and dscales, or adds to them where `accumulate` says so, by the Triton kernels."""
     schedule = schedule_for(splits, bias.shape[0], dy.shape[0], dy.dtype)
-    launch_bias_backward(dy, scales, bias, schedule, dbias, dscales, accumulate)
+    launch_bias_backward(dy, scales, bias, schedule, dbias, dscales, tuple(accumulate))
 
 
 @torch.library.custom_op(add_op_namespace_prefix("dbias_dscales"), mutates_args=("dbias", "dscales"))

@@ -274,12 +274,31 @@ def launch_bias_backward(
 
     Either may be None. dscales: (rows,), 0 for rows of no expert.
     """
-    dots = None
-    if dscales is not None:
-        dots = dy.new_empty((num_dots(dy.shape[1]), dy.shape[0]), dtype=torch.float32)
-    launch_bias_grads(dy, 0, scales, None, schedule, dbias, bias, dots, accumulate[0])
-    if dscales is not None:
-        launch_sum_partials(dots, None, schedule, dscales, accumulate[1])
+    dy = unit_rows(dy)
+    operands = map(form_of, (dy, scales, bias, dbias, dscales))
+    plan = bias_backward_plan(*operands, schedule[1:], accumulate, dy.device)
+    plan(dy, scales, bias, schedule.map, dbias, dscales)
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def bias_backward_plan(
+    dy: Form, scales: Optional[Form], bias: Optional[Form], dbias: Optional[Form], dscales: Optional[Form],
+    sizes: Sizes, accumulate: Tuple[bool, bool], device: torch.device,
+) -> Plan:  # fmt: skip
+    """The plan of `launch_bias_backward` for (dy, scales, bias, the schedule's map, dbias, dscales).
+
+    Columns of dy are contiguous.
+    """
+    (rows, n), plan = dy.shape, Plan(device, 6)
+    parts = num_dots(n), rows
+    dots = plan.make(None if dscales is None else unwritten(torch.float32, *parts), scratch=True)
+    dots_stride = None if dscales is None else rows
+    sums = bias_grads_plan(dy, 0, scales, bias, dots_stride, False, dbias, sizes, accumulate[0], device)
+    plan.include(sums, 0, 1, 2, dots, None, 3, 4)
+    if dscales is not None and rows:
+        total = sum_partials_launch(parts, False, dscales.dtype, rows, sizes[0], accumulate[1], device)
+        plan.add(total, dots, None, 3, 5)
+    return plan
 
 
 def num_dots(n: int) -> int:

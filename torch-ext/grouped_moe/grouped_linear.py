@@ -22,10 +22,10 @@ from .define import (
     plan_key,
     register_autograd,
 )
-from .gemm import gemm_launch, has_unit_rows, launch_bias_backward, nk_order, unit_rows, wgrad_launch
+from .gemm import bias_backward_plan, gemm_launch, has_unit_rows, nk_order, unit_rows, wgrad_launch
 from .launch import MAX_KEPT, Form, form_of
 from .plan import Plan, Plans, like, unwritten
-from .schedule import Schedule, Splits, as_splits, map_form, schedule_launch, schedule_sizes
+from .schedule import Splits, as_splits, map_form, schedule_launch, schedule_sizes
 from .tuning import DeviceSpec, dot_precision, on_device_of, spec_of
 
 Grads = Tuple[Optional[Tensor], ...]  # of x, weight, bias, bias_scales; None where not asked for
@@ -79,41 +79,40 @@ def backward_triton(
     needs: Sequence[bool],
 ) -> Grads:
     """The backward by the Triton kernels. splits may also be the map that `forward_triton` made of them."""
-    needs_x, needs_weight, needs_bias, needs_scales = needs
-    dy, x = unit_rows(dy), unit_rows(x) if needs_weight else None
+    _, needs_weight, needs_bias, needs_scales = needs
+    dy, x, bias = unit_rows(dy), unit_rows(x) if needs_weight else None, bias if needs_scales else None
+    scales = scales.contiguous() if scales is not None and (needs_bias or needs_scales) else None
     splits = splits if splits.is_contiguous() else splits.contiguous()
-    tile_map, dx, dw = _backward_plan_of(dy, x, weight, splits, transposed, needs_x)(dy, x, weight, splits)[4:]
-    dbias = dscales = None
-    if needs_bias or needs_scales:
-        dbias, dscales = _empty_grads(dy, weight, scales, transposed, (False, False, needs_bias, needs_scales))[2:]
-        sizes = schedule_sizes(dy.shape[0], weight.shape[0], dy.dtype)
-        schedule = Schedule(splits if tile_map is None else tile_map, *sizes)
-        launch_bias_backward(dy, scales, bias, schedule, dbias, dscales)
-    return dx, dw, dbias, dscales
+    given = dy, x, weight, splits, bias, scales
+    return tuple(_backward_plan_of(given, transposed, tuple(needs))(*given)[_MADE])
 
 
-def _backward_plan_of(
-    dy: Tensor, x: Optional[Tensor], weight: Tensor, splits: Tensor, transposed: bool, needs_x: bool
-) -> Plan:
-    """The plan of the backward but for bias and scales; columns of dy and x are contiguous, and splits."""
-    spec = spec_of(dy)
-    forms = map(form_of, (dy, x, weight, splits))
-    return _backward_plan(*forms, transposed, needs_x, spec, dot_precision(dy.dtype, spec), dy.device)
+def _backward_plan_of(given: Sequence[Optional[Tensor]], transposed: bool, needs: Tuple[bool, ...]) -> Plan:
+    """The plan of the backward; columns of dy and x are contiguous, splits and scales; None is what is not needed."""
+    dy, spec = given[0], spec_of(given[0])
+    return _backward_plan(*map(form_of, given), transposed, needs, spec, dot_precision(dy.dtype, spec), dy.device)
+
+
+_MADE = slice(7, 11)  # of the backward's plan the gradients
 
 
 @lru_cache(maxsize=MAX_KEPT)
 def _backward_plan(
-    dy: Form, x: Optional[Form], weight: Form, splits: Form, transposed: bool, needs_x: bool,
-    spec: DeviceSpec, precision: str, device: torch.device,
+    dy: Form, x: Optional[Form], weight: Form, splits: Form, bias: Optional[Form], scales: Optional[Form],
+    transposed: bool, needs: Tuple[bool, ...], spec: DeviceSpec, precision: str, device: torch.device,
 ) -> Plan:  # fmt: skip
-    """dy, x, weight, splits -> map, unless splits are one, dx, dw; dx and dw None where not asked for, dw without x."""
+    """dy, x, weight, splits, bias, scales -> map, unless splits are one, dx, dw, dbias, dscales; None if not needed."""
     rows, num_groups, k = dy.shape[0], weight.shape[0], weight.shape[1 if transposed else 2]
+    needs_x, needs_weight, needs_bias, needs_scales = needs
     sizes = schedule_sizes(rows, num_groups, dy.dtype)
     is_map = splits.shape[0] > num_groups + 1
-    plan = Plan(device, 4)
+    plan = Plan(device, 6)
     made_map = plan.make(None if is_map else map_form(sizes))
     dx = plan.make(unwritten(dy.dtype, rows, k) if needs_x else None)
-    dw = plan.make(None if x is None else like(weight))
+    dw = plan.make(like(weight) if needs_weight else None)
+    dbias_form = unwritten(dy.dtype, num_groups, dy.shape[1]) if needs_bias else None
+    dscales_form = unwritten(scales.dtype, rows) if needs_scales else None
+    dbias, dscales = plan.make(dbias_form), plan.make(dscales_form)
     tile_map = 3 if is_map else made_map
     if not is_map:
         plan.add(schedule_launch(splits, rows, sizes, device), 3, tile_map)
@@ -121,10 +120,13 @@ def _backward_plan(
         strides = nk_order(weight.strides, not transposed)
         gemm = gemm_launch(dy, weight, strides, k, None, None, sizes, True, spec, precision, device)
         plan.add(gemm, 0, 2, None, None, dx, tile_map)
-    if x is not None:
+    if needs_weight:
         (p, p_number), (q, q_number) = ((x, 1), (dy, 0)) if transposed else ((dy, 0), (x, 1))
         wgrad = wgrad_launch(p, 0, q, 0, None, like(weight), False, spec, precision, device)
         plan.add(wgrad, p_number, q_number, dw, None, tile_map)
+    if needs_bias or needs_scales:
+        sums = bias_backward_plan(dy, scales, bias, dbias_form, dscales_form, sizes, (False, False), device)
+        plan.include(sums, 0, 5, 4, tile_map, dbias, dscales)
     return plan
 
 
@@ -272,13 +274,13 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, saved, dy):
         needs_x, needs_weight, _, needs_bias, needs_scales, *_ = ctx.needs_input_grad
-        needs = [needs_x, needs_weight, needs_bias, needs_scales]
+        needs = needs_x, needs_weight, needs_bias, needs_scales
         x, weight, splits, bias, scales = saved
-        made, dbias, dscales = None, None, None
-        if not (ctx.schedule is None or needs_bias or needs_scales):  # which the kept plans leave out
-            made = _backward_by_plan(dy, x, weight, ctx.schedule, ctx.transposed, needs_x)
+        made = None
+        if ctx.schedule is not None:
+            made = _backward_by_plan(dy, x, weight, ctx.schedule, bias, scales, ctx.transposed, needs)
         if made is not None:
-            *_, dx, dw = made
+            dx, dw, dbias, dscales = made[_MADE]
         elif is_plain(dy, x, weight, splits, bias, scales):
             splits = splits if ctx.schedule is None else ctx.schedule
             dx, dw, dbias, dscales = _backward(dy, x, weight, splits, bias, scales, ctx.transposed, needs)
@@ -315,8 +317,10 @@ def grouped_linear(
     applies as to `F.linear`, scales stay as they are. Raises TypeError or ValueError that names the argument.
     """
     tensors = x, weight, splits, bias, bias_scales
-    may_repeat = bias is None and bias_scales is None and type(transposed) is bool
-    made = _plans.again(transposed, weight, tensors[:3], tensors) if may_repeat else None
+    # Flags that equal others, as 1 does True, are checked anew.
+    options = (transposed, bias is None, bias_scales is None) if type(transposed) is bool else None
+    present = tensors[:3] if bias is None else [tensor for tensor in tensors if tensor is not None]
+    made = options and _plans.again(options, weight, present, tensors)
     if made is None:
         key = plan_key(tensors, transposed)
         plan = None if key is None else _plans.get(key)
@@ -329,8 +333,8 @@ def grouped_linear(
         if plan is not None:
             with on_device_of(x):
                 made = plan(*tensors)
-            if may_repeat:
-                _plans.note(transposed, weight, tensors[:3], plan)
+            if options:
+                _plans.note(options, weight, present, plan)
     if needs_autograd(*tensors):
         return _apply_plain(*tensors, transposed, made or True)
     return _forward(*tensors, transposed)[0] if made is None else made[-1]
@@ -341,28 +345,30 @@ _backward_plans = Plans()
 
 
 def _backward_by_plan(
-    dy: Tensor, x: Optional[Tensor], weight: Tensor, tile_map: Tensor, transposed: bool, needs_x: bool
-) -> Optional[List[Optional[Tensor]]]:
-    """What `_backward_plan_of` makes; None in calls that are not plain, and where dy or x has to be copied first.
+    dy: Tensor, x: Optional[Tensor], weight: Tensor, tile_map: Tensor, bias: Optional[Tensor],
+    scales: Optional[Tensor], transposed: bool, needs: Tuple[bool, ...],
+) -> Optional[List[Optional[Tensor]]]:  # fmt: skip
+    """What `_backward_plan_of` makes; None in calls that are not plain, and where one of them has to be copied first.
 
     tile_map, the forward's, is not in the key: its size follows from the rows of dy, the groups and the dtype.
     """
-    given = dy, x, weight, tile_map
-    tensors, options = (dy, weight, tile_map) if x is None else given, (transposed, x is None)
+    given = dy, x, weight, tile_map, bias, scales
+    present, options = [tensor for tensor in given if tensor is not None], (transposed, needs, scales is None)
     # Where x needs no gradient, what stands for the weight may be another tensor in every step.
-    made = _backward_plans.again(options, weight, tensors, given) if needs_x else None
+    made = _backward_plans.again(options, weight, present, given) if needs[0] else None
     if made is not None:
         return made
-    key = plan_key(given[:3], transposed, needs_x)
+    key = plan_key((dy, x, weight, bias, scales), transposed, needs)
     plan = None if key is None else _backward_plans.get(key)
     if plan is None:
-        if key is None or not (has_unit_rows(dy) and (x is None or has_unit_rows(x))):
+        ready = has_unit_rows(dy) and (x is None or has_unit_rows(x)) and (scales is None or scales.is_contiguous())
+        if key is None or not ready:
             return None
-        plan = _backward_plans.keep(key, _backward_plan_of(dy, x, weight, tile_map, transposed, needs_x))
+        plan = _backward_plans.keep(key, _backward_plan_of(given, transposed, needs))
     with on_device_of(dy):
         made = plan(*given)
-    if needs_x:
-        _backward_plans.note(options, weight, tensors, plan)
+    if needs[0]:
+        _backward_plans.note(options, weight, present, plan)
     return made
 
 

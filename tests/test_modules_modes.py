@@ -1,4 +1,4 @@
-"""GroupedLinear under torch.compile, autocast, activation checkpointing and in CUDA graphs."""
+"""GroupedLinear under torch.compile, autocast, activation checkpointing, modes of dispatch and in CUDA graphs."""
 
 import contextlib
 import copy
@@ -28,6 +28,7 @@ from linear_modules import (
     wanted_main_grad,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -244,3 +245,36 @@ def _refill(module):
         if name.startswith("weight"):
             parameter.main_grad.normal_()
     return main_grads(module).clone()
+
+
+class Watch(TorchDispatchMode):
+    """Keeps the names of the ops that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@by_delay
+@by_place
+def test_main_grad_changes_in_place(grouped_moe, device, place, delay):
+    """As autograd counts it, too; by an op where somebody looks for one, with the same result."""
+    form, watch = form_of(place), Watch()
+    results = []
+    for context in (contextlib.nullcontext(), watch):
+        torch.manual_seed(3)
+        module = make_module(grouped_moe, form, device, accumulate_into_main_grad=True, delay_wgrad=delay)
+        give_main_grads(module, place)
+        weights = [p for name, p in module.named_parameters() if name.startswith("weight")]
+        batch, versions = make_batch(form, device), [weight.main_grad._version for weight in weights]
+        with context, torch.autograd.set_multithreading_enabled(False):
+            module(*batch[:3]).backward(batch.dy)
+            module.backward_dw()
+        assert all(weight.main_grad._version > version for weight, version in zip(weights, versions))
+        results.append(main_grads(module))
+    assert_bitwise("main_grad", *results)
+    assert any("accumulate_wgrad" in name for name in watch.seen)

@@ -322,6 +322,27 @@ def test_wrong_main_grads_are_named(grouped_moe, device, single, delay):
         module.backward_dw()
 
 
+@by_single
+def test_main_grads_that_were_right_before(grouped_moe, device, single):
+    """Others in their place are checked by the forward; what became of the same ones, by the backward."""
+    place, name = ("single", "weight") if single else ("packed", "weight2")
+    form = form_of(place)
+    module, batch = make_module(grouped_moe, form, device, accumulate_into_main_grad=True), make_batch(form, device)
+    give_main_grads(module, place)
+    weight, said = getattr(module, name), rf"^{name}\.main_grad: "
+    for _ in range(2):
+        module(*batch[:3]).backward(batch.dy)
+    right, weight.main_grad = weight.main_grad, weight.main_grad[1:]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            module(*batch[:3])
+    weight.main_grad = right
+    y = module(*batch[:3])
+    right.data = right[1:]
+    with pytest.raises(ValueError, match=said):
+        y.backward(batch.dy)
+
+
 @pytest.mark.parametrize("place", ["single", "packed", "apart"])
 def test_main_grad_is_that_of_the_backward(grouped_moe, device, place):
     """Replaced, and its flag reset, after the forward: the new buffer gets the gradient, the flag is set."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import _checks as checks
 from ._ops import ops
+from .define import is_unwatched, plain_apply
 from .grouped_linear import grouped_linear
 from .schedule import Splits, as_splits
 from .weight_grads import (
@@ -40,6 +41,9 @@ class _Pack(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         check_weights(ctx.watched, ctx.versions)
         return (None, None, *grad.unbind(0))
+
+
+_pack_plain, _tap_plain = map(plain_apply, (_Pack, MainGradTap))
 
 
 def _check_arguments(num_groups, in_features, out_features, bias, scale_bias, dtype, init_method) -> None:
@@ -121,6 +125,7 @@ class GroupedLinear(nn.Module):
         self._discrete_names = {kind: [f"{kind}{group}" for group in range(num_groups)] for kind in ("weight", "bias")}
         self._delayed: Deque[Delayed] = deque()
         self._wgrad_hooks: List[Callable[[], Any]] = []
+        self._right_main_grads: List[int] = []
         weight = torch.empty((num_groups, out_features, in_features), device=device, dtype=dtype)
         self._register("weight", weight)
         if bias:
@@ -145,7 +150,7 @@ class GroupedLinear(nn.Module):
     def _of(self, kind: str) -> List[nn.Parameter]:
         names, parameters = self._names(kind), self._parameters
         try:
-            return [parameters[name] for name in names]
+            return [*map(parameters.__getitem__, names)]
         except KeyError:  # wrappers put properties and plain tensors in their place
             return [getattr(self, name) for name in names]
 
@@ -180,7 +185,7 @@ class GroupedLinear(nn.Module):
         return self
 
     def _state(self) -> Dict[str, Any]:
-        return {**self.__dict__, "_delayed": deque(), "_wgrad_hooks": []}
+        return {**self.__dict__, "_delayed": deque(), "_wgrad_hooks": [], "_right_main_grads": []}
 
     def __deepcopy__(self, memo):
         twin = memo[id(self)] = type(self).__new__(type(self))
@@ -236,7 +241,9 @@ class GroupedLinear(nn.Module):
         packed = None if torch.compiler.is_compiling() or kind == "bias" else as_one(parameters)
         if packed is None:
             return torch.stack([p.detach() for p in parameters] if detached else parameters)
-        return packed if detached else _Pack.apply(packed, self._watched(x), *parameters)
+        if detached:
+            return packed
+        return (_pack_plain if is_unwatched() else _Pack.apply)(packed, self._watched(x), *parameters)
 
     def _watched(self, x: Tensor) -> List[nn.Parameter]:
         """Weights that autograd sees one of and x's gradient depends on all of."""
@@ -280,16 +287,26 @@ class GroupedLinear(nn.Module):
     def _forward_main_grad(self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor]) -> Tensor:
         (groups, weights), compiling = self._wanted(), torch.compiler.is_compiling()
         names = [name for name, weight in zip(self._names("weight"), self._of("weight")) if weight.requires_grad]
-        # Megatron-LM may replace buffers and reset flags until the backward, and makes some only for it.
-        early = compiling or not any(hasattr(weight, "get_main_grad") for weight in weights)
-        targets = self._main_grads() if early else None
+        # Otherwise they are looked up in the backward: Megatron-LM may replace buffers and reset flags until then.
+        targets = self._main_grads() if compiling else None
+        if not compiling:
+            self._check_main_grads(weights)
         x, splits = self._as_saved(x, splits)
         y = grouped_linear(x, self._packed("weight", x, True), splits, self._packed("bias", x), bias_scales)
         if compiling:
             mark_added(weights)
-        else:
-            targets = None  # checked; they are looked up again in the backward
-        return MainGradTap.apply(y, x, splits, targets, names, self.num_groups, groups, self._watched(x), *weights)
+        apply = _tap_plain if is_unwatched() else MainGradTap.apply
+        return apply(y, x, splits, targets, names, self.num_groups, groups, self._watched(x), *weights)
+
+    def _check_main_grads(self, weights: List[nn.Parameter]) -> None:
+        """Raises what `main_grad_of` raises, unless all buffers were right before or are made only for the backward."""
+        if any(hasattr(weight, "get_main_grad") for weight in weights):
+            return
+        # By identity, since they must not live longer for it. If one has another's, the backward complains.
+        buffers = [id(getattr(weight, "main_grad", None)) for weight in weights]
+        if buffers != self._right_main_grads:
+            self._main_grads()
+            self._right_main_grads = buffers
 
     def _as_saved(self, x: Tensor, splits: Splits) -> Tuple[Tensor, Tensor]:
         """x and splits as `grouped_linear` keeps them for the backward."""

@@ -1,6 +1,7 @@
 """Weight gradients that take another way than autograd's: into `main_grad`, as Megatron-LM has it, or later."""
 
-from typing import Deque, List, NamedTuple, Optional, Sequence
+import itertools
+from typing import Deque, Iterable, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from ._ops import add_op_namespace_prefix, ops
 from ._torch import grouped_linear as _torch_linear
 from ._torch import without_autocast
 from ._torch.schedule import safe_offsets
-from .define import once_differentiable
+from .define import is_plain, once_differentiable
 from .gemm import launch_wgrad
 from .schedule import schedule_for
 from .tuning import on_device_of
@@ -59,16 +60,17 @@ def versions_of(tensors: Sequence[Optional[Tensor]]) -> List[int]:
     return [0 if tensor is None else tensor._version for tensor in tensors]
 
 
-def check_versions(names: Sequence[str], tensors: Sequence[Optional[Tensor]], versions: Sequence[int]) -> None:
+def check_versions(names: Iterable[str], tensors: Sequence[Optional[Tensor]], versions: Sequence[int]) -> None:
     """Raises RuntimeError, as autograd does for what it saved, if a tensor was modified since it had its version."""
-    for name, now, then in zip(names, versions_of(tensors), versions):
+    found = versions_of(tensors)
+    for name, now, then in zip(names, found, versions) if found != versions else ():
         if now != then:
             raise RuntimeError(f"{name}: modified in place before the gradients that depend on it were computed")
 
 
 def check_weights(weights: Sequence[Tensor], versions: Sequence[int]) -> None:
     """`check_versions` of all the discrete weights."""
-    check_versions([f"weight{group}" for group in range(len(weights))], weights, versions)
+    check_versions(map("weight{}".format, itertools.count()), weights, versions)
 
 
 def main_grad_of(name: str, parameter: Tensor) -> MainGrad:
@@ -114,8 +116,7 @@ def dummy_grad(parameter: Tensor, dummy: str) -> Optional[Tensor]:
     return torch.zeros_like(parameter) if dummy == "zeros" else torch.empty_like(parameter)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("accumulate_wgrad"), mutates_args=("dw",))
-def _accumulate_wgrad(dw: Tensor, p: Tensor, q: Tensor, splits: Tensor, overwrite: bool) -> None:
+def _wgrad_into(dw: Tensor, p: Tensor, q: Tensor, splits: Tensor, overwrite: bool) -> None:
     if dw.device.type == "cpu":
         offsets = safe_offsets(splits, dw.shape[0], p.shape[0])
         without_autocast(_torch_linear.wgrad_groups)(p, q, offsets, dw, accumulate=not overwrite)
@@ -125,24 +126,28 @@ def _accumulate_wgrad(dw: Tensor, p: Tensor, q: Tensor, splits: Tensor, overwrit
         launch_wgrad(p, 0, q, 0, None, schedule.map, dw, accumulate=not overwrite)
 
 
+@torch.library.custom_op(add_op_namespace_prefix("accumulate_wgrad"), mutates_args=("dw",))
+def _accumulate_wgrad(dw: Tensor, p: Tensor, q: Tensor, splits: Tensor, overwrite: bool) -> None:
+    _wgrad_into(dw, p, q, splits, overwrite)
+
+
 @torch.library.register_fake(add_op_namespace_prefix("accumulate_wgrad"))
 def _accumulate_wgrad_fake(dw, p, q, splits, overwrite):
     return None
 
 
-@torch.library.custom_op(add_op_namespace_prefix("accumulate_wgrads"), mutates_args=("dws",))
-def _accumulate_wgrads(
+def _wgrads_into(
     dws: Sequence[Tensor], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Sequence[int],
     overwrite: Sequence[bool],
 ) -> None:  # fmt: skip
     dw = as_one(dws) if len(dws) == num_groups and len(set(overwrite)) == 1 else None
     if dw is not None:
-        accumulate_wgrad(dw, dy, x, splits, overwrite[0])
+        _wgrad_into(dw, dy, x, splits, overwrite[0])
         return
     if dy.device.type == "cpu":
         offsets = safe_offsets(splits, num_groups, dy.shape[0])
         for dw, group, replace in zip(dws, groups, overwrite):
-            accumulate_wgrad(dw[None], dy, x, offsets[group : group + 2], replace)
+            _wgrad_into(dw[None], dy, x, offsets[group : group + 2], replace)
         return
     with on_device_of(dy):
         offsets = schedule_for(splits, num_groups, dy.shape[0], dy.dtype).map
@@ -150,33 +155,37 @@ def _accumulate_wgrads(
             launch_wgrad(dy, 0, x, 0, None, offsets[group:], dw[None], accumulate=not replace)
 
 
+@torch.library.custom_op(add_op_namespace_prefix("accumulate_wgrads"), mutates_args=("dws",))
+def _accumulate_wgrads(
+    dws: Sequence[Tensor], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Sequence[int],
+    overwrite: Sequence[bool],
+) -> None:  # fmt: skip
+    _wgrads_into(dws, dy, x, splits, num_groups, groups, overwrite)
+
+
 @torch.library.register_fake(add_op_namespace_prefix("accumulate_wgrads"))
 def _accumulate_wgrads_fake(dws, dy, x, splits, num_groups, groups, overwrite):
     return None
 
 
-def accumulate_wgrad(dw: Tensor, dy: Tensor, x: Tensor, splits: Tensor, overwrite: bool = False) -> None:
-    """dw[g] += sum over the rows r of group g of dy[r] x[r]^T, in fp32; with overwrite it becomes that sum.
-
-    dw: (G, N, K) of any strides and floating dtype. dy: (rows, N), x: (rows, K), in one dtype. splits: as `as_splits`
-    gives them. Not differentiable; arguments are not checked.
-    """
-    ops.accumulate_wgrad(dw, dy, x, splits, overwrite)
-
-
 def accumulate(
     targets: Sequence[MainGrad], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Optional[List[int]]
 ) -> None:
-    """Adds dY_g^T X_g to targets[i].buffer (N, K) for g = groups[i], or overwrites it; otherwise as `accumulate_wgrad`.
+    """Adds dY_g^T X_g, summed in fp32, to targets[i].buffer (N, K) for g = groups[i], or overwrites it.
 
-    One launch if the buffers are those of all groups and lie in memory as one (G, N, K) tensor, else one per group.
-    groups None: there is one target, of all groups, (G, N, K).
+    groups None: there is one target, of all groups, (G, N, K). Buffers: of any strides and floating dtype. One launch
+    if they are those of all groups and lie in memory as one (G, N, K) tensor, else one per group.
+    dy: (rows, N), x: (rows, K), in one dtype. splits: as `as_splits` gives them. Not differentiable; arguments are not
+    checked.
     """
     buffers, overwrite = [target.buffer for target in targets], [target.overwrite for target in targets]
+    plain = is_plain(dy, x, splits, *buffers)
     if groups is None:
-        accumulate_wgrad(buffers[0], dy, x, splits, overwrite[0])
+        (_wgrad_into if plain else ops.accumulate_wgrad)(buffers[0], dy, x, splits, overwrite[0])
     else:
-        ops.accumulate_wgrads(buffers, dy, x, splits, num_groups, groups, overwrite)
+        (_wgrads_into if plain else ops.accumulate_wgrads)(buffers, dy, x, splits, num_groups, groups, overwrite)
+    if plain:  # else the op does
+        torch.autograd.graph.increment_version(buffers)
 
 
 class MainGradTap(torch.autograd.Function):

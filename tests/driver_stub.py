@@ -1,5 +1,6 @@
 """Stands in for Triton's driver where there is no GPU: kernels are compiled for a Hopper, and their launches kept."""
 
+import zlib
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ class Utils:
     """Stands in for the driver's functions in C."""
 
     def load_binary(self, name, kernel, shared, device):
-        return name, hash(name), 32, 0, 1024
+        return name, zlib.crc32(kernel) % 2**20, 32, 0, 1024
 
     def unload_module(self, module):
         pass

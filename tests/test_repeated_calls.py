@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.overrides import TorchFunctionMode
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest_plugins = ["driver_stub"]
 BF16 = torch.bfloat16
+LEAST_ADDRESS = 2**22  # of memory, and more than all sizes here
 
 
 def test_a_step_keeps_its_plans(module, grouped_moe, sent, linear, monkeypatch):
@@ -120,7 +122,7 @@ def test_a_weight_used_in_two_ways(module, grouped_moe, sent, linear, monkeypatc
 
     def run():
         """What is launched, but for addresses that nobody gave."""
-        given = [tensor.data_ptr() for tensor in (*leaves, sizes, dy)]
+        given = {tensor.data_ptr() for tensor in (*leaves, sizes, dy)}
         for transposed, wanted, _ in itertools.product((False, True), ways[1:], range(4)):  # the last two need no key
             for leaf, is_wanted in zip(leaves, wanted):
                 leaf.requires_grad_(is_wanted)
@@ -129,7 +131,7 @@ def test_a_weight_used_in_two_ways(module, grouped_moe, sent, linear, monkeypatc
             torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], dy)
             for args in sent:
                 args = (part for arg in args for part in (arg if isinstance(arg, tuple) else (arg,)))
-                yield [arg for arg in args if not isinstance(arg, int) or arg < 2**31 or arg in given]
+                yield [arg for arg in args if not isinstance(arg, int) or arg < LEAST_ADDRESS or arg in given]
 
     got = list(run())
     monkeypatch.setattr(module("plan").Plans, "again", lambda *args: None)
@@ -163,6 +165,20 @@ def test_repeated_calls_compile(grouped_moe, linear):
         grouped_moe.grouped_linear(x, weight, sizes)
     torch.compile(lambda x: grouped_moe.grouped_linear(x, weight, sizes), fullgraph=True, backend=backend)(x)
     assert any("grouped_linear" in target for target in targets)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_plans_of_eager_calls_are_no_reason_to_compile_again(grouped_moe, linear, with_bias):
+    weight, bias = torch.zeros(3, 512, 256, dtype=BF16), torch.zeros(3, 512, dtype=BF16) if with_bias else None
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(grouped_moe.grouped_linear, fullgraph=True, backend=counter)
+    for rows in (48, 32, 64, 96):
+        x, sizes = torch.zeros(rows, 256, dtype=BF16), torch.tensor([rows // 4] * 3)
+        for _ in range(3):
+            grouped_moe.grouped_linear(x, weight, sizes, bias)
+        torch._dynamo.mark_dynamic(x, 0)
+        compiled(x, weight, sizes, bias)
+    assert len(linear._plans) == 4 and counter.frame_count == 1
 
 
 def test_what_is_noted_is_bounded(module, grouped_moe, linear, monkeypatch):

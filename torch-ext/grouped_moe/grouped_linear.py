@@ -6,6 +6,7 @@ from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import _checks as checks
 from ._ops import ops
@@ -317,8 +318,10 @@ def grouped_linear(
     applies as to `F.linear`, scales stay as they are. Raises TypeError or ValueError that names the argument.
     """
     tensors = x, weight, splits, bias, bias_scales
-    # Flags that equal others, as 1 does True, are checked anew.
-    options = (transposed, bias is None, bias_scales is None) if type(transposed) is bool else None
+    # Not flags that equal others, as 1 does True. Nor a look at the plans while Dynamo traces: it guards what it sees,
+    # and would compile again whenever another call has made one.
+    known = type(transposed) is bool and not is_compiling()
+    options = (transposed, bias is None, bias_scales is None) if known else None
     present = tensors[:3] if bias is None else [tensor for tensor in tensors if tensor is not None]
     made = options and _plans.again(options, weight, present, tensors)
     if made is None:

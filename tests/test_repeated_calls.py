@@ -57,6 +57,26 @@ def test_a_step_keeps_its_plans(module, grouped_moe, sent, linear, monkeypatch):
     assert step() == 2
 
 
+def test_scales_with_gaps_are_copied(grouped_moe, sent, linear):
+    """As hooks of saved tensors may return them: kernels read them one after the other."""
+    x, weight, dy = (torch.zeros(*shape, dtype=BF16) for shape in ((1536, 256), (3, 512, 256), (1536, 512)))
+    bias, scales, sizes, spaced = torch.zeros(3, 512, dtype=BF16), torch.zeros(1536), torch.tensor([512] * 3), []
+
+    def unpack(tensor):
+        if tensor.shape != scales.shape:
+            return tensor
+        spaced.append(tensor.repeat_interleave(2)[::2])
+        return spaced[-1]
+
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
+            y = grouped_moe.grouped_linear(x, weight, sizes, bias.requires_grad_(), scales)
+        sent.clear()
+        torch.autograd.grad(y, bias, dy)
+        assert len(sent) == 2
+        assert all(spaced[-1].data_ptr() not in args for args in sent)
+
+
 class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))

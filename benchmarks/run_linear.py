@@ -292,12 +292,12 @@ class Bench:
 
 
 def cells(smoke: bool) -> List[Cell]:
-    """First the smallest shape, whose steps the host can bound, while nothing else may run beside them; then the shapes
-    with the group counts of their models; least important last, where a budget that ends early cuts. Cells that share a
-    weight follow each other."""
+    """First the smallest shape, whose steps the host can bound: what runs beside them can begin after them. Then the
+    shapes with the group counts of their models; least important last, where a budget that ends early cuts. Cells that
+    share a weight follow each other."""
     if smoke:
         return [Cell(3, 32, 48, rows, pattern) for rows in (96, 5) for pattern in PATTERNS]
-    first = list(zip((*GROUPS, *GROUPS), (*[SHAPES[-1]] * len(GROUPS), *SHAPES[:-1])))
+    first = [*((groups, SHAPES[-1]) for groups in GROUPS), *zip(GROUPS, SHAPES[:-1])]
     rest = [(groups, shape) for groups in GROUPS for shape in SHAPES if (groups, shape) not in first]
     rest.sort(key=lambda pair: pair[0] * math.prod(pair[1]))
     return [Cell(g, *shape, rows, pattern) for g, shape in first + rest for rows in ROWS for pattern in PATTERNS]

@@ -332,7 +332,10 @@ def test_main_grads_that_were_right_before(grouped_moe, device, single):
     weight, said = getattr(module, name), rf"^{name}\.main_grad: "
     for _ in range(2):
         module(*batch[:3]).backward(batch.dy)
-    right, weight.main_grad = weight.main_grad, weight.main_grad[1:]
+    right, weight.main_grad = weight.main_grad.clone(), None
+    with pytest.raises(AttributeError, match=said):
+        module(*batch[:3])
+    weight.main_grad = right[1:]
     for _ in range(2):
         with pytest.raises(ValueError, match=said):
             module(*batch[:3])

@@ -77,6 +77,20 @@ def test_scales_with_gaps_are_copied(grouped_moe, sent, linear):
         assert all(spaced[-1].data_ptr() not in args for args in sent)
 
 
+@pytest.mark.parametrize("number", [3, 4, 5], ids=["no bias", "bias", "scaled bias"])
+def test_what_is_missing_is_named(grouped_moe, linear, number):
+    """Also by a call like others but for a tensor that it lacks."""
+    x, weight, sizes = torch.zeros(48, 256, dtype=BF16), torch.zeros(3, 512, 256, dtype=BF16), torch.tensor([16] * 3)
+    given = [x, weight, sizes, torch.zeros(3, 512, dtype=BF16), torch.zeros(48)][:number]
+    for _ in range(4):
+        grouped_moe.grouped_linear(*given)
+    for place, name in enumerate(("x", "weight", "splits")):
+        with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+            grouped_moe.grouped_linear(*given[:place], None, *given[place + 1 :])
+    with pytest.raises(ValueError, match="bias"):
+        grouped_moe.grouped_linear(x, weight, sizes, None, torch.zeros(48))
+
+
 class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))

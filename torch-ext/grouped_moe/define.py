@@ -155,7 +155,7 @@ def register_autograd(name: str, function) -> None:
 
 
 def plain_apply(function) -> Callable:
-    """`function.apply` for calls that `is_plain` holds of: it need not look for functorch's transforms again."""
+    """`function.apply` where `is_unwatched` holds: it need not look for functorch's transforms again."""
     return super(torch.autograd.Function, function).apply
 
 

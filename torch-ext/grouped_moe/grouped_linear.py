@@ -89,12 +89,13 @@ def backward_triton(
 
 
 def _backward_plan_of(given: Sequence[Optional[Tensor]], transposed: bool, needs: Tuple[bool, ...]) -> Plan:
-    """The plan of the backward; columns of dy and x are contiguous, splits and scales; None is what is not needed."""
+    """Its plan; dy and x have contiguous columns, splits and scales are contiguous, and what is not needed is None."""
     dy, spec = given[0], spec_of(given[0])
     return _backward_plan(*map(form_of, given), transposed, needs, spec, dot_precision(dy.dtype, spec), dy.device)
 
 
-_MADE = slice(7, 11)  # of the backward's plan the gradients
+_GIVEN = 6  # to the backward's plan
+_MADE = slice(_GIVEN + 1, _GIVEN + 5)  # by it, after the map
 
 
 @lru_cache(maxsize=MAX_KEPT)
@@ -107,7 +108,7 @@ def _backward_plan(
     needs_x, needs_weight, needs_bias, needs_scales = needs
     sizes = schedule_sizes(rows, num_groups, dy.dtype)
     is_map = splits.shape[0] > num_groups + 1
-    plan = Plan(device, 6)
+    plan = Plan(device, _GIVEN)
     made_map = plan.make(None if is_map else map_form(sizes))
     dx = plan.make(unwritten(dy.dtype, rows, k) if needs_x else None)
     dw = plan.make(like(weight) if needs_weight else None)
@@ -318,11 +319,11 @@ def grouped_linear(
     applies as to `F.linear`, scales stay as they are. Raises TypeError or ValueError that names the argument.
     """
     tensors = x, weight, splits, bias, bias_scales
-    # Not flags that equal others, as 1 does True. Nor a look at the plans while Dynamo traces: it guards what it sees,
-    # and would compile again whenever another call has made one.
-    known = type(transposed) is bool and not is_compiling()
-    options = (transposed, bias is None, bias_scales is None) if known else None
-    present = tensors[:3] if bias is None else [tensor for tensor in tensors if tensor is not None]
+    # 1 hashes like True. Dynamo must not see the plans: it would guard on them, and compile again whenever an eager
+    # call has made one.
+    may_repeat = type(transposed) is bool and not is_compiling()
+    options = (transposed, bias is None, bias_scales is None) if may_repeat else None
+    present = tensors[:3] if bias is None else tensors[:4] if bias_scales is None else tensors
     made = options and _plans.again(options, weight, present, tensors)
     if made is None:
         key = plan_key(tensors, transposed)
@@ -351,7 +352,7 @@ def _backward_by_plan(
     dy: Tensor, x: Optional[Tensor], weight: Tensor, tile_map: Tensor, bias: Optional[Tensor],
     scales: Optional[Tensor], transposed: bool, needs: Tuple[bool, ...],
 ) -> Optional[List[Optional[Tensor]]]:  # fmt: skip
-    """What `_backward_plan_of` makes; None in calls that are not plain, and where one of them has to be copied first.
+    """What `_backward_plan_of` makes; None in calls that are not plain, and where a tensor has to be copied first.
 
     tile_map, the forward's, is not in the key: its size follows from the rows of dy, the groups and the dtype.
     """

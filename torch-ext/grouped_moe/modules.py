@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import weakref
 from collections import deque
 from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
 
@@ -125,7 +126,7 @@ class GroupedLinear(nn.Module):
         self._discrete_names = {kind: [f"{kind}{group}" for group in range(num_groups)] for kind in ("weight", "bias")}
         self._delayed: Deque[Delayed] = deque()
         self._wgrad_hooks: List[Callable[[], Any]] = []
-        self._right_main_grads: List[int] = []
+        self._checked_main_grads: List[weakref.ref] = []
         weight = torch.empty((num_groups, out_features, in_features), device=device, dtype=dtype)
         self._register("weight", weight)
         if bias:
@@ -185,7 +186,7 @@ class GroupedLinear(nn.Module):
         return self
 
     def _state(self) -> Dict[str, Any]:
-        return {**self.__dict__, "_delayed": deque(), "_wgrad_hooks": [], "_right_main_grads": []}
+        return {**self.__dict__, "_delayed": deque(), "_wgrad_hooks": [], "_checked_main_grads": []}
 
     def __deepcopy__(self, memo):
         twin = memo[id(self)] = type(self).__new__(type(self))
@@ -241,9 +242,8 @@ class GroupedLinear(nn.Module):
         packed = None if torch.compiler.is_compiling() or kind == "bias" else as_one(parameters)
         if packed is None:
             return torch.stack([p.detach() for p in parameters] if detached else parameters)
-        if detached:
-            return packed
-        return (_pack_plain if is_unwatched() else _Pack.apply)(packed, self._watched(x), *parameters)
+        apply = _pack_plain if is_unwatched() else _Pack.apply
+        return packed if detached else apply(packed, self._watched(x), *parameters)
 
     def _watched(self, x: Tensor) -> List[nn.Parameter]:
         """Weights that autograd sees one of and x's gradient depends on all of."""
@@ -287,9 +287,8 @@ class GroupedLinear(nn.Module):
     def _forward_main_grad(self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor]) -> Tensor:
         (groups, weights), compiling = self._wanted(), torch.compiler.is_compiling()
         names = [name for name, weight in zip(self._names("weight"), self._of("weight")) if weight.requires_grad]
-        # Otherwise they are looked up in the backward: Megatron-LM may replace buffers and reset flags until then.
         targets = self._main_grads() if compiling else None
-        if not compiling:
+        if not compiling:  # the backward looks them up: Megatron-LM may replace buffers and reset flags until then
             self._check_main_grads(weights)
         x, splits = self._as_saved(x, splits)
         y = grouped_linear(x, self._packed("weight", x, True), splits, self._packed("bias", x), bias_scales)
@@ -299,14 +298,14 @@ class GroupedLinear(nn.Module):
         return apply(y, x, splits, targets, names, self.num_groups, groups, self._watched(x), *weights)
 
     def _check_main_grads(self, weights: List[nn.Parameter]) -> None:
-        """Raises what `main_grad_of` raises, unless all buffers were right before or are made only for the backward."""
-        if any(hasattr(weight, "get_main_grad") for weight in weights):
+        """Raises what `main_grad_of` raises, but for buffers that were checked before: the backward does so again."""
+        if any(hasattr(weight, "get_main_grad") for weight in weights):  # it may make them only for the backward
             return
-        # By identity, since they must not live longer for it. If one has another's, the backward complains.
-        buffers = [id(getattr(weight, "main_grad", None)) for weight in weights]
-        if buffers != self._right_main_grads:
+        buffers = [getattr(weight, "main_grad", None) for weight in weights]
+        checked = [buffer() for buffer in self._checked_main_grads]
+        if len(checked) != len(buffers) or any(b is None or b is not c for b, c in zip(buffers, checked)):
             self._main_grads()
-            self._right_main_grads = buffers
+            self._checked_main_grads = [*map(weakref.ref, buffers)]
 
     def _as_saved(self, x: Tensor, splits: Splits) -> Tuple[Tensor, Tensor]:
         """x and splits as `grouped_linear` keeps them for the backward."""

@@ -63,14 +63,17 @@ def versions_of(tensors: Sequence[Optional[Tensor]]) -> List[int]:
 def check_versions(names: Iterable[str], tensors: Sequence[Optional[Tensor]], versions: Sequence[int]) -> None:
     """Raises RuntimeError, as autograd does for what it saved, if a tensor was modified since it had its version."""
     found = versions_of(tensors)
-    for name, now, then in zip(names, found, versions) if found != versions else ():
+    if found == versions:
+        return
+    for name, now, then in zip(names, found, versions):
         if now != then:
             raise RuntimeError(f"{name}: modified in place before the gradients that depend on it were computed")
 
 
 def check_weights(weights: Sequence[Tensor], versions: Sequence[int]) -> None:
     """`check_versions` of all the discrete weights."""
-    check_versions(map("weight{}".format, itertools.count()), weights, versions)
+    names = map("weight{}".format, itertools.count())  # made only for an error
+    check_versions(names, weights, versions)
 
 
 def main_grad_of(name: str, parameter: Tensor) -> MainGrad:
@@ -179,13 +182,14 @@ def accumulate(
     checked.
     """
     buffers, overwrite = [target.buffer for target in targets], [target.overwrite for target in targets]
-    plain = is_plain(dy, x, splits, *buffers)
+    into_one, into_all = ops.accumulate_wgrad, ops.accumulate_wgrads
+    if is_plain(dy, x, splits, *buffers):
+        torch.autograd.graph.increment_version(buffers)  # as the ops do
+        into_one, into_all = _wgrad_into, _wgrads_into
     if groups is None:
-        (_wgrad_into if plain else ops.accumulate_wgrad)(buffers[0], dy, x, splits, overwrite[0])
+        into_one(buffers[0], dy, x, splits, overwrite[0])
     else:
-        (_wgrads_into if plain else ops.accumulate_wgrads)(buffers, dy, x, splits, num_groups, groups, overwrite)
-    if plain:  # else the op does
-        torch.autograd.graph.increment_version(buffers)
+        into_all(buffers, dy, x, splits, num_groups, groups, overwrite)
 
 
 class MainGradTap(torch.autograd.Function):

@@ -132,6 +132,19 @@ def test_wrong_buffers(grouped_moe, device, name, change, error, message):
     assert not other.any()
 
 
+def test_buffers_that_share_memory(grouped_moe, device):
+    """With an input, which would change while it is read, or with each other; not side by side in one."""
+    dy, scales, bias, sizes = inputs = make(SIZES[0], torch.float32, device)
+    memory = torch.zeros(4 * 70 + len(dy), device=device)
+    apart = {"dbias": memory[: 4 * 70].view(4, 70), "dscales": memory[4 * 70 :]}
+    shared = [("dbias", bias, "bias"), ("dbias", dy[:4], "dy"), ("dscales", scales, "bias_scales")]
+    for name, buffer, other in (*shared, ("dscales", memory[4 * 70 - 1 : -1], "dbias|dscales")):
+        with pytest.raises(ValueError, match=f"expected memory of its own, got some of ({other})$"):
+            grouped_moe.grouped_dbias_dscales(*inputs, **{**apart, name: buffer})
+    assert not memory.any()
+    assert_sums(grouped_moe.grouped_dbias_dscales(*inputs, **apart), expected(*inputs))
+
+
 @pytest.mark.parametrize(
     "at, change, error, message",
     [

@@ -101,18 +101,6 @@ def test_fp64_on_cpu_matches_reference(grouped_moe, linear):
     assert_matches(got, run_reference(grouped_moe, linear, *inputs), torch.float64)
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["nk", "kn"])
-def test_gradcheck(grouped_moe, transposed):
-    linear = Linear("gradcheck", (2, 0, 3), 2, 1, 3, 4, transposed, True)
-    x, weight, offsets, bias, _ = make(linear, torch.float64, "cpu")
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]
-
-    def function(x, weight, bias):
-        return grouped_moe.grouped_linear(x, weight, offsets, bias, transposed=transposed)
-
-    assert torch.autograd.gradcheck(function, leaves)
-
-
 @by_dtype
 @by_linear
 def test_ungrouped_rows_are_zero_and_left_out(grouped_moe, device, linear, dtype):

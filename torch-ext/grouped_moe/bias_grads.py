@@ -1,6 +1,7 @@
 """Gradients of a bias that is scaled per row: `grouped_dbias_dscales`."""
 
-from typing import Optional, Sequence, Tuple
+import itertools
+from typing import Dict, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from ._ops import add_op_namespace_prefix, ops
 from ._torch import without_autocast
 from ._torch.grouped_linear import dot_groups, sum_groups
 from ._torch.schedule import safe_offsets
+from .define import is_plain
 from .gemm import launch_bias_backward
 from .schedule import Splits, as_splits, schedule_for
 from .tuning import on_device_of
@@ -47,6 +49,25 @@ def _dbias_dscales_fake(dy, scales, bias, splits, dbias, dscales, accumulate):
     return None
 
 
+def _refuse_overlap(buffers: Dict[str, Tensor], inputs: Dict[str, Tensor]) -> None:
+    """Raises ValueError if a buffer, which is contiguous, shares memory with an input or the other buffer."""
+    tensors = {**inputs, **buffers}
+    if not is_plain(*tensors.values()):  # what has no addresses
+        return
+    spans = {name: _span(tensor) for name, tensor in tensors.items()}
+    for name, other in itertools.product(buffers, tensors):
+        (start, end), (other_start, other_end) = spans[name], spans[other]
+        if name != other and start < other_end and other_start < end:
+            raise ValueError(f"{name}: expected memory of its own, got some of {other}")
+
+
+def _span(tensor: Tensor) -> Tuple[int, int]:
+    """The addresses of a tensor's first element and past its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
+
+
 def _sums(name: str, buffer: Optional[Tensor], shape: Tuple[int, ...], legend: str, dy: Tensor) -> Tensor:
     """The caller's buffer, checked, or a new one."""
     wide = torch.promote_types(dy.dtype, torch.float32)
@@ -79,8 +100,8 @@ def grouped_dbias_dscales(
     for rows of no group, which are not read. Both fp32 (fp64 for fp64), summed in fixed order without atomics.
 
     dy: (rows, N). bias_scales: (rows,), of any floating dtype. bias: (G, N), in the dtype of dy. splits: as for
-    `grouped_linear`. dbias, dscales: buffers to add to and return, fp32 and contiguous; without them new ones.
-    Not differentiable. Raises TypeError or ValueError that names the argument.
+    `grouped_linear`. dbias, dscales: buffers to add to and return, fp32, contiguous, of memory of their own; without
+    them new ones. Not differentiable. Raises TypeError or ValueError that names the argument.
     """
     for name, tensor in (("dy", dy), ("bias", bias)):
         checks.check_tensor(name, tensor)
@@ -94,8 +115,10 @@ def grouped_dbias_dscales(
     checks.check_device("bias", bias, dy.device, "dy")
     splits = as_splits(splits, bias.shape[0], dy.device)
     accumulate = [dbias is not None, dscales is not None]
+    given = {name: buffer for name, buffer in (("dbias", dbias), ("dscales", dscales)) if buffer is not None}
     dbias = _sums("dbias", dbias, tuple(bias.shape), "(G, N)", dy)
     dscales = _sums("dscales", dscales, (dy.shape[0],), "(rows,)", dy)
+    _refuse_overlap(given, {"dy": dy, "bias_scales": bias_scales, "bias": bias})
     with torch.no_grad():
         scales = bias_scales.detach().contiguous()
         ops.dbias_dscales(dy.detach(), scales, bias.detach(), splits, dbias, dscales, accumulate)

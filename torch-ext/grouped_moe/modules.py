@@ -65,7 +65,7 @@ def _check_arguments(num_groups, in_features, out_features, bias, scale_bias, dt
         raise TypeError(f"init_method: expected a callable, got {type(init_method).__name__}")
 
 
-_MAX_DELAYED = 256  # microbatches: more than a pipeline has in flight
+_MAX_DELAYED = 64  # microbatches: more than a pipeline has in flight
 
 
 class GroupedLinear(nn.Module):
@@ -93,7 +93,7 @@ class GroupedLinear(nn.Module):
     the forward reads and sets these attributes.
 
     delay_wgrad: a backward only stores what the gradients of the parameters are made of; `backward_dw()` computes
-    them. While 256 backwards wait for it, a forward raises RuntimeError: it was forgotten. The parameters get
+    them. While 64 backwards wait for it, a forward raises RuntimeError: it was forgotten. The parameters get
     `skip_backward_post_hook = True`. `torch.compile` can't do that: RuntimeError. Copies and pickles of the module have
     nothing stored, and no hooks.
 

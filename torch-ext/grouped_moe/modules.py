@@ -1,10 +1,11 @@
 """The grouped linear layer as a module, with Megatron-LM's main_grad and delayed weight gradients."""
 
 import copy
-import itertools
 import math
+import operator
 import weakref
 from collections import deque
+from itertools import compress, repeat
 from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
 
 import torch
@@ -24,7 +25,7 @@ from .weight_grads import (
     as_one,
     check_weights,
     dummy_grad,
-    main_grad_of,
+    main_grads_of,
     mark_added,
     versions_of,
 )
@@ -273,23 +274,19 @@ class GroupedLinear(nn.Module):
         weight, bias = self._packed("weight", x, not grad), self._packed("bias", x, not grad)
         return grouped_linear(x, weight, splits, bias, bias_scales)
 
-    def _wanted(self) -> Tuple[Optional[List[int]], List[nn.Parameter]]:
-        """The weights that require a gradient and, if weights are discrete, their groups, else None."""
-        weights = self._of("weight")
+    def _wanted(self) -> Tuple[Optional[List[int]], List[str], List[nn.Parameter]]:
+        """Of the weights that require a gradient the groups, None if they are one; their names; and they themselves."""
+        names, weights = self._names("weight"), self._of("weight")
         groups = [group for group, weight in enumerate(weights) if weight.requires_grad]
-        return None if self.single_grouped_weight else groups, [weights[group] for group in groups]
-
-    def _main_grads(self) -> List[MainGrad]:
-        """Of the weights that require a gradient."""
-        named = zip(self._names("weight"), self._of("weight"))
-        return [main_grad_of(name, weight) for name, weight in named if weight.requires_grad]
+        if len(groups) < len(weights):
+            names, weights = ([each[group] for group in groups] for each in (names, weights))
+        return None if self.single_grouped_weight else groups, names, weights
 
     def _forward_main_grad(self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor]) -> Tensor:
-        (groups, weights), compiling = self._wanted(), torch.compiler.is_compiling()
-        names = [name for name, weight in zip(self._names("weight"), self._of("weight")) if weight.requires_grad]
-        targets = self._main_grads() if compiling else None
+        (groups, names, weights), compiling = self._wanted(), torch.compiler.is_compiling()
+        targets = main_grads_of(names, weights) if compiling else None
         if not compiling:  # the backward looks them up: Megatron-LM may replace buffers and reset flags until then
-            self._check_main_grads(weights)
+            self._check_main_grads(names, weights)
         x, splits = self._as_saved(x, splits)
         y = grouped_linear(x, self._packed("weight", x, True), splits, self._packed("bias", x), bias_scales)
         if compiling:
@@ -297,14 +294,15 @@ class GroupedLinear(nn.Module):
         apply = _tap_plain if is_unwatched() else MainGradTap.apply
         return apply(y, x, splits, targets, names, self.num_groups, groups, self._watched(x), *weights)
 
-    def _check_main_grads(self, weights: List[nn.Parameter]) -> None:
+    def _check_main_grads(self, names: List[str], weights: List[nn.Parameter]) -> None:
         """Raises what `main_grad_of` raises, but for buffers that were checked before: the backward does so again."""
-        if any(hasattr(weight, "get_main_grad") for weight in weights):  # it may make them only for the backward
+        if any(map(hasattr, weights, repeat("get_main_grad"))):  # it may make them only for the backward
             return
-        buffers = [getattr(weight, "main_grad", None) for weight in weights]
+        buffers = [*map(getattr, weights, repeat("main_grad"), repeat(None))]
         checked = [buffer() for buffer in self._checked_main_grads]
-        if len(checked) != len(buffers) or any(b is None or b is not c for b, c in zip(buffers, checked)):
-            self._main_grads()
+        same = len(checked) == len(buffers) and all(map(operator.is_, buffers, checked))
+        if not same or any(map(operator.is_, buffers, repeat(None))):
+            main_grads_of(names, weights)
             self._checked_main_grads = [*map(weakref.ref, buffers)]
 
     def _as_saved(self, x: Tensor, splits: Splits) -> Tuple[Tensor, Tensor]:
@@ -380,8 +378,8 @@ class GroupedLinear(nn.Module):
                 bias.grad = grad.to(bias.dtype) if bias.grad is None else bias.grad.add_(grad)
 
     def _finish_weights(self, delayed: Delayed) -> None:
-        groups, weights = self._wanted()
-        targets = self._main_grads() if self.accumulate_into_main_grad else self._grads(weights)
+        groups, names, weights = self._wanted()
+        targets = main_grads_of(names, weights) if self.accumulate_into_main_grad else self._grads(weights)
         accumulate(targets, delayed.dy, delayed.x, delayed.splits, self.num_groups, groups)
         if self.accumulate_into_main_grad:
             mark_added(weights)
@@ -394,6 +392,6 @@ class GroupedLinear(nn.Module):
         missing = [weight.grad is None for weight in weights]
         groups = self.num_groups if self.single_grouped_weight else sum(missing)
         new = weights[0].new_empty((groups if any(missing) else 0, self.out_features, self.in_features))
-        for weight, grad in zip(itertools.compress(weights, missing), [new] if self.single_grouped_weight else new):
+        for weight, grad in zip(compress(weights, missing), [new] if self.single_grouped_weight else new):
             weight.grad = grad
         return [MainGrad(weight.grad, is_missing) for weight, is_missing in zip(weights, missing)]

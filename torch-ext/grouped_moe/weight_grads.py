@@ -1,6 +1,7 @@
 """Weight gradients that take another way than autograd's: into `main_grad`, as Megatron-LM has it, or later."""
 
 import itertools
+import operator
 from typing import Deque, Iterable, List, NamedTuple, Optional, Sequence
 
 import torch
@@ -16,6 +17,7 @@ from .gemm import launch_wgrad
 from .schedule import schedule_for
 from .tuning import on_device_of
 
+_SHAPE, _DTYPE = map(operator.attrgetter, ("shape", "dtype"))
 _BUFFER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,20 +41,20 @@ def as_one(tensors: Sequence[Tensor]) -> Optional[Tensor]:
         return first[None]
     if type(first) is not Tensor:  # a fake tensor has no address
         return None
-    starts = [tensor.data_ptr() for tensor in tensors]
-    itemsize, shape, dtype = first.element_size(), first.shape, first.dtype
+    # By functions in C, as there may be a thousand.
+    starts, itemsize = [*map(Tensor.data_ptr, tensors)], first.element_size()
     step = starts[1] - starts[0]
-    if step < first.numel() * itemsize or step % itemsize:
+    if step < max(1, first.numel() * itemsize) or step % itemsize:
         return None
-    if any(end - start != step for start, end in zip(starts, starts[1:])):
+    if starts != [*range(starts[0], starts[0] + groups * step, step)] or not all(map(Tensor.is_contiguous, tensors)):
         return None
-    if any(t.dtype != dtype or t.shape != shape or not t.is_contiguous() for t in tensors):
+    if {*map(_SHAPE, tensors)} != {first.shape} or {*map(_DTYPE, tensors)} != {first.dtype}:
         return None
     # An address between two of one storage is of that storage, too.
     end = (first.storage_offset() + first.numel()) * itemsize + (groups - 1) * step
     if end > first.untyped_storage().nbytes():
         return None
-    return first.as_strided((groups, *shape), (step // itemsize, *first.stride()))
+    return first.as_strided((groups, *first.shape), (step // itemsize, *first.stride()))
 
 
 def versions_of(tensors: Sequence[Optional[Tensor]]) -> List[int]:
@@ -91,6 +93,11 @@ def main_grad_of(name: str, parameter: Tensor) -> MainGrad:
     if hasattr(parameter, "grad_added_to_main_grad"):
         dummy = "zeros" if getattr(parameter, "zero_out_wgrad", False) else "empty"
     return MainGrad(buffer, bool(getattr(parameter, "overwrite_main_grad", False)), dummy)
+
+
+def main_grads_of(names: Sequence[str], parameters: Sequence[Tensor]) -> List[MainGrad]:
+    """`main_grad_of` of each."""
+    return [*map(main_grad_of, names, parameters)]
 
 
 def _check_buffer(name: str, buffer: object, parameter: Tensor) -> None:
@@ -219,7 +226,7 @@ class MainGradTap(torch.autograd.Function):
         check_weights(ctx.watched, ctx.versions)
         targets = ctx.targets
         if targets is None:
-            targets = [main_grad_of(name, weight) for name, weight in zip(ctx.names, ctx.weights)]
+            targets = main_grads_of(ctx.names, ctx.weights)
             mark_added(ctx.weights)
         accumulate(targets, dy, *saved, ctx.num_groups, ctx.groups)
         dummies = [dummy_grad(weight, target.dummy) for weight, target in zip(ctx.weights, targets)]

@@ -182,3 +182,38 @@ def test_what_is_looked_at_has_no_key(key_of):
         assert key_of((x,)) is None
     with torch.profiler.profile():
         assert key_of((x,)) is None
+
+
+def test_a_default_device_changes_nothing(grouped_moe, device):
+    """Calls are as plain under one, and what they make is where their inputs are."""
+    x, up, down = (torch.randn(shape, device=device) for shape in ((24, 16), (3, 32, 16), (3, 16, 16)))
+    ids, sizes = torch.tensor([[0, 1], [2, 5], [1, 0]] * 8, device=device), torch.tensor([5, 0, 12], device=device)
+    weights, scales = torch.rand(24, 2, device=device), torch.rand(24, device=device)
+    bias = torch.randn(3, 16, device=device)
+    layer = grouped_moe.GroupedLinear(3, 16, 16, delay_wgrad=True, device=device)
+    leaves = [leaf.requires_grad_() for leaf in (x, up, down, weights, scales, bias)]
+
+    def results():
+        routing = grouped_moe.route(ids, 3)
+        for out in (
+            grouped_moe.grouped_mm_experts(x, ids, weights, up, down),
+            grouped_moe.grouped_mm_experts(x, ids, weights, up, down, recompute=True, capacity=48),
+            grouped_moe.combine_rows(grouped_moe.gather_rows(x, routing), weights, routing),
+            grouped_moe.grouped_linear(x, down, sizes, bias, scales),
+            grouped_moe.grouped_linear(x, down, [5, 0, 12]),
+            grouped_moe.grouped_mlp(x, sizes, scales, up, down),
+            layer(x, sizes),
+        ):
+            grads = torch.autograd.grad(out.sum(), leaves, allow_unused=True)
+            yield from (out.detach(), *(grad for grad in grads if grad is not None))
+        layer.backward_dw()
+        yield from (parameter.grad.clone() for parameter in layer.parameters())
+        layer.zero_grad()
+        yield from grouped_moe.grouped_dbias_dscales(out.detach(), scales, bias.detach(), sizes)
+
+    want = list(results())
+    with torch.device("meta"):
+        got = list(results())
+    assert len(got) == len(want)
+    for tensor, expected in zip(got, want):
+        assert_bitwise("result", tensor, expected)

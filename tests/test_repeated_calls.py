@@ -129,6 +129,9 @@ def test_repeated_calls_need_no_key(module, grouped_moe, linear, monkeypatch):
             with watched:
                 number = num_keys()
             yield number
+        with torch.device("meta"), FunctionMode():
+            number = num_keys()
+        yield number
         keys.clear()
         torch.func.vmap(lambda x: grouped_moe.grouped_linear(x, weight, sizes))(x[None])
         yield len(keys)
@@ -139,6 +142,8 @@ def test_repeated_calls_need_no_key(module, grouped_moe, linear, monkeypatch):
 
     assert [num_keys() for _ in range(5)] == [1, 1, 0, 0, 0]
     assert num_keys(memory.clone()[: 1536 * 256].view(1536, 256)) == 0  # other memory
+    with torch.device("meta"):
+        assert num_keys() == 0
     for number in others():
         assert number > 0
         assert [num_keys() for _ in range(3)][-1] == 0

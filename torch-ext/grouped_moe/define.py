@@ -11,13 +11,13 @@ from torch._C import (
     _get_tracing_state,
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
-    _len_torch_function_stack,
 )
 from torch.autograd import _profiler_enabled
 from torch.compiler import is_compiling
 
 from ._ops import add_op_namespace_prefix
 from .launch import ALIGNMENT
+from .plan import has_function_mode
 from .tuning import dot_precision, spec_of
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -40,12 +40,15 @@ def below_autograd():
 
 
 def is_unwatched() -> bool:
-    """Whether no tracing, mode of dispatch or functions, functorch transform or profiler is there to look for ops."""
+    """Whether no tracing, mode of dispatch or functions, functorch transform or profiler is there to look for ops.
+
+    A default device is none of these.
+    """
     return not (
         is_compiling()
         or _len_torch_dispatch_stack()
         or _are_functorch_transforms_active()
-        or _len_torch_function_stack()
+        or has_function_mode()
         or _profiler_enabled()
         or _get_tracing_state() is not None
     )

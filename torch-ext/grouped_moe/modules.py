@@ -324,7 +324,7 @@ class GroupedLinear(nn.Module):
         x, splits = self._as_saved(x, splits)
         packed = self._packed("weight", x, True), self._packed("bias", x, True)
         y = grouped_linear(x, packed[0], splits, packed[1], bias_scales)
-        anchor = torch.empty(0, requires_grad=True)
+        anchor = torch.empty(0, requires_grad=True, device=x.device)
         saved = (x if weights else None, splits, bias_scales.contiguous() if bias and self.scale_bias else None)
         return DelayWgrad.apply(y, anchor, *saved, bias, self._delayed, self._watched(x))
 

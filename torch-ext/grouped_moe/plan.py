@@ -7,15 +7,22 @@ from typing import Any, Callable, Dict, Hashable, List, NamedTuple, Optional, Se
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import _get_function_stack_at, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import _profiler_enabled
 from torch.compiler import is_compiling
+from torch.utils._device import DeviceContext
 
 from .launch import ALIGNMENT, MAX_KEPT, Form, Launch, are_aligned
 
 _Direct = Callable[..., Optional[List[Optional[Tensor]]]]
 _NOTHING = None, None
 _PIECE = 512  # bytes, of which pieces of scratch memory are multiples
+
+
+def has_function_mode() -> bool:
+    """Whether a mode of functions is on, but for default devices: whatever the package makes has its device named."""
+    count = _len_torch_function_stack()
+    return count > 0 and any(type(_get_function_stack_at(number)) is not DeviceContext for number in range(count))
 
 
 def unwritten(dtype: torch.dtype, *shape: int) -> Form:
@@ -270,7 +277,7 @@ class Plans(dict):
         if is_compiling() or _len_torch_dispatch_stack():
             return None
         guard, plan = self.repeated.get((id(named), options), _NOTHING)
-        if guard is None or not guard.check(*tensors) or _len_torch_function_stack() or _profiler_enabled():
+        if guard is None or not guard.check(*tensors) or has_function_mode() or _profiler_enabled():
             return None
         return None if plan.steps[0].launch.kernel.is_watched() else plan.direct(*given)
 

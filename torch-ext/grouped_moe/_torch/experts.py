@@ -113,7 +113,7 @@ def down_dgrad(
     grad = preact.new_empty((num_rows, block.intermediate))
     matmul_groups(dout, block.down_nk().transpose(1, 2), offsets, None, grad, tokens)
     dpreact = preact[:num_rows] if spent else preact.new_empty((num_rows, preact.shape[1]))
-    inner = torch.empty(num_rows, dtype=wide)
+    inner = preact.new_empty(num_rows, dtype=wide)
     for rows in _chunks(offsets):
         wide_grad = grad[rows].to(wide)
         weighted = wide_grad if weights is None else weights[rows, None].to(wide) * wide_grad

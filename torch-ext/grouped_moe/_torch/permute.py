@@ -29,8 +29,9 @@ def combine(
         row_weights = None
         if weights is not None:
             row_weights = weights.reshape(-1)[start * top_k : end * top_k][slots].to(rows.dtype)
+        ids = torch.arange(slots.shape[0], device=slots.device)
         out[start:end] = torch.nn.functional.embedding_bag(
-            torch.arange(slots.shape[0]), rows, counts.cumsum(0) - counts, mode="sum", per_sample_weights=row_weights
+            ids, rows, counts.cumsum(0) - counts, mode="sum", per_sample_weights=row_weights
         )
     return out
 

@@ -16,13 +16,13 @@ def route(top_k_index: Tensor, num_experts: int, capacity: Optional[int] = None)
     experts = torch.where(routed, ids, num_experts)
     order = torch.argsort(experts, stable=True)
     counts = torch.bincount(experts, minlength=num_experts + 1)[:num_experts]
-    expert_offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
+    expert_offsets = ids.new_zeros(num_experts + 1, dtype=torch.int32)
     torch.cumsum(counts, 0, out=expert_offsets[1:])
     num_routed = int(expert_offsets[-1])
     if capacity is not None and num_routed > capacity:
         raise RuntimeError(
             f"capacity: expected at least the {num_routed} slots that are routed to local experts, got {capacity}"
         )
-    slot_to_row = torch.empty(ids.shape[0], dtype=torch.int32)
-    slot_to_row[order] = torch.arange(ids.shape[0], dtype=torch.int32)
+    slot_to_row = ids.new_empty(ids.shape[0], dtype=torch.int32)
+    slot_to_row[order] = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
     return expert_offsets, order[:capacity].to(torch.int32), slot_to_row.masked_fill_(~routed, -1)

@@ -1,5 +1,7 @@
 """grouped_dbias_dscales: both sums against fp64, buffers that are added to, and what is wrong with a buffer."""
 
+import contextlib
+
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
@@ -137,10 +139,20 @@ def test_buffers_that_share_memory(grouped_moe, device):
     dy, scales, bias, sizes = inputs = make(SIZES[0], torch.float32, device)
     memory = torch.zeros(4 * 70 + len(dy), device=device)
     apart = {"dbias": memory[: 4 * 70].view(4, 70), "dscales": memory[4 * 70 :]}
-    shared = [("dbias", bias, "bias"), ("dbias", dy[:4], "dy"), ("dscales", scales, "bias_scales")]
-    for name, buffer, other in (*shared, ("dscales", memory[4 * 70 - 1 : -1], "dbias|dscales")):
-        with pytest.raises(ValueError, match=f"expected memory of its own, got some of ({other})$"):
-            grouped_moe.grouped_dbias_dscales(*inputs, **{**apart, name: buffer})
+    ints = memory[4 * 70 :].view(torch.int32)[:4].copy_(sizes)
+    shared = {
+        "bias": ("dbias", bias),
+        "dy": ("dbias", dy[:4]),
+        "bias_scales": ("dscales", scales),
+        "dscales": ("dbias", memory[1 : 4 * 70 + 1].view(4, 70)),
+        "splits": ("dscales", apart["dscales"]),
+    }
+    for other, (name, buffer) in shared.items():
+        splits = ints if other == "splits" else sizes
+        for context in (contextlib.nullcontext(), torch.profiler.profile()):
+            with context, pytest.raises(ValueError, match=f"^{name}: expected memory apart from that of {other}$"):
+                grouped_moe.grouped_dbias_dscales(dy, scales, bias, splits, **{**apart, name: buffer})
+    ints.zero_()
     assert not memory.any()
     assert_sums(grouped_moe.grouped_dbias_dscales(*inputs, **apart), expected(*inputs))
 

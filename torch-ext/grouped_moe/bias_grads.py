@@ -11,7 +11,7 @@ from ._ops import add_op_namespace_prefix, ops
 from ._torch import without_autocast
 from ._torch.grouped_linear import dot_groups, sum_groups
 from ._torch.schedule import safe_offsets
-from .define import is_plain
+from .define import have_addresses
 from .gemm import launch_bias_backward
 from .schedule import Splits, as_splits, schedule_for
 from .tuning import on_device_of
@@ -52,13 +52,13 @@ def _dbias_dscales_fake(dy, scales, bias, splits, dbias, dscales, accumulate):
 def _refuse_overlap(buffers: Dict[str, Tensor], inputs: Dict[str, Tensor]) -> None:
     """Raises ValueError if a buffer, which is contiguous, shares memory with an input or the other buffer."""
     tensors = {**inputs, **buffers}
-    if not is_plain(*tensors.values()):  # what has no addresses
+    if not buffers or not have_addresses(*tensors.values()):
         return
     spans = {name: _span(tensor) for name, tensor in tensors.items()}
     for name, other in itertools.product(buffers, tensors):
         (start, end), (other_start, other_end) = spans[name], spans[other]
         if name != other and start < other_end and other_start < end:
-            raise ValueError(f"{name}: expected memory of its own, got some of {other}")
+            raise ValueError(f"{name}: expected memory apart from that of {other}")
 
 
 def _span(tensor: Tensor) -> Tuple[int, int]:
@@ -118,7 +118,7 @@ def grouped_dbias_dscales(
     given = {name: buffer for name, buffer in (("dbias", dbias), ("dscales", dscales)) if buffer is not None}
     dbias = _sums("dbias", dbias, tuple(bias.shape), "(G, N)", dy)
     dscales = _sums("dscales", dscales, (dy.shape[0],), "(rows,)", dy)
-    _refuse_overlap(given, {"dy": dy, "bias_scales": bias_scales, "bias": bias})
+    _refuse_overlap(given, {"dy": dy, "bias_scales": bias_scales, "bias": bias, "splits": splits})
     with torch.no_grad():
         scales = bias_scales.detach().contiguous()
         ops.dbias_dscales(dy.detach(), scales, bias.detach(), splits, dbias, dscales, accumulate)

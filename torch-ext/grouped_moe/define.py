@@ -68,6 +68,14 @@ def is_plain(*args) -> bool:
     return True
 
 
+def have_addresses(*tensors: torch.Tensor) -> bool:
+    """Whether all are dense tensors in memory, whoever watches, so that addresses tell which memory."""
+    if is_compiling() or _are_functorch_transforms_active():
+        return False
+    dense = all(type(tensor) in _PLAIN_TYPES and tensor.layout is _STRIDED for tensor in tensors)
+    return dense and not any(tensor.is_meta or _is_batched(tensor) for tensor in tensors)
+
+
 def plan_key(tensors: Sequence[object], *options) -> Optional[tuple]:
     """What a checked call's plan is kept by: all that the checks and the plan depend on.
 

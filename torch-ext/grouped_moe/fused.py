@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .block import Block, Kind
 from .descriptors import Strides, box, weight_tma
-from .gemm import nk_order, num_dots
+from .gemm import nk_order
 from .hopper_fused import hopper_down_dgrad, hopper_gathered_up_proj, hopper_up_proj
 from .launch import MAX_KEPT, Form, Kernel, Launch, Ref, bias_operand, bind, form_of, ref
 from .schedule import Schedule, Sizes
@@ -58,27 +58,22 @@ def _up_operand(up: Form, n: int, strides: Strides, w_kn: Optional[bool], kind: 
 def launch_up_proj(
     block: Block,
     x: Tensor,
-    top_k: int,
-    row_to_slot: Optional[Tensor],
     schedule: Schedule,
     save: bool,
     activate: bool,
     scales: Optional[Tensor] = None,
 ) -> Tuple[Optional[Tensor], Optional[Tensor]]:
-    """(preact (rows, P) if save, scales * activation (rows, I) if activate); rows of no expert stay unwritten.
-
-    top_k: that by which token rows of x are gathered, or 0 without row_to_slot, where x has one row per row.
-    """
-    rows, n = x.shape[0] if row_to_slot is None else row_to_slot.shape[0], block.intermediate
+    """(preact (rows, P) if save, scales * activation (rows, I) if activate); rows of no expert stay unwritten."""
+    rows, n = x.shape[0], block.intermediate
     preact = x.new_empty((rows, block.preact_width)) if save else None
     a = x.new_empty((rows, n)) if activate else None
     if rows:
-        spec, kind = spec_of(x), (save, activate, row_to_slot is not None)
+        spec, given = spec_of(x), (save, activate, False)
         kept = up_launch(
-            form_of(x), form_of(block.up), form_of(block.up_bias), form_of(scales), kind, rows, n, top_k,
+            form_of(x), form_of(block.up), form_of(block.up_bias), form_of(scales), given, rows, n, 0,
             block.transposed, block.kind(spec), schedule[1:], spec, x.device,
         )  # fmt: skip
-        kept((x, block.up, block.up_bias, preact, a, scales, row_to_slot, schedule.map))
+        kept((x, block.up, block.up_bias, preact, a, scales, None, schedule.map))
     return preact, a
 
 
@@ -119,36 +114,28 @@ def launch_down_dgrad(
     dout: Tensor,
     weights: Optional[Tensor],
     preact: Tensor,
-    row_to_slot: Optional[Tensor],
     schedule: Schedule,
     *,
     dpreact: bool,
     scaled_act: bool,
     partials: bool,
-    bias_dots: bool = False,
-) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
-    """(dpreact, activation times weight, partial sums of <dout, y>, their rows for the bias), None where not asked for.
+) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+    """(dpreact, activation times weight, partial sums of <dout, y>) of rows in place, None where not asked for.
 
-    A recomputed preact is overwritten by dpreact: nobody else has seen it. bias_dots, a view of the last partial sums,
-    is left for `launch_bias_grads` to fill.
+    A recomputed preact is overwritten by dpreact: nobody else has seen it.
     """
-    rows, n = preact.shape[0], block.intermediate
-    spec, top_k = spec_of(dout), 0 if row_to_slot is None else weights.shape[1]
-    given = (dpreact, scaled_act, partials, row_to_slot is not None)
+    rows, n, spec = preact.shape[0], block.intermediate, spec_of(dout)
+    given = (dpreact, scaled_act, partials, False)
     kept, n_tiles = dgrad_launch(
-        form_of(dout), form_of(block.down), form_of(weights), given, rows, n, top_k, block.transposed,
+        form_of(dout), form_of(block.down), form_of(weights), given, rows, n, 0, block.transposed,
         block.kind(spec), schedule[1:], spec, dout.device,
     )  # fmt: skip
     d_preact = (preact if block.recompute else torch.empty_like(preact)) if dpreact else None
     a = dout.new_empty((rows, n)) if scaled_act else None
-    sums = dots = None
-    if partials:
-        extra = num_dots(dout.shape[1]) if bias_dots else 0
-        sums = dout.new_empty((n_tiles + extra, rows), dtype=torch.float32)
-        dots = sums[n_tiles:] if bias_dots else None
+    sums = dout.new_empty((n_tiles, rows), dtype=torch.float32) if partials else None
     if rows:
-        kept((dout, block.down, weights, preact, d_preact, a, sums, row_to_slot, schedule.map))
-    return d_preact, a, sums, dots
+        kept((dout, block.down, weights, preact, d_preact, a, sums, None, schedule.map))
+    return d_preact, a, sums
 
 
 @lru_cache(maxsize=MAX_KEPT)

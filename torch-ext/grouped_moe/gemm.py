@@ -202,38 +202,17 @@ def wgrad_launch(
     )  # fmt: skip
 
 
-def launch_bias_grads(
-    dy: Tensor,
-    top_k: int,
-    scales: Optional[Tensor],
-    row_to_slot: Optional[Tensor],
-    schedule: Schedule,
-    dbias: Optional[Tensor] = None,
-    bias: Optional[Tensor] = None,
-    dots: Optional[Tensor] = None,
-    accumulate: bool = False,
-) -> None:
-    """dbias[e] = sum over the rows r of expert e of scales[r] dy[r]; with bias dots[:, r] = parts of <dy[r], bias[e]>.
-
-    dbias: (E, N) contiguous, or None; with accumulate it is added to. dots: (`num_dots(N)`, rows) fp32.
-    top_k: 0 where dy has one row per routed row, else the top_k by which token rows are gathered.
-    """
-    dy = unit_rows(dy)
-    plan = bias_grads_plan(
-        form_of(dy), top_k, form_of(scales), form_of(bias), None if dots is None else dots.stride(0),
-        row_to_slot is not None, form_of(dbias), schedule[1:], accumulate, dy.device,
-    )  # fmt: skip
-    plan(dy, scales, bias, dots, row_to_slot, schedule.map, dbias)
-
-
 @lru_cache(maxsize=MAX_KEPT)
 def bias_grads_plan(
     dy: Form, top_k: int, scales: Optional[Form], bias: Optional[Form], dots_stride: Optional[int], gathered: bool,
     dbias: Optional[Form], sizes: Sizes, accumulate: bool, device: torch.device,
 ) -> Plan:  # fmt: skip
-    """The plan of `launch_bias_grads` for (dy, scales, bias, dots, row_to_slot, the schedule's map, dbias).
+    """dbias[e] = sum over the rows r of expert e of scales[r] dy[r]; with bias dots[:, r] = parts of <dy[r], bias[e]>.
 
-    Columns of dy are contiguous. dots_stride: None without dots. gathered: whether row_to_slot is given.
+    The plan for (dy, scales, bias, dots, row_to_slot, the schedule's map, dbias). dbias: (E, N) contiguous, or None;
+    with accumulate it is added to. dots: (`num_dots(N)`, rows) fp32; dots_stride: None without them. Columns of dy are
+    contiguous. top_k: 0 where dy has one row per routed row, else that by which token rows are gathered. gathered:
+    whether row_to_slot is given.
     """
     from ._triton.sums import bias_grads_kernel, sum_tiles_kernel
 
@@ -302,19 +281,17 @@ def bias_backward_plan(
 
 
 def num_dots(n: int) -> int:
-    """Into how many partial sums `launch_bias_grads` cuts an inner product over N columns."""
+    """Into how many partial sums `bias_grads_plan` cuts an inner product over N columns."""
     return -(-n // _BIAS_BLOCK_N)
 
 
-def launch_sum_partials(
-    partials: Tensor, slot_to_row: Optional[Tensor], schedule: Schedule, out: Tensor, accumulate: bool = False
-) -> None:
-    """out[s] = sum of partials[:, row of s], in order, or is added to it; 0 for a slot without a row."""
+def launch_sum_partials(partials: Tensor, schedule: Schedule, out: Tensor) -> None:
+    """out[r] = sum of partials[:, r], in order; 0 for a row of no expert."""
     if out.numel():
         kept = sum_partials_launch(
-            partials.shape, slot_to_row is not None, out.dtype, out.numel(), schedule.num_groups, accumulate, out.device
-        )
-        kept((partials, slot_to_row, schedule.map, out))
+            partials.shape, False, out.dtype, out.numel(), schedule.num_groups, False, out.device
+        )  # fmt: skip
+        kept((partials, None, schedule.map, out))
 
 
 @lru_cache(maxsize=MAX_KEPT)
@@ -322,7 +299,9 @@ def sum_partials_launch(
     shape: Tuple[int, int], gathered: bool, dtype: torch.dtype, size: int, num_groups: int, accumulate: bool,
     device: torch.device,
 ) -> Launch:  # fmt: skip
-    """The launch of `launch_sum_partials` for (partials, slot_to_row, the schedule's map, out).
+    """out[s] = sum of partials[:, row of s], in order, or is added to it; 0 for a slot without a row.
+
+    The launch for (partials, slot_to_row, the schedule's map, out).
 
     shape: of the partial sums, contiguous. gathered: whether slot_to_row is given. dtype, size: of out.
     """

@@ -63,7 +63,7 @@ def forward_triton(
 ) -> Tuple[Tensor, Tensor]:
     """(y (rows, H), preact (rows, P) or empty) by the Triton kernels."""
     schedule = schedule_for(splits, block.num_experts, x.shape[0], x.dtype)
-    preact, a = launch_up_proj(block, x, 0, None, schedule, save, activate=True, scales=act_scales)
+    preact, a = launch_up_proj(block, x, schedule, save, activate=True, scales=act_scales)
     strides = nk_strides(block.down, block.transposed)
     y = launch_gemm(a, block.down, strides, x.shape[1], block.down_bias, schedule, bias_scales, zero_rest=True)
     return y, preact if save else x.new_empty(0)
@@ -86,13 +86,13 @@ def backward_triton(
     dpreact = scaled_act = partials = None
     if needs.preact:
         if block.recompute:
-            preact, _ = launch_up_proj(block, x, 0, None, schedule, save=True, activate=False)
-        dpreact, scaled_act, partials, _ = launch_down_dgrad(
-            block, dy, act_scales, preact, None, schedule,
+            preact, _ = launch_up_proj(block, x, schedule, save=True, activate=False)
+        dpreact, scaled_act, partials = launch_down_dgrad(
+            block, dy, act_scales, preact, schedule,
             dpreact=needs.x or needs.up or needs.up_bias, scaled_act=needs.down, partials=needs.act_scales,
         )  # fmt: skip
     if needs.act_scales:
-        launch_sum_partials(partials, None, schedule, grads.act_scales)
+        launch_sum_partials(partials, schedule, grads.act_scales)
     if needs.down_bias or needs.bias_scales:
         dbias, dscales = grads.down_bias if needs.down_bias else None, grads.bias_scales if needs.bias_scales else None
         launch_bias_backward(dy, bias_scales, block.down_bias, schedule, dbias, dscales)

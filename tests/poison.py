@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import time
 import warnings
 from typing import Callable, Iterator
 
@@ -71,9 +70,11 @@ def dirty_allocator(device: str, floats: int = 1 << 20) -> None:
 
 
 def allocated_by(function: Callable) -> tuple:
-    """(peak bytes on the current GPU over what was there before, result)."""
+    """(peak bytes on the current GPU over what was there before, result).
+
+    A backward shortly before it has to run in the caller's thread: autograd's own may let go of gradients later.
+    """
     gc.collect()  # what an earlier test left behind would be freed in between
-    time.sleep(0.05)  # as would a gradient that autograd's thread is about to let go of, once it gets the interpreter
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -180,10 +180,9 @@ def neighbours(key: Key, tile: Dict[str, int], shared_memory: int) -> List[Tile]
         choices.update({"group_m": (4, 8, 16)} if kernel.startswith("up_proj") else {})
         choices.update({"programs_per_sm": (1, 2, 3)} if not kernel.startswith("wgrad") else {})
     limits = {"block_m": (64, 128), "block_n": (32, 256), "block_k": (32, 128), "num_warps": (4, 8)}
-    stages = (3 if "gathered" in kernel and "hopper" in kernel else 2, 8)
     found: List[Tile] = []
     for name, values in choices.items():
-        low, high = limits.get(name, stages if name == "num_stages" else (0, 16))
+        low, high = limits.get(name, (2, 8) if name == "num_stages" else (0, 16))
         for value in values:
             if name in limits:
                 value = int(tile[name] * value)

@@ -263,8 +263,8 @@ WRONG = {
     "no power": ({"gemm": {"64": {**TILE, "block_n": 96}}}, "tiles.gemm.64.block_n: expected a power of two, got 96"),
     "no programs": ({"gemm": {"64": {**TILE, "programs_per_sm": 0}}}, "tiles.gemm.64.programs_per_sm"),
     "a ring too short": (
-        {"wgrad_hopper_gathered": {"64": {**TILE, "block_m": 128}}},
-        "tiles.wgrad_hopper_gathered.64.num_stages: expected an integer, 3 or more, got 2",
+        {"wgrad_hopper_gathered": {"64": {**TILE, "block_m": 128, "num_stages": 1}}},
+        "tiles.wgrad_hopper_gathered.64.num_stages: expected an integer, 2 or more, got 1",
     ),
     "warps of Gluon": (
         {"gemm_hopper": {"128": {**TILE, "num_warps": 8}}},

@@ -51,9 +51,7 @@ KERNELS = {
     "wgrad_gathered": _WGRAD,
     "wgrad_tma": _WGRAD,
     **{
-        f"wgrad_hopper{suffix}": _Kind(
-            _ROW_CLASSES, wgrad=True, hopper=True, least_stages=3 if "gathered" in suffix else 2
-        )
+        f"wgrad_hopper{suffix}": _Kind(_ROW_CLASSES, wgrad=True, hopper=True, least_stages=2)
         for suffix in ("", "_fp32", "_gathered", "_gathered_fp32")
     },
 }

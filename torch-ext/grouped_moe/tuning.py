@@ -307,15 +307,13 @@ def hopper_wgrad_config(
     """Config of the same by the Gluon kernels for Hopper; None where there is none. out_itemsize: of a result.
 
     A staging buffer holds a whole tile of results, the ring gets what it leaves. Few rows: neighbours along N are
-    written at once. gathered: more rows per step, if there are more, as each step has a cost of its own.
+    written at once.
     """
     if gathered and (m % 8 or n % 8):
         return None  # threads copy 8 elements at a time
     group_m = 1 if rows <= 128 else 8
     if out_itemsize > 2:
         default = None if gathered and rows < 128 else GemmConfig(128, 256, 32, 4, 4, group_m)
-    elif gathered and rows > 32:
-        default = GemmConfig(128, 256, 64, 4, 3, group_m)
     else:
         default = GemmConfig(128, 256, 32, 4, 6, group_m)
     kernel = "wgrad_hopper" + ("_gathered" if gathered else "") + ("_fp32" if out_itemsize > 2 else "")

@@ -15,10 +15,11 @@ from triton.language.extra.cuda import gdc_wait
 
 from .dependent import has_dependent_launches
 
-# Triton 3.7 renamed these.
+# Triton 3.7 renamed all but the last.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+cp_async_arrive = async_copy.mbarrier_arrive
 
 # Rows of a ragged descriptor end here, wherever a group ends in memory.
 RAGGED_END = gl.constexpr(1 << 30)

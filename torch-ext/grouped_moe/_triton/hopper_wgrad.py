@@ -17,8 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper import (
     allocate_barriers,
     cp_async,
-    hand_over,
-    hand_over_rest,
+    cp_async_arrive,
     next_slot,
     previous_slot,
     ragged_coordinates,
@@ -159,6 +158,16 @@ def fill_ring(deal, p_desc, q_desc, ring, offsets_ptr, order, TILING: gl.constex
 
 
 @gluon.jit
+def load_slots(row_to_slot_ptr, rows, end, BLOCK_K: gl.constexpr, STEPS: gl.constexpr):
+    """What `row_to_slot` has for the rows of the first step, and of each of the steps after it."""
+    slots = ()
+    for step in gl.static_range(STEPS):
+        step_rows = rows + step * BLOCK_K
+        slots = slots + (gl.load(row_to_slot_ptr + step_rows, mask=step_rows < end, other=0),)
+    return slots
+
+
+@gluon.jit
 def gather_ring(
     deal,
     gathered,  # the first arguments of `hopper_gathered_wgrad_kernel`
@@ -168,7 +177,11 @@ def gather_ring(
     P_GATHERED: gl.constexpr,  # whether tokens is p, else q
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """`fill_ring` with one operand gathered, by threads; they, too, write 0 for rows past the expert's last one."""
+    """`fill_ring` with one operand gathered, by threads; they, too, write 0 for rows past the expert's last one.
+
+    They wait for nothing but an empty slot: copies arrive at its barrier by themselves, and what says where rows come
+    from was loaded four steps before or more, for the first steps of a tile with the last ones of the tile before.
+    """
     tokens_ptr, stride8, row_to_slot_ptr, rows_desc = gathered
     p_ring, q_ring, full, empty = ring
     STAGES: gl.constexpr = p_ring.shape[0]
@@ -176,43 +189,46 @@ def gather_ring(
     BLOCK_M: gl.constexpr = p_ring.shape[-1]
     BLOCK_N: gl.constexpr = q_ring.shape[-1]
     BLOCK: gl.constexpr = BLOCK_M if P_GATHERED else BLOCK_N
+    AHEAD: gl.constexpr = 4
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    LAG: gl.constexpr = STAGES // 2
     columns = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
-    steps = gl.arange(0, BLOCK_K, gl.SliceLayout(1, LAYOUT))
+    index_in_step = gl.arange(0, BLOCK_K, gl.SliceLayout(1, LAYOUT))
     slot = 0
     phase = 1
-    filled = 0
     expert, m_tile, n_tile, start, end = find_tile(0, deal, offsets_ptr, order, TILING)
+    sources = load_slots(row_to_slot_ptr, start + index_in_step, end, BLOCK_K, AHEAD)
     for index in range(num_tiles(deal, TILING[0])):
         first_row, end_row = start, end
         m, n = m_tile * BLOCK_M, n_tile * BLOCK_N
         expert, m_tile, n_tile, start, end = find_tile(index + 1, deal, offsets_ptr, order, TILING)
         column = (m if P_GATHERED else n) + columns
-        rows = first_row + steps
-        token = gl.load(row_to_slot_ptr + rows, mask=rows < end_row, other=0) // TOP_K
-        for k in range((end_row - first_row + BLOCK_K - 1) // BLOCK_K):
-            row = first_row + k * BLOCK_K
-            rows = row + BLOCK_K + steps
-            next_token = gl.load(row_to_slot_ptr + rows, mask=rows < end_row, other=0) // TOP_K
-            mbarrier.wait(empty.index(slot), phase)
-            landed = full.index(slot)
-            mbarrier.expect(landed, rows_desc.block_shape[2] * rows_desc.block_shape[3] * 2)
-            source = tokens_ptr + (token.to(gl.int64) * 8 * stride8)[:, None] + column[None, :]
-            mask = (row + steps < end_row)[:, None]
-            if COLUMNS % BLOCK != 0:
-                mask = mask & (column < COLUMNS)[None, :]
-            if P_GATHERED:
-                tma_load(rows_desc, ragged_coordinates(row, end_row, n), landed, q_ring.index(slot))
-                cp_async(p_ring.index(slot), source, mask=mask)
-            else:
-                tma_load(rows_desc, ragged_coordinates(row, end_row, m), landed, p_ring.index(slot))
-                cp_async(q_ring.index(slot), source, mask=mask)
-            hand_over(full, slot, filled, LAG, STAGES)
-            token = next_token
-            filled += 1
-            slot, phase = next_slot(slot, phase, STAGES)
-    hand_over_rest(full, slot, filled, LAG, STAGES)
+        # An expert without rows has a turn, too, which loads for the next tile.
+        for turn in range(gl.maximum((end_row - first_row + AHEAD * BLOCK_K - 1) // (AHEAD * BLOCK_K), 1)):
+            turn_row = first_row + turn * (AHEAD * BLOCK_K)
+            these = sources
+            next_row = turn_row + AHEAD * BLOCK_K
+            is_last = next_row >= end_row
+            next_rows = gl.where(is_last, start, next_row) + index_in_step
+            sources = load_slots(row_to_slot_ptr, next_rows, gl.where(is_last, end, end_row), BLOCK_K, AHEAD)
+            for step in gl.static_range(AHEAD):
+                row = turn_row + step * BLOCK_K
+                if row < end_row:
+                    token = these[step] // TOP_K
+                    source = tokens_ptr + (token.to(gl.int64) * 8 * stride8)[:, None] + column[None, :]
+                    mask = (row + index_in_step < end_row)[:, None]
+                    if COLUMNS % BLOCK != 0:
+                        mask = mask & (column < COLUMNS)[None, :]
+                    mbarrier.wait(empty.index(slot), phase)
+                    landed = full.index(slot)
+                    mbarrier.expect(landed, rows_desc.block_shape[2] * rows_desc.block_shape[3] * 2)
+                    if P_GATHERED:
+                        tma_load(rows_desc, ragged_coordinates(row, end_row, n), landed, q_ring.index(slot))
+                        cp_async(p_ring.index(slot), source, mask=mask)
+                    else:
+                        tma_load(rows_desc, ragged_coordinates(row, end_row, m), landed, p_ring.index(slot))
+                        cp_async(q_ring.index(slot), source, mask=mask)
+                    cp_async_arrive(landed, increment_count=False)
+                    slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -220,9 +236,13 @@ def multiply(
     deal, ring, out, offsets_ptr, order,
     ROW: gl.constexpr,  # first row of the tile that is this warp group's
     TILING: gl.constexpr,
+    GATHERED: gl.constexpr,
     ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies what `fill_ring` loads and stores the results, of this warp group's rows of each tile."""
+    """Multiplies what comes into the ring and stores the results, of this warp group's rows of each tile.
+
+    What threads copied (GATHERED) becomes visible to wgmma, which reads by another proxy, by a fence of who reads it.
+    """
     p_ring, q_ring, full, empty = ring
     dw_desc, staging = out[0], out[1]
     STAGES: gl.constexpr = p_ring.shape[0]
@@ -248,6 +268,8 @@ def multiply(
         acc = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
         for k in range(steps):
             mbarrier.wait(full.index(slot), phase)
+            if GATHERED:
+                fence_async_shared()
             p = p_ring.index(slot).reshape([BLOCK_K, BLOCK_M]).slice(ROW, ROWS, dim=1).permute((1, 0))
             q = q_ring.index(slot).reshape([BLOCK_K, BLOCK_N])
             acc = warpgroup_mma(p, q, acc, is_async=True)
@@ -316,8 +338,8 @@ def hopper_wgrad_kernel(
     q_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
     ring = (p_ring, q_ring, allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2))
     gl.warp_specialize([
-        (multiply, (deal, ring, out0, offsets_ptr, order, 0, TILING, ACCUMULATE)),
-        (multiply, (deal, ring, out1, offsets_ptr, order, ROWS, TILING, ACCUMULATE)),
+        (multiply, (deal, ring, out0, offsets_ptr, order, 0, TILING, False, ACCUMULATE)),
+        (multiply, (deal, ring, out1, offsets_ptr, order, ROWS, TILING, False, ACCUMULATE)),
         (fill_ring, (deal, p_desc, q_desc, ring, offsets_ptr, order, TILING)),
     ], [4, 1], [232, 40])  # fmt: skip
 
@@ -349,6 +371,7 @@ def hopper_gathered_wgrad_kernel(
     N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = (NUM_EXPERTS * M_TILES * N_TILES, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    COPIERS: gl.constexpr = 4  # warps
     order, deal = order_experts(offsets_ptr, NUM_EXPERTS, M_TILES * N_TILES, ORDER_SIZE)
     out0, out1 = allocate_outputs(dw_desc, ACCUMULATE)
     if P_GATHERED:
@@ -357,11 +380,12 @@ def hopper_gathered_wgrad_kernel(
     else:
         p_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES] + rows_desc.block_shape, rows_desc.layout)
         q_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], LAYOUT)
-    ring = (p_ring, q_ring, allocate_barriers(STAGES, 2), allocate_barriers(STAGES, 2))
+    # A slot is full when the other operand has landed and each thread of the warps that copy has arrived.
+    ring = (p_ring, q_ring, allocate_barriers(STAGES, 1 + 32 * COPIERS), allocate_barriers(STAGES, 2))
     gathered = (tokens_ptr, stride8, row_to_slot_ptr, rows_desc)
     COLUMNS: gl.constexpr = M if P_GATHERED else N
     gl.warp_specialize([
-        (multiply, (deal, ring, out0, offsets_ptr, order, 0, TILING, ACCUMULATE)),
-        (multiply, (deal, ring, out1, offsets_ptr, order, ROWS, TILING, ACCUMULATE)),
+        (multiply, (deal, ring, out0, offsets_ptr, order, 0, TILING, True, ACCUMULATE)),
+        (multiply, (deal, ring, out1, offsets_ptr, order, ROWS, TILING, True, ACCUMULATE)),
         (gather_ring, (deal, gathered, ring, offsets_ptr, order, TOP_K, COLUMNS, P_GATHERED, TILING)),
-    ], [4, 4], [208, 88])  # fmt: skip
+    ], [4, COPIERS], [208, 88])  # fmt: skip

@@ -84,7 +84,7 @@ def tile_of(config) -> Tile:
 
 def make_products(layer: Layer, rows: int, device: str) -> Dict[str, Callable[[], List[Tensor]]]:
     """The grouped GEMMs of a layer's forward and backward, on the GPU with numbers, on a CPU with unwritten memory."""
-    fused, gemm, schedules = module("fused"), module("gemm"), module("schedule")
+    fused, gemm, schedules, form_of = module("fused"), module("gemm"), module("schedule"), module("launch").form_of
     e, h, i, top_k = layer.experts, layer.hidden, layer.intermediate, layer.top_k
     tokens = Case(layer, rows, "").tokens
     slots, real = tokens * top_k, device != "cpu"
@@ -111,11 +111,25 @@ def make_products(layer: Layer, rows: int, device: str) -> Dict[str, Callable[[]
     preact, weights = tensor(slots, 2 * i), torch.ones(tokens, top_k, device=device)
     dup, ddown, wide = (torch.empty_like(w, dtype=d) for w, d in ((up, None), (down, None), (up, torch.float32)))
 
-    def down_dgrad() -> List[Tensor]:
-        wanted = {"dpreact": True, "scaled_act": True, "partials": True}
-        dpreact, a, sums, _ = fused.launch_down_dgrad(
-            block, dout, weights, preact, row_to_slot, schedule, **wanted
+    def common() -> tuple:
+        """What `up_launch` and `dgrad_launch` have in common, with the tiles of now."""
+        spec = module("tuning").spec_of(x)
+        return slots, i, top_k, t, block.kind(spec), schedule[1:], spec, x.device
+
+    def up_proj() -> List[Tensor]:
+        forms = [*map(form_of, (x, up, biases[0], None))]
+        a = torch.empty_like(act)
+        fused.up_launch(*forms, (False, True, True), *common())(
+            (x, up, biases[0], None, a, None, row_to_slot, schedule.map)
         )  # fmt: skip
+        return [a]
+
+    def down_dgrad() -> List[Tensor]:
+        forms = [*map(form_of, (dout, down, weights))]
+        launch, num_sums = fused.dgrad_launch(*forms, (True,) * 4, *common())
+        dpreact, a = torch.empty_like(preact), torch.empty_like(act)
+        sums = torch.empty((num_sums, slots), device=device)
+        launch((dout, down, weights, preact, dpreact, a, sums, row_to_slot, schedule.map))
         return [dpreact, a, sums.sum(0) if real else sums]
 
     def wgrad(p: Tensor, p_top_k: int, q: Tensor, q_top_k: int, gathered: bool, dw: Tensor) -> List[Tensor]:
@@ -124,7 +138,7 @@ def make_products(layer: Layer, rows: int, device: str) -> Dict[str, Callable[[]
 
     strides = gemm.nk_strides
     return {
-        "up": lambda: [fused.launch_up_proj(block, x, top_k, row_to_slot, schedule, False, True)[1]],
+        "up": up_proj,
         "down": lambda: [gemm.launch_gemm(act, down, strides(down, t), h, biases[1], schedule)],
         "down dgrad": down_dgrad,
         "dx": lambda: [gemm.launch_gemm(preact, up, strides(up, not t), h, None, schedule)],

@@ -165,15 +165,35 @@ def test_tune_says_that_there_is_no_gpu(monkeypatch, capsys):
     assert "no GPU" in capsys.readouterr().err
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("layer", [SMOKE, SMOKE_GPT_OSS], ids=lambda layer: layer.name)
-def test_products_of_candidates_agree(grouped_moe, module, monkeypatch, layer, device):
-    """With the tiles in use and with the first that fits beside them."""
+@pytest.fixture
+def tables(module, monkeypatch):
+    """`tiles.Table`, of which the package knows nothing when the test is over."""
     tuning = module("tuning")
     for name in ("choose_tile", "tiles_of", "device_spec"):
         monkeypatch.setattr(tuning, name, getattr(tuning, name))
     monkeypatch.setattr(tiles, "module", module)
-    table = tiles.Table(tuple(tuning.device_spec("cuda", 0)))
+    return tiles.Table
+
+
+@pytest.mark.parametrize("layer", [SMOKE, SMOKE_GPT_OSS], ids=lambda layer: layer.name)
+def test_products_ask_for_their_tiles(module, tables, monkeypatch, layer):
+    """And launch once. What a GPU would run, on a CPU, without running it."""
+    launched = []
+    monkeypatch.setattr(module("launch").Launch, "__call__", lambda launch, _: launched.append(launch))
+    table = tables((*A100, "products"))
+    for name, call in tiles.make_products(layer, 64, "cpu").items():
+        table.asked.clear()
+        table.take({}, tiles.Case(layer, 64, name))
+        call()
+        kernel, asked = launched.pop().kernel.kernel.__name__, table.asked[-1][0][0]
+        assert not launched and asked.split("_")[0] in kernel, (name, kernel, asked)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", [SMOKE, SMOKE_GPT_OSS], ids=lambda layer: layer.name)
+def test_products_of_candidates_agree(module, tables, layer, device):
+    """With the tiles in use and with the first that fits beside them."""
+    table = tables(tuple(module("tuning").device_spec("cuda", 0)))
     table.take({})
     for name, call in tiles.make_products(layer, 64, device).items():
         table.asked.clear()

@@ -83,7 +83,10 @@ def tile_of(config) -> Tile:
 
 
 def make_products(layer: Layer, rows: int, device: str) -> Dict[str, Callable[[], List[Tensor]]]:
-    """The grouped GEMMs of a layer's forward and backward, on the GPU with numbers, on a CPU with unwritten memory."""
+    """The grouped GEMMs of a layer's forward and backward, on the GPU with numbers, on a CPU with unwritten memory.
+
+    Of dgrads the one that gathers: on Hopper only what Gluon's kernel, which has no tiles in a file, leaves runs by it.
+    """
     fused, gemm, schedules, form_of = module("fused"), module("gemm"), module("schedule"), module("launch").form_of
     e, h, i, top_k = layer.experts, layer.hidden, layer.intermediate, layer.top_k
     tokens = Case(layer, rows, "").tokens

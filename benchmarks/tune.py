@@ -138,7 +138,7 @@ class Search:
         futures = [self.compile(case, {}) for case in cases]
         for case, future in zip(cases, futures):
             error, asked = future.result()
-            if error or asked[-1][1] is None:
+            if error or not asked or asked[-1][1] is None:
                 print(f"{case.layer.name} {case.rows} {case.product}: {error or 'no tile'}", flush=True)
                 continue
             key, tile = asked[-1]

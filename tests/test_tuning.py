@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import tiles  # noqa: E402
 import tune  # noqa: E402
-from workload import SMOKE, SMOKE_GPT_OSS  # noqa: E402
+from workload import QWEN3_30B, SMOKE, SMOKE_GPT_OSS  # noqa: E402
 
 H200 = (132, 232448, 32, True, True, True)  # a DeviceSpec without its name
 A100 = (108, 166912, 32, False, True, False)
@@ -129,12 +129,13 @@ def test_candidates_are_valid_entries(module, monkeypatch, tmp_path):
 
 
 class Inline:
-    """A pool whose compiler takes all but tiles of 32 columns; every case asks for the same kernel."""
+    """A pool whose compiler takes all but tiles of 32 columns; every case but "dx" asks for the same kernel."""
 
     def submit(self, function, gpu, case, changes):
         future, key = Future(), ("gemm", 64)
         tile = changes.get(key, {"block_m": 64, **TILE, "group_m": 8, "programs_per_sm": 1})
-        future.set_result(("does not fit" if tile["block_n"] == 32 else "", [(key, tile)]))
+        asked = [] if case.product == "dx" else [(key, tile)]
+        future.set_result(("does not fit" if tile["block_n"] == 32 else "", asked))
         return future
 
 
@@ -150,7 +151,7 @@ class Pretended:
 def test_search_goes_to_the_fastest(seconds, depth):
     gpu = tiles.Gpu("x", ("cuda", 90, 32), (*H200, "x"))
     search = tune.Search(gpu, Pretended(), Inline(), tune.time.monotonic() + seconds)
-    search.group([tiles.Case(SMOKE, 64, "up"), tiles.Case(SMOKE, 64, "down")])
+    search.group([tiles.Case(SMOKE, 64, "up"), tiles.Case(SMOKE, 64, "dx"), tiles.Case(SMOKE, 64, "down")])
     written = []
     search.run(6, lambda found: written.append(dict(found)))
     tile = search.found.get(("gemm", 64))
@@ -175,18 +176,24 @@ def tables(module, monkeypatch):
     return tiles.Table
 
 
-@pytest.mark.parametrize("layer", [SMOKE, SMOKE_GPT_OSS], ids=lambda layer: layer.name)
-def test_products_ask_for_their_tiles(module, tables, monkeypatch, layer):
+WITHOUT_TILES = "hopper_gathered_up_proj_kernel"  # of choice
+
+
+@pytest.mark.parametrize("limits", [H200, A100], ids=["sm90", "sm80"])
+@pytest.mark.parametrize("layer, rows", [(SMOKE, 64), (SMOKE_GPT_OSS, 64), (QWEN3_30B, 256)], ids=["", "oss", "large"])
+def test_products_ask_for_their_tiles(module, tables, monkeypatch, layer, rows, limits):
     """And launch once. What a GPU would run, on a CPU, without running it."""
     launched = []
     monkeypatch.setattr(module("launch").Launch, "__call__", lambda launch, _: launched.append(launch))
-    table = tables((*A100, "products"))
-    for name, call in tiles.make_products(layer, 64, "cpu").items():
+    table = tables((*limits, "products"))
+    for name, call in tiles.make_products(layer, rows, "cpu").items():
         table.asked.clear()
-        table.take({}, tiles.Case(layer, 64, name))
+        table.take({}, tiles.Case(layer, rows, name))
         call()
-        kernel, asked = launched.pop().kernel.kernel.__name__, table.asked[-1][0][0]
-        assert not launched and asked.split("_")[0] in kernel, (name, kernel, asked)
+        kernel = launched.pop().kernel.kernel.__name__
+        asked = table.asked[-1][0][0] if table.asked else None
+        assert not launched and (asked is None) == (kernel == WITHOUT_TILES), (name, kernel, asked)
+        assert asked is None or asked.split("_")[0] in kernel and ("hopper" in asked) == ("hopper" in kernel), name
 
 
 @pytest.mark.gpu

@@ -126,7 +126,11 @@ def test_more_groups_than_are_ordered(gemm):
 
 
 @pytest.mark.parametrize("p_gathered", [False, True], ids=["q", "p"])
-@pytest.mark.parametrize("sizes", [(200, 0, 130, 300, 65, 1023), (1300, 0, 1023, 2049)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(200, 0, 130, 300, 65, 1023), (1300, 0, 1023, 2049), (127, 128, 129, 0, 0, 32, 256, 257, 31, 33, 1)],
+    ids=["few", "many", "around a turn"],
+)
 @pytest.mark.parametrize("m, n", [(200, 264), (264, 200), (128, 256)], ids=lambda size: str(size))
 def test_gathered(gemm, p_gathered, sizes, m, n):
     """Rows of no group have no slot; tokens that no row has are NaN, and so are other groups' tokens and rows."""

@@ -15,11 +15,10 @@ from triton.language.extra.cuda import gdc_wait
 
 from .dependent import has_dependent_launches
 
-# Triton 3.7 renamed all but the last.
+# Triton 3.7 renamed these.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-cp_async_arrive = async_copy.mbarrier_arrive
 
 # Rows of a ragged descriptor end here, wherever a group ends in memory.
 RAGGED_END = gl.constexpr(1 << 30)
@@ -44,29 +43,6 @@ def next_slot(slot, phase, STAGES: gl.constexpr):
 def previous_slot(slot, STAGES: gl.constexpr):
     """The slot before this one. A carried `previous = slot` would be dropped silently by Triton 3.6."""
     return gl.where(slot == 0, STAGES - 1, slot - 1)
-
-
-@gluon.jit
-def hand_over(full, slot, filled, LAG: gl.constexpr, STAGES: gl.constexpr):
-    """Ends a step of threads that copy into the ring: hands over the slot of LAG steps ago, if there was one.
-
-    What threads copied becomes visible to wgmma, which reads by another proxy, by a fence of theirs after the copies
-    are complete. So that none waits for its latest copies, slots are handed over late. filled: steps before this one.
-    """
-    gl.static_assert(STAGES >= LAG + 2)  # a slot is free only once the next one is full
-    async_copy.commit_group()
-    async_copy.wait_group(LAG)
-    fence_async_shared()
-    mbarrier.arrive(full.index(gl.where(slot < LAG, slot + STAGES - LAG, slot - LAG)), pred=filled >= LAG)
-
-
-@gluon.jit
-def hand_over_rest(full, slot, filled, LAG: gl.constexpr, STAGES: gl.constexpr):
-    """After the last step: hands over the slots that are left. slot: the next one."""
-    async_copy.wait_group(0)
-    fence_async_shared()
-    for back in gl.static_range(1, LAG + 1):
-        mbarrier.arrive(full.index(gl.where(slot < back, slot + STAGES - back, slot - back)), pred=filled >= back)
 
 
 @gluon.jit

@@ -6,11 +6,35 @@ by the tensor memory accelerator. A step is long enough for the copies, which tw
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .hopper import allocate_barriers, cp_async, hand_over, hand_over_rest, next_slot, wait_for_stream
+from .hopper import allocate_barriers, cp_async, next_slot, wait_for_stream
 from .hopper_experts import allocate_ring, find_tile, load_slots, up_epilogue
 from .hopper_gemm import load_weight, multiply_half
+
+
+@gluon.jit
+def hand_over(full, slot, filled, LAG: gl.constexpr, STAGES: gl.constexpr):
+    """Ends a step of threads that copy into the ring: hands over the slot of LAG steps ago, if there was one.
+
+    What threads copied becomes visible to wgmma, which reads by another proxy, by a fence of theirs after the copies
+    are complete. So that none waits for its latest copies, slots are handed over late. filled: steps before this one.
+    """
+    gl.static_assert(STAGES >= LAG + 2)  # a slot is free only once the next one is full
+    async_copy.commit_group()
+    async_copy.wait_group(LAG)
+    fence_async_shared()
+    mbarrier.arrive(full.index(gl.where(slot < LAG, slot + STAGES - LAG, slot - LAG)), pred=filled >= LAG)
+
+
+@gluon.jit
+def hand_over_rest(full, slot, filled, LAG: gl.constexpr, STAGES: gl.constexpr):
+    """After the last step: hands over the slots that are left. slot: the next one."""
+    async_copy.wait_group(0)
+    fence_async_shared()
+    for back in gl.static_range(1, LAG + 1):
+        mbarrier.arrive(full.index(gl.where(slot < back, slot + STAGES - back, slot - back)), pred=filled >= back)
 
 
 @gluon.jit

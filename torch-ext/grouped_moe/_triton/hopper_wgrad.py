@@ -6,6 +6,7 @@ the next tile. Results leave through staging buffers while the next tile's produ
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -17,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper import (
     allocate_barriers,
     cp_async,
-    cp_async_arrive,
     next_slot,
     previous_slot,
     ragged_coordinates,
@@ -158,8 +158,8 @@ def fill_ring(deal, p_desc, q_desc, ring, offsets_ptr, order, TILING: gl.constex
 
 
 @gluon.jit
-def load_slots(row_to_slot_ptr, rows, end, BLOCK_K: gl.constexpr, STEPS: gl.constexpr):
-    """What `row_to_slot` has for the rows of the first step, and of each of the steps after it."""
+def load_step_slots(row_to_slot_ptr, rows, end, BLOCK_K: gl.constexpr, STEPS: gl.constexpr):
+    """Slots of `rows`, those of a step, and of each later step's; from `end` on 0."""
     slots = ()
     for step in gl.static_range(STEPS):
         step_rows = rows + step * BLOCK_K
@@ -179,8 +179,8 @@ def gather_ring(
 ):  # fmt: skip
     """`fill_ring` with one operand gathered, by threads; they, too, write 0 for rows past the expert's last one.
 
-    They wait for nothing but an empty slot: copies arrive at its barrier by themselves, and what says where rows come
-    from was loaded four steps before or more, for the first steps of a tile with the last ones of the tile before.
+    They never wait for copies, which arrive at their slot's barrier by themselves; nor, mostly, for what says where
+    rows come from: it is loaded for a turn of AHEAD steps in the turn before, be that the last one of another tile.
     """
     tokens_ptr, stride8, row_to_slot_ptr, rows_desc = gathered
     p_ring, q_ring, full, empty = ring
@@ -190,13 +190,14 @@ def gather_ring(
     BLOCK_N: gl.constexpr = q_ring.shape[-1]
     BLOCK: gl.constexpr = BLOCK_M if P_GATHERED else BLOCK_N
     AHEAD: gl.constexpr = 4
+    gl.static_assert(STAGES >= 2)  # a slot is free only once the next one is full
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     columns = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
     index_in_step = gl.arange(0, BLOCK_K, gl.SliceLayout(1, LAYOUT))
     slot = 0
     phase = 1
     expert, m_tile, n_tile, start, end = find_tile(0, deal, offsets_ptr, order, TILING)
-    sources = load_slots(row_to_slot_ptr, start + index_in_step, end, BLOCK_K, AHEAD)
+    sources = load_step_slots(row_to_slot_ptr, start + index_in_step, end, BLOCK_K, AHEAD)
     for index in range(num_tiles(deal, TILING[0])):
         first_row, end_row = start, end
         m, n = m_tile * BLOCK_M, n_tile * BLOCK_N
@@ -209,7 +210,7 @@ def gather_ring(
             next_row = turn_row + AHEAD * BLOCK_K
             is_last = next_row >= end_row
             next_rows = gl.where(is_last, start, next_row) + index_in_step
-            sources = load_slots(row_to_slot_ptr, next_rows, gl.where(is_last, end, end_row), BLOCK_K, AHEAD)
+            sources = load_step_slots(row_to_slot_ptr, next_rows, gl.where(is_last, end, end_row), BLOCK_K, AHEAD)
             for step in gl.static_range(AHEAD):
                 row = turn_row + step * BLOCK_K
                 if row < end_row:
@@ -227,7 +228,7 @@ def gather_ring(
                     else:
                         tma_load(rows_desc, ragged_coordinates(row, end_row, m), landed, p_ring.index(slot))
                         cp_async(q_ring.index(slot), source, mask=mask)
-                    cp_async_arrive(landed, increment_count=False)
+                    async_copy.mbarrier_arrive(landed, increment_count=False)
                     slot, phase = next_slot(slot, phase, STAGES)
 
 
@@ -241,7 +242,8 @@ def multiply(
 ):  # fmt: skip
     """Multiplies what comes into the ring and stores the results, of this warp group's rows of each tile.
 
-    What threads copied (GATHERED) becomes visible to wgmma, which reads by another proxy, by a fence of who reads it.
+    What threads copy (GATHERED) is written by the generic proxy: between the wait for it and wgmma, which reads by the
+    async one, each reader fences.
     """
     p_ring, q_ring, full, empty = ring
     dw_desc, staging = out[0], out[1]

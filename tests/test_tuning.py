@@ -180,7 +180,9 @@ WITHOUT_TILES = "hopper_gathered_up_proj_kernel"  # of choice
 
 
 @pytest.mark.parametrize("limits", [H200, A100], ids=["sm90", "sm80"])
-@pytest.mark.parametrize("layer, rows", [(SMOKE, 64), (SMOKE_GPT_OSS, 64), (QWEN3_30B, 256)], ids=["", "oss", "large"])
+@pytest.mark.parametrize(
+    "layer, rows", [(SMOKE, 64), (SMOKE_GPT_OSS, 64), (QWEN3_30B, 256)], ids=["smoke", "oss", "large"]
+)
 def test_products_ask_for_their_tiles(module, tables, monkeypatch, layer, rows, limits):
     """And launch once. What a GPU would run, on a CPU, without running it."""
     launched = []

@@ -376,4 +376,4 @@ def hopper_dgrad_config(block_m: int, n: int) -> Optional[GemmConfig]:
     """The same of the down-projection's dgrad, of N columns. Its ring leaves room for boxes of the pre-activation."""
     if block_m != 128 or n <= 64:
         return None
-    return GemmConfig(128, 128, 64, 4, 5)
+    return GemmConfig(128, 128, 64, 4, 5, 4)

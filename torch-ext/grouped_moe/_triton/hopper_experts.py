@@ -133,8 +133,8 @@ def consume_up(
 
 
 @gluon.jit
-def dgrad_epilogue(acc, inputs, outputs, act_buf, position, tile, next_tile, weights, KIND: gl.constexpr):
-    """Stores dpreact in the place of gate and up, and the weighted activation; returns <acc, activation> per row.
+def dgrad_epilogue(acc, inputs, outputs, position, tile, next_tile, weights, KIND: gl.constexpr):
+    """Stores dpreact in the place of gate and up, then the weighted activation; returns <acc, activation> per row.
 
     Boxes that have been stored are filled again: with columns of this tile, then of the next one. A loop over halves of
     the tile keeps the code of both warp groups within 128 KB: more than that ran at half the speed.
@@ -186,16 +186,18 @@ def dgrad_epilogue(acc, inputs, outputs, act_buf, position, tile, next_tile, wei
                     write_boxes(d_gate, d_up, gate_box, up_box, INTERLEAVED)
                 else:
                     gate_box.store(d_gate)
-            if act_desc is not None:
-                act_buf.reshape([ROWS, COLUMNS]).store(value)
-            fence_async_shared()
-            if dgate_desc is not None:
+                fence_async_shared()
                 left, right = box_places(row, end, column + piece * COLUMNS, COLUMNS, INTERLEAVED)
                 tma_store(dgate_desc, left, boxes.index(BOXES * slot))
                 if GATED:
                     tma_store(dup_desc, right, boxes.index(BOXES * slot + 1))
             if act_desc is not None:
-                tma_store(act_desc, ragged_coordinates(row, end, column + piece * COLUMNS), act_buf)
+                if dgate_desc is not None:
+                    tma.store_wait(0)  # until the gate's gradient has left
+                gate_box.store(value)
+                fence_async_shared()
+                place = ragged_coordinates(row, end, column + piece * COLUMNS)
+                tma_store(act_desc, place, boxes.index(BOXES * slot))
         half = gl.where(first == 0, other_half, 0.0)  # Triton 3.6 does not carry a plain copy
     tma.store_wait(0)
     refill_boxes(inputs, position, PIECES - 1, tile, next_tile, PIECES, INTERLEAVED)
@@ -204,7 +206,7 @@ def dgrad_epilogue(acc, inputs, outputs, act_buf, position, tile, next_tile, wei
 
 @gluon.jit
 def consume_dgrad(
-    GROUP: gl.constexpr, ring, turns, inputs, outputs, act_buf, weights_ptr, row_to_slot_ptr, partials,
+    GROUP: gl.constexpr, ring, turns, inputs, outputs, weights_ptr, row_to_slot_ptr, partials,
     schedule_ptr, num_tiles, STEPS: gl.constexpr, BLOCK_N: gl.constexpr, W_KN: gl.constexpr, KIND: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
@@ -214,7 +216,7 @@ def consume_dgrad(
     STAGES: gl.constexpr = ring[0].shape[0]
     BLOCK_M: gl.constexpr = ring[0].shape[1]
     SLOTS: gl.constexpr = inputs[3].shape[0]
-    COLUMNS: gl.constexpr = act_buf.shape[3]
+    COLUMNS: gl.constexpr = inputs[2].shape[4]
     PIECES: gl.constexpr = BLOCK_N // COLUMNS
     programs = gl.num_programs(0)
     tile0 = gl.program_id(0) + GROUP * programs
@@ -242,7 +244,7 @@ def consume_dgrad(
         mbarrier.wait(epilogues.index(GROUP), turn)
         this_tile = (row, end, n_tile * BLOCK_N)
         next_tile = (row1, end1, n_tile1 * BLOCK_N, tile + programs < num_tiles)
-        inner = dgrad_epilogue(acc, inputs, outputs, act_buf, box, this_tile, next_tile, weights, KIND)
+        inner = dgrad_epilogue(acc, inputs, outputs, box, this_tile, next_tile, weights, KIND)
         mbarrier.arrive(epilogues.index(1 - GROUP), count=1)
         if partials_ptr is not None:
             rows = row + gl.arange(0, BLOCK_M, layout=LAYOUT)
@@ -360,7 +362,6 @@ def hopper_down_dgrad_kernel(
     BOXES: gl.constexpr = 2 if GATED else 1
     ring = allocate_ring(w_desc, 1, STAGES, BLOCK_M, BLOCK_K)
     boxes = gl.allocate_shared_memory(w_desc.dtype, [BOXES * SLOTS] + gate_desc.block_type.shape, gate_desc.layout)
-    act_buf = gl.allocate_shared_memory(w_desc.dtype, gate_desc.block_type.shape, gate_desc.layout)
     inputs = (gate_desc, up_desc, boxes, allocate_barriers(SLOTS, 1))
     outputs = (dgate_desc, dup_desc, act_desc)
     turns = (allocate_barriers(2, 1), allocate_barriers(2, 1))
@@ -368,10 +369,10 @@ def hopper_down_dgrad_kernel(
     num_tiles = gl.load(schedule_ptr + (2 * NUM_EXPERTS + 1)) * NUM_N_TILES
     # Registers of a thread: a consumer's holds 128 sums of products.
     gl.warp_specialize([
-        (consume_dgrad, (0, ring, turns, inputs, outputs, act_buf, weights_ptr, row_to_slot_ptr, partials,
+        (consume_dgrad, (0, ring, turns, inputs, outputs, weights_ptr, row_to_slot_ptr, partials,
                          schedule_ptr, num_tiles, STEPS, BLOCK_N, W_KN, KIND, TILING)),
-        (consume_dgrad, (1, ring, turns, inputs, outputs, act_buf, weights_ptr, row_to_slot_ptr, partials,
+        (consume_dgrad, (1, ring, turns, inputs, outputs, weights_ptr, row_to_slot_ptr, partials,
                          schedule_ptr, num_tiles, STEPS, BLOCK_N, W_KN, KIND, TILING)),
-        (produce, (dout_desc, w_desc, gate_desc, ring[0], ring[1], act_buf, ring[2], ring[3], schedule_ptr, num_tiles,
+        (produce, (dout_desc, w_desc, gate_desc, ring[0], ring[1], boxes, ring[2], ring[3], schedule_ptr, num_tiles,
                    0, NUM_EXPERTS, N, K, False, W_KN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
     ], [4, 1], [232, 40])  # fmt: skip

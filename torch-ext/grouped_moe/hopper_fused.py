@@ -18,7 +18,7 @@ from .tuning import (
 )
 
 _BOX = 32  # columns that an epilogue stores at once
-_BUFFERS = 4  # of them for each warp group, where rows are gathered
+_BUFFERED = 128  # columns of all boxes of a warp group, where rows are gathered
 _SLOTS = {True: 3, False: 4}  # boxes of gate and up, or of no gate, that are on their way or worked on
 _MAX_RAGGED_ROWS = 1 << 30  # what ragged descriptors count up to
 _PATH = "Gluon for Hopper"
@@ -49,12 +49,13 @@ def hopper_up_proj(
         hopper_up_proj_kernel, config.describe(_PATH),
         NUM_EXPERTS=num_experts, N=n, K=k, W_KN=transposed, **_epilogue(kind), **_tile(config),
     )  # fmt: skip
-    act = Ref(4, _columns(x.dtype, rows, n, n, config.block_m)) if given[1] else None
+    size = config.block_m, _BOX
+    act = Ref(4, _columns(x.dtype, rows, n, n, size)) if given[1] else None
     return Launch(
         device, kernel, persistent_grid(config, max_tiles, width, spec),
         Ref(0, box(x, config.block_m, config.block_k, gluon=True)),
         _up_weight(up, n, transposed, kind, config), *bias_operand(2, bias),
-        *_preact(3 if given[0] else None, x.dtype, rows, n, config.block_m, kind), act, ref(5, scales), Ref(7),
+        *_preact(3 if given[0] else None, x.dtype, rows, n, size, kind), act, ref(5, scales), Ref(7),
     )  # fmt: skip
 
 
@@ -81,17 +82,18 @@ def hopper_gathered_up_proj(
         return None
     from ._triton.hopper_gathered import hopper_gathered_up_proj_kernel
 
+    columns = _BOX if given[0] else 2 * _BOX  # an activation alone leaves in fewer boxes
     kernel = bind(
         hopper_gathered_up_proj_kernel, config.describe(_PATH),
-        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, W_KN=transposed, **_epilogue(kind), BUFFERS=_BUFFERS,
-        **_tile(config),
+        NUM_EXPERTS=num_experts, N=n, K=k, TOP_K=top_k, W_KN=transposed, **_epilogue(kind),
+        BUFFERS=_BUFFERED // columns, **_tile(config),
     )  # fmt: skip
-    half = config.block_m // 2
-    act = Ref(4, _columns(x.dtype, rows, n, n, half)) if given[1] else None
+    size = config.block_m // 2, columns
+    act = Ref(4, _columns(x.dtype, rows, n, n, size)) if given[1] else None
     return Launch(
         device, kernel, persistent_grid(config, max_tiles, width, spec), Ref(0), x.strides[0] // 8,
         _up_weight(up, n, transposed, kind, config), *bias_operand(2, bias),
-        *_preact(3 if given[0] else None, x.dtype, rows, n, half, kind), act, ref(5, scales), Ref(6), Ref(7),
+        *_preact(3 if given[0] else None, x.dtype, rows, n, size, kind), act, ref(5, scales), Ref(6), Ref(7),
     )  # fmt: skip
 
 
@@ -121,12 +123,13 @@ def hopper_down_dgrad(
     )  # fmt: skip
     block = (config.block_k, config.block_n) if w_kn else (config.block_n, config.block_k)
     dpreact, act, sums, row_to_slot = given
+    size = config.block_m, _BOX
     made = Launch(
         device, kernel, persistent_grid(config, max_tiles, n, spec),
         Ref(0, box(dout, config.block_m, config.block_k, gluon=True)), Ref(1, box(down, 1, *block, gluon=True)),
-        ref(2, weights), *_preact(3, dout.dtype, rows, n, config.block_m, kind),
-        *_preact(4 if dpreact else None, dout.dtype, rows, n, config.block_m, kind),
-        Ref(5, _columns(dout.dtype, rows, n, n, config.block_m)) if act else None, Ref(6) if sums else None, rows,
+        ref(2, weights), *_preact(3, dout.dtype, rows, n, size, kind),
+        *_preact(4 if dpreact else None, dout.dtype, rows, n, size, kind),
+        Ref(5, _columns(dout.dtype, rows, n, n, size)) if act else None, Ref(6) if sums else None, rows,
         Ref(7) if row_to_slot else None, Ref(8),
     )  # fmt: skip
     return made, -(-n // config.block_n)
@@ -155,20 +158,20 @@ def _up_fits(x: Form, up: Form, rows: int, n: int, transposed: bool, kind: Kind,
     return _fits(x, up, rows, n, kind, spec) and not (halves and transposed)
 
 
-def _columns(dtype: torch.dtype, rows: int, width: int, n: int, box_rows: int):
-    """Boxes of N columns of contiguous (rows, width)."""
-    return ragged_box(Form(dtype, (rows, n), (width, 1), True), box_rows, _BOX)
+def _columns(dtype: torch.dtype, rows: int, width: int, n: int, size: Tuple[int, int]):
+    """Boxes of N columns of contiguous (rows, width), each of so many rows and columns."""
+    return ragged_box(Form(dtype, (rows, n), (width, 1), True), *size)
 
 
 def _preact(
-    index: Optional[int], dtype: torch.dtype, rows: int, n: int, box_rows: int, kind: Kind
+    index: Optional[int], dtype: torch.dtype, rows: int, n: int, size: Tuple[int, int], kind: Kind
 ) -> Tuple[Optional[Ref], Optional[Ref]]:  # fmt: skip
     """The gate and the up columns of a pre-activation, all of its columns twice if they alternate; no index: None."""
     if index is None:
         return None, None
     if not kind.gated:
-        return Ref(index, _columns(dtype, rows, n, n, box_rows)), None
-    boxes = _columns(dtype, rows, 2 * n, 2 * n if kind.interleaved else n, box_rows)
+        return Ref(index, _columns(dtype, rows, n, n, size)), None
+    boxes = _columns(dtype, rows, 2 * n, 2 * n if kind.interleaved else n, size)
     return Ref(index, boxes), Ref(index, boxes, 0 if kind.interleaved else n)
 
 

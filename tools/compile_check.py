@@ -240,6 +240,7 @@ def run_layer(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> Non
     tiled = routing.route_tiles_triton(ids, e, block_m)
     with mock.patch.object(torch, "_assert_async"):  # no kernel ran that would have counted
         routing.route_tiles_triton(ids, e, block_m, capacity=ids.numel() - 1)
+    experts.forward_triton(block, x, weights, tiled, save=False)
     _, preact = experts.forward_triton(block, x, weights, tiled, save=True)
     needs = experts.Needs(True, True, True, True, layer.bias, layer.bias)
     dout = empty(num_tokens, h)
@@ -268,6 +269,7 @@ def run_building_blocks(modules, layer: Layer, dtype: torch.dtype, num_tokens: i
     up, down = weights_of(layer, dtype)
     biases = torch.empty((e, 2 * i if layer.gated else i), dtype=dtype), torch.empty((e, h), dtype=dtype)
     block = mlp.Block(up, down, *biases, act, layer.gated, layer.interleaved, layer.transposed, recompute=False)
+    mlp.forward_triton(block, rows, offsets, scales, scales, False)
     y, preact = mlp.forward_triton(block, rows, offsets, scales, scales, True)
     mlp.backward_triton(block, y, rows, offsets, scales, scales, preact, mlp.Needs(*[True] * 7))
     weights = torch.empty(ids.shape, dtype=torch.float32)

@@ -3,6 +3,7 @@
 import functools
 import json
 import sys
+import uuid
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -56,6 +57,7 @@ class Table:
         self.base = dict(module("tuned").tiles_of(spec[-1]))
         self.tiles: Dict[str, Dict[Key, Tile]] = {}
         self.asked: List[Tuple[Key, Tile]] = []
+        self.name = uuid.uuid4().hex  # what another table was asked for is not known to this one
         self.spec = tuning.DeviceSpec(*spec)
         choose = tuning.choose_tile
 
@@ -72,7 +74,7 @@ class Table:
 
         case: what will run, lest another's choices are known already and not asked for.
         """
-        name = repr((changes, case))
+        name = repr((self.name, changes, case))
         self.tiles[name] = {**self.base, **changes}
         self.spec = self.spec._replace(name=name)
 

@@ -134,10 +134,11 @@ def consume_up(
 
 @gluon.jit
 def dgrad_epilogue(acc, inputs, outputs, position, tile, next_tile, weights, KIND: gl.constexpr):
-    """Stores dpreact in the place of gate and up, then the weighted activation; returns <acc, activation> per row.
+    """Stores dpreact in the place of gate and up, then the weighted activation in that of gate.
 
-    Boxes that have been stored are filled again: with columns of this tile, then of the next one. A loop over halves of
-    the tile keeps the code of both warp groups within 128 KB: more than that ran at half the speed.
+    Returns <acc, activation> per row. Boxes that have been stored are filled again: with columns of this tile, then of
+    the next one. A loop over halves of the tile keeps the code of both warp groups within 128 KB: more than that ran at
+    half the speed.
     """
     gate_desc, up_desc, boxes, loaded = inputs
     dgate_desc, dup_desc, act_desc = outputs

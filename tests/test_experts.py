@@ -73,10 +73,19 @@ FROZEN += [("hidden_states",), ("top_k_weights",), ("hidden_states", "gate_up_pr
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
 @pytest.mark.parametrize("frozen", FROZEN, ids="-".join)
-def test_frozen_inputs(grouped_moe, device, frozen, recompute):
+@pytest.mark.parametrize(
+    "case_id, dtype",
+    [
+        ("gpt-oss", torch.float32),
+        ("tall-wide-gpt-oss", torch.bfloat16),
+        ("tall-wide-not-gated-transposed-bias-limit-recompute", torch.bfloat16),
+    ],
+    ids=["small", "tall-wide", "tall-wide-not-gated"],
+)
+def test_frozen_inputs(grouped_moe, device, case_id, dtype, frozen, recompute):
     """A gradient does not depend on which others are asked for; what is frozen gets none."""
-    case = BY_ID["gpt-oss"]._replace(recompute=recompute)
-    inputs = make_inputs(case, torch.float32, device)
+    case = BY_ID[case_id]._replace(recompute=recompute)
+    inputs = make_inputs(case, dtype, device)
     full, part = run(grouped_moe, case, inputs), run(grouped_moe, case, inputs, frozen=frozen)
     assert_bitwise("out", part.out, full.out)
     for name, grad in part.grads.items():
@@ -86,9 +95,11 @@ def test_frozen_inputs(grouped_moe, device, frozen, recompute):
             assert_bitwise(name, grad, full.grads[name])
 
 
-def test_no_gradient_asked_for(grouped_moe, device):
-    case = BY_ID["silu-bias"]
-    inputs = make_inputs(case, torch.float32, device)
+@by_dtype
+@pytest.mark.parametrize("case_id", ["silu-bias", "tall-wide", "tall-wide-gpt-oss", "tall-wide-not-gated"])
+def test_no_gradient_asked_for(grouped_moe, device, case_id, dtype):
+    case = BY_ID[case_id]
+    inputs = make_inputs(case, dtype, device)
     out = call(grouped_moe, case, inputs)
     assert not out.requires_grad
     with torch.no_grad():

@@ -373,7 +373,10 @@ def hopper_gathered_up_config(block_m: int, width: int) -> Optional[GemmConfig]:
 
 @lru_cache(maxsize=None)
 def hopper_dgrad_config(block_m: int, n: int) -> Optional[GemmConfig]:
-    """The same of the down-projection's dgrad, of N columns. Its ring leaves room for boxes of the pre-activation."""
+    """The same of the down-projection's dgrad, of N columns. Its ring leaves room for boxes of the pre-activation.
+
+    Four m tiles in turn suit weights larger than the L2 cache, by measurement (benchmarks/NOTES.md).
+    """
     if block_m != 128 or n <= 64:
         return None
     return GemmConfig(128, 128, 64, 4, 5, 4)

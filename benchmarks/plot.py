@@ -1,6 +1,6 @@
 """Draws what the scripts measured, into the folder of their JSON:
 
-    python benchmarks/plot.py benchmarks/results/layers.json [--output FOLDER]
+    python benchmarks/plot.py benchmarks/results/layers.json [--output FOLDER] [--peers JSON...]
 
 layers.json: speedup.png, sentinels.png, memory.png. decode.json: decode.png. By the name of the JSON, growth.json:
 growth.png, linear.json: linear_speedup.png. Lines differ by dash and marker, bars by hatch: the figures read without
@@ -57,11 +57,33 @@ LINES = {
 }  # fmt: skip
 
 
+def add_peers(results: dict, other: dict) -> None:
+    """Adds providers of another run's cells to the same cells of results where they lack them.
+
+    Their time is ours here times what theirs was of ours there: what a figure then shows was measured side by side.
+    """
+    results["others"] = True
+    cells = {cell_key(cell): cell for cell in measured(results)}
+    for theirs in measured(other):
+        cell = cells.get(cell_key(theirs), {"providers": {}})
+        ours = milliseconds(cell, OURS)
+        for name, entry in theirs["providers"].items():
+            ratio = speedup(theirs, name)
+            if ours and ratio and milliseconds(cell, name) is None:
+                cell["providers"][name] = {**entry, "median_ms": ours * ratio}
+
+
+def cell_key(cell: dict) -> Tuple[str, bool, int, float]:
+    """What a cell measures."""
+    return cell["layer"], cell["backward"], cell["tokens"], cell["local"]
+
+
 def origin(results: dict) -> str:
     """Where the numbers come from, in a line."""
     versions = ", ".join(f"{name} {results[name]}" for name in ("torch", "triton", "transformers"))
     where = f"{results['gpu'] or 'CPU'}, {versions}, {results['date_utc'][:10]}"
-    return f"{results['benchmark']}, bf16, {where}"
+    others = "; peers that it lacks from other runs, relative to ours there" if results.get("others") else ""
+    return f"{results['benchmark']}, bf16, {where}{others}"
 
 
 def save(figure: plt.Figure, panels: Sequence[plt.Axes], results: dict, path: Path, columns: int = 4) -> None:
@@ -82,6 +104,9 @@ def logarithmic(axes: plt.Axes, x: bool = False) -> None:
     for axis, scale in ((axes.yaxis, axes.set_yscale), (axes.xaxis, axes.set_xscale))[: 2 if x else 1]:
         scale("log", base=2)
         axis.set_major_formatter(lambda value, _: f"{value:g}")
+    if x:
+        axes.tick_params(axis="x", labelsize="small")
+    axes.set_axisbelow(True)
     axes.grid(True, axis="both" if x else "y", color="0.9")
 
 
@@ -110,7 +135,8 @@ def draw_speedup(results: dict, path: Path) -> None:
         squeeze=False,
     )
     panels = [axes for row in panels for axes in row]
-    names = (OURS, COMPILED, SCATTERMOE, SONICMOE, DENSE)
+    ran = {name for cell in measured(results) for name in cell["providers"] if milliseconds(cell, name)}
+    names = [name for name in (OURS, COMPILED, SCATTERMOE, SONICMOE, DENSE) if name in ran]
     for axes, key in zip(panels, keys):
         cells = [c for c in measured(results) if (c["backward"], c["tokens"], -c["local"]) == key]
         groups = [(cell["layer"].replace(" ", "\n").replace("-", "-\n", 1), cell) for cell in cells]
@@ -264,9 +290,11 @@ def draw_linear(results: dict, path: Path) -> None:
     finish_speedup(figure, panels[0], {**results, "benchmark": results["benchmark"] + " step"}, path)
 
 
-def draw(results_path: Path, folder: Path) -> None:
-    """Writes the figures of a script's JSON into folder, if it has any."""
-    results = json.loads(results_path.read_text(encoding="utf-8"))
+def draw(results_path: Path, folder: Path, peers: Sequence[Path] = ()) -> None:
+    """Writes the figures of a script's JSON into folder, if it has any. peers: see `add_peers`, the first one first."""
+    results, *others = (json.loads(path.read_text(encoding="utf-8")) for path in (results_path, *peers))
+    for other in others:
+        add_peers(results, other)
     folder.mkdir(parents=True, exist_ok=True)
     figures = {
         LINEAR: {f"{results_path.stem}_speedup.png": draw_linear},
@@ -283,8 +311,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="JSON that a script wrote")
     parser.add_argument("--output", type=Path, help="folder of the figures, by default that of the JSON")
+    parser.add_argument(
+        "--peers", type=Path, nargs="+", default=(), metavar="JSON",
+        help="of other runs of run_layers.py: peers that this one lacks, by their time relative to ours there",
+    )  # fmt: skip
     arguments = parser.parse_args()
-    draw(arguments.results, arguments.output or arguments.results.parent)
+    draw(arguments.results, arguments.output or arguments.results.parent, arguments.peers)
 
 
 if __name__ == "__main__":

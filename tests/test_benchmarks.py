@@ -138,3 +138,24 @@ def test_products_without_a_gpu(options, last, tmp_path):
     if not options:
         (cell,) = json.loads(output.read_text(encoding="utf-8"))["cells"]
         assert cell["skipped"] == "needs a GPU"
+
+
+def test_peers_of_other_runs():
+    pytest.importorskip("matplotlib")
+    import plot
+
+    def run(tokens, **times):
+        cell = dict(layer="a", backward=False, tokens=tokens, local=1.0)
+        return {"cells": [{**cell, "providers": {name: {"median_ms": t, "peak_mib": t} for name, t in times.items()}}]}
+
+    results = run(8, ours=2.0, dense=1.0)
+    plot.add_peers(results, run(8, ours=4.0, dense=8.0, peer=6.0))
+    plot.add_peers(results, run(8, ours=1.0, peer=9.0))  # the first one that has it counts
+    plot.add_peers(results, run(16, ours=1.0, other=1.0))  # another cell
+    plot.add_peers(results, run(8, third=1.0))  # not next to ours
+    assert {name: tuple(entry.values()) for name, entry in results["cells"][0]["providers"].items()} == {
+        "ours": (2.0, 2.0),
+        "dense": (1.0, 1.0),
+        "peer": (3.0, 6.0),
+    }
+    assert len(results["cells"]) == 1

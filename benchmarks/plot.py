@@ -82,7 +82,7 @@ def origin(results: dict) -> str:
     """Where the numbers come from, in a line."""
     versions = ", ".join(f"{name} {results[name]}" for name in ("torch", "triton", "transformers"))
     where = f"{results['gpu'] or 'CPU'}, {versions}, {results['date_utc'][:10]}"
-    others = "; peers that it lacks from other runs, relative to ours there" if results.get("others") else ""
+    others = "; peers that it lacks from other runs, times relative to ours there" if results.get("others") else ""
     return f"{results['benchmark']}, bf16, {where}{others}"
 
 

@@ -65,7 +65,7 @@ def add_peers(results: dict, other: dict) -> None:
     results["others"] = True
     cells = {cell_key(cell): cell for cell in measured(results)}
     for theirs in measured(other):
-        cell = cells.get(cell_key(theirs), {"providers": {}})
+        cell = cells.get(cell_key(theirs), {})
         ours = milliseconds(cell, OURS)
         for name, entry in theirs["providers"].items():
             ratio = speedup(theirs, name)

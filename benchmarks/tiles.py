@@ -57,7 +57,7 @@ class Table:
         self.base = dict(module("tuned").tiles_of(spec[-1]))
         self.tiles: Dict[str, Dict[Key, Tile]] = {}
         self.asked: List[Tuple[Key, Tile]] = []
-        self.name = uuid.uuid4().hex  # what another table was asked for is not known to this one
+        self.name = uuid.uuid4().hex  # two tables of one name would share the launchers' choices
         self.spec = tuning.DeviceSpec(*spec)
         choose = tuning.choose_tile
 

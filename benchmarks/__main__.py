@@ -1,4 +1,4 @@
-"""`python -m benchmarks [--smoke] [--only layers decode]`: every benchmark in a process of its own, then the figures."""
+"""`python -m benchmarks [--smoke] [--only NAME...]`: every benchmark in a process of its own, then the figures."""
 
 import argparse
 import subprocess
@@ -26,7 +26,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, minutes on a CPU")
     parser.add_argument("--only", nargs="+", default=list(COMMANDS), choices=COMMANDS, help="these benchmarks")
-    parser.add_argument("--results", type=Path, help="folder of JSON and figures; by default, not with --smoke, results/")
+    parser.add_argument(
+        "--results", type=Path, help="folder of JSON and figures; by default, not with --smoke, results/"
+    )
     arguments = parser.parse_args()
     gpu, failed = torch.cuda.get_device_name() if torch.cuda.is_available() else None, 0
     with tempfile.TemporaryDirectory() as scratch:

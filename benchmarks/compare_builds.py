@@ -2,9 +2,9 @@
 
     python benchmarks/compare_builds.py --before DIR --after DIR [--only layers] [--output compare.json]
 
-Measured are the recorded layers (forward and step, peak and saved memory), decode, linear (both as CUDA graphs) and growth.
-Words of --only may also be part of a suite's name: layers, decode, linear, growth. The builds need different ids, as
-builds of different trees have. Prints the ratio of medians, after / before, and behind it the range of both builds' samples.
+Measured are the recorded layers (forward and step, peak and saved memory) eagerly, and decode, linear and growth as
+CUDA graphs. The name of a task begins with its suite: --only layers, --only decode T=8. The builds need different ids,
+as builds of different trees have. Prints the ratio of medians, and behind it the range of each build's samples.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import statistics
 from pathlib import Path
 from typing import Dict, List, Sequence
 
-import run_experts
 import run_linear
 import timing
 from machine import DEVICE, Task, build_id, describe_machine, make_parser, run_tasks

@@ -81,25 +81,30 @@ def result_name(benchmark: str, gpu: Optional[str]) -> str:
 
 
 def schema_error(results: dict) -> Optional[str]:
-    """Why `results` is not a benchmark's JSON, or None if it is.
+    """Why `results` is not what a file of benchmarks/results holds, or None if it is.
 
-    It has: benchmark, build, machine, python, torch, triton and date_utc as strings, gpu as a string or None, and
-    cells, a list. Each cell has: name, a unique string; times {measure: {provider: entry}}, where an entry has
-    median_ms > 0; and skipped {provider: reason}, where "all" stands for the whole cell. It may have errors
-    {provider: {tensor: relative error}}, wrong [provider], peak_mib and saved_mib {provider: MiB or None}, and what else
-    identifies the cell.
+    Every file has benchmark, date_utc and triton as strings. A check's file has steps {name: what was found}. A
+    benchmark's file has build, machine, python and torch as strings, gpu as a string or None, and cells, a list.
+
+    A cell has name, a unique string; times {measure: {provider: entry}}, where an entry has median_ms > 0; and skipped
+    {provider: reason}, where "all" stands for the whole cell. It may have errors {provider: {tensor: relative error}},
+    wrong [provider], peak_mib and saved_mib {provider: MiB or None}, build and date_utc where they differ from the
+    file's, and whatever else identifies it.
     """
-    for key in ("benchmark", "build", "machine", "python", "torch", "triton", "date_utc"):
+    strings = ("benchmark", "date_utc", "triton")
+    for key in strings if "steps" in results else (*strings, "build", "machine", "python", "torch"):
         if not isinstance(results.get(key), str):
             return f"{key}: expected a string, got {results.get(key)!r}"
-    if not isinstance(results.get("gpu", 0), (str, type(None))):
+    if not isinstance(results.get("gpu"), (str, type(None))):
         return "gpu: expected a string or None"
+    if "steps" in results:
+        return None if results["steps"] else "steps: expected what was found, by name"
     names = [cell.get("name") for cell in results.get("cells", ())]
     if not names or len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
         return "cells: expected a list of cells with unique names"
     for cell in results["cells"]:
-        entries = [entry for providers in cell.get("times", {}).values() for entry in providers.values()]
-        if not entries and not cell.get("skipped"):
+        entries = [entry for providers in cell["times"].values() for entry in providers.values()]
+        if not entries and not cell["skipped"]:
             return f"{cell['name']}: neither times nor a reason why there are none"
         if not all(isinstance(entry.get("median_ms"), float) and entry["median_ms"] > 0 for entry in entries):
             return f"{cell['name']}: an entry without a positive median_ms"
@@ -170,7 +175,7 @@ def run_tasks(results: dict, tasks: List[Task], arguments: argparse.Namespace) -
     written stays.
     """
     begun, results["cells"] = time.monotonic(), []
-    faulthandler.dump_traceback_later(arguments.budget + HANGING_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(arguments.budget + HANGING_SECONDS, exit=True, file=sys.__stderr__)
     for task in tasks:
         if not wanted(task.name, arguments.only):
             continue

@@ -92,7 +92,8 @@ def save(figure: plt.Figure, panels: Sequence[plt.Axes], results: dict, path: Pa
     figure.legend(labels.values(), labels, loc="outside lower center", ncols=6, fontsize="x-small")
     versions = ", ".join(f"{name} {results[name]}" for name in ("torch", "triton", "transformers"))
     where = results["gpu"] or results["machine"]
-    figure.suptitle(f"{results['benchmark']}, {where}, {versions}, {results['date_utc'][:10]}", fontsize="small")
+    said = (results["benchmark"], where, versions, results["date_utc"][:10], results.get("origin"))
+    figure.suptitle(", ".join(filter(None, said)), fontsize="small")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -215,9 +216,11 @@ def draw_growth(results: dict, path: Path) -> None:
         axes.set_title(f"ms by {name.split()[0]}", fontsize="small")
         if "skew" in name:
             axes.set_xticks(range(len(cells)), [cell["pattern"] for cell in cells], fontsize="small")
-            axes.set_ylim(bottom=0)
         else:
             logarithmic(axes, x=True)
+        if "local" in name:
+            axes.set_xticks([x for x, _ in points], [fraction(x) for x, _ in points])
+            axes.minorticks_off()
     save(figure, panels, results, path)
 
 
@@ -281,6 +284,7 @@ def draw(folder: Path, gpu: str) -> None:
             continue
         for peers in ("sonicmoe", "peers") if benchmark == "layers" else ():
             add_peers(results["cells"], (read(peers) or {"cells": []})["cells"])
+            results["origin"] = "SonicMoE, ScatterMoE and compiled from other runs, relative to ours there"
         for name, function in figures.items():
             function(results, folder / name)
 

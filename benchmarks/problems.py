@@ -84,7 +84,7 @@ def run_group(
             for (number, name), samples in timing.time_way(calls, way, plan_of(arguments)).items():
                 cells[number]["times"].setdefault(measure, {})[name] = timing.described(samples)
             del calls
-            gc.collect()
             if torch.cuda.is_available():
+                gc.collect()
                 torch.cuda.empty_cache()  # graphs have memory pools of their own
     return cells

@@ -1,15 +1,15 @@
 """The experts block next to its peers. What is measured is the name of a suite:
 
-    layers         six models' layers: forward and step, their memory, and time by the local share
-    models         layers of nine more models, for which no tile was chosen
-    sonicmoe       the layers next to SonicMoE, which takes minutes to tune itself
-    peers          the layers next to compiled grouped_mm and ScatterMoE
-    decode         few tokens: as a CUDA graph, as eager calls, and the host's time
-    models_decode  the same for more models
-    growth         how cost grows with tokens, experts, the local share and skew, as CUDA graphs
-    cpu            the CPU implementation
+layers         six models' layers: forward and step, their memory, and time by the local share
+models         layers of nine more models, for which no tile was chosen
+sonicmoe       the layers next to SonicMoE, which takes minutes to tune itself
+peers          the layers next to compiled grouped_mm and ScatterMoE
+decode         few tokens: as a CUDA graph, as eager calls, and the host's time
+models_decode  the same for more models
+growth         how cost grows with tokens, experts, the local share and skew, as CUDA graphs
+cpu            the CPU implementation
 
-    python benchmarks/run_experts.py layers --output benchmarks/results/layers_h200.json --only Mixtral T=8192
+python benchmarks/run_experts.py layers --output benchmarks/results/layers_h200.json --only Mixtral T=8192
 """
 
 from types import ModuleType
@@ -48,7 +48,9 @@ BATCHED_BYTES = 12e9  # of batched_mm's copies of weights, one per slot; past th
 
 def layer_cells(layers: Sequence[Layer]) -> List[Cell]:
     """In order of importance; equal shapes in a row compile once."""
-    forwards = [Cell(layer, tokens, local) for tokens in (16384, 4096) for layer in layers for local in (1.0, 0.5, 0.125)]
+    forwards = [
+        Cell(layer, tokens, local) for tokens in (16384, 4096) for layer in layers for local in (1.0, 0.5, 0.125)
+    ]
     steps = [Cell(layer, 8192, local, True) for layer in layers for local in (1.0, 0.125)]
     longest = [Cell(QWEN3_30B, 16384, local, True) for local in (1.0, 0.125) if QWEN3_30B in layers]
     return forwards[: 3 * len(layers)] + steps + forwards[3 * len(layers) :] + longest
@@ -75,9 +77,7 @@ def growth_series(layer: Layer, most: int, fixed: int) -> Dict[str, List[Tuple[f
         mode, patterns = "step" if backward else "forward", ("balanced", "random", "zipf", "half")
         found[f"tokens {mode}"] = [(t, Cell(layer, t, 1.0, backward)) for t in tokens]
         found[f"local {mode}"] = [(s, Cell(layer, fixed, s, backward)) for s in shares]
-        found[f"experts {mode}"] = [
-            (e, Cell(layer._replace(experts=e), fixed // 4, 1.0, backward)) for e in experts
-        ]
+        found[f"experts {mode}"] = [(e, Cell(layer._replace(experts=e), fixed // 4, 1.0, backward)) for e in experts]
         found[f"skew {mode}"] = [(n, Cell(layer, fixed, 1.0, backward, p)) for n, p in enumerate(patterns)]
     return found
 
@@ -108,7 +108,7 @@ SUITES = {
 
 
 def cells_of(name: str, smoke: bool) -> Dict[str, List[dict]]:
-    """The groups of a suite by name: cells that take turns, each as {"cell": Cell} with what else the JSON says of it."""
+    """The groups of a suite by name: cells that take turns, each {"cell": Cell} with more entries for the JSON."""
     suite = SUITES[name]
     if name == "growth":
         sizes = (workload.SMOKE, 8, 24) if smoke else (QWEN3_30B, 65536, 16384)

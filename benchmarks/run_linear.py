@@ -1,6 +1,6 @@
 """grouped_linear next to a loop over groups and PyTorch's grouped_mm: forward, dgrad, wgrad, step; eager and as graphs.
 
-    python benchmarks/run_linear.py --output benchmarks/results/linear_h200.json [--only G=8 zipf] [--smoke]
+python benchmarks/run_linear.py --output benchmarks/results/linear_h200.json [--only G=8 zipf] [--smoke]
 """
 
 import argparse
@@ -58,8 +58,8 @@ def make_providers(
 ) -> Dict[str, Provider]:
     """What is compared. The peers get their form of the splits, and views of the weight, for nothing.
 
-    ours: sizes on the device; padding is written as 0. loop: sizes on the host; padding is left out of the output, which
-    favours it. grouped_mm: offsets on the device; padding is left unwritten, in the output and in the gradient of x.
+    ours: sizes on the device; padding is written as 0. loop: sizes on the host; padding is left out of the output,
+    which favours it. grouped_mm: offsets on the device; padding is left unwritten, in the output and in x's gradient.
     """
     sizes, function = cell.sizes(), grouped_mm()
     used, padding = sum(sizes), cell.rows - sum(sizes)

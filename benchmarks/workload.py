@@ -212,7 +212,12 @@ class LinearCell(NamedTuple):
         """
         sizes = self.sizes()
         used, weight = sum(sizes), self.k * self.n * ITEM
-        x, y, read, dw = used * self.k * ITEM, used * self.n * ITEM, sum(map(bool, sizes)) * weight, self.groups * weight
+        x, y, read, dw = (
+            used * self.k * ITEM,
+            used * self.n * ITEM,
+            sum(map(bool, sizes)) * weight,
+            self.groups * weight,
+        )
         moved = {"forward": x + read + y, "dgrad": y + read + x, "wgrad": x + y + dw}
         moved["step"] = moved["forward"] + (y + x + read) + (x + dw)
         flops = {part: 2 * used * self.k * self.n * (3 if part == "step" else 1) for part in moved}

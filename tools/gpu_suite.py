@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional
@@ -71,39 +70,18 @@ def described(result: Run) -> dict:
     return {"status": status, "seconds": round(result.seconds, 1), "tail": [] if status == "passed" else tail}
 
 
-def counts_of(report: Path) -> dict:
-    """Counts, failures, skips and the slowest tests of a pytest report; nothing if pytest did not live to write it."""
-    if not report.exists():
-        return {}
-    cases = list(ElementTree.parse(str(report)).getroot().iter("testcase"))
-    found: Dict[str, List[str]] = {"failure": [], "error": [], "skipped": []}
-    for case in cases:
-        for kind, names in found.items():
-            child = case.find(kind)
-            if child is not None:
-                message = (child.get("message") or "")[:200]
-                names.append(scrub(f"{case.get('classname')}::{case.get('name')}: {message}"))
-    failures = found["failure"] + found["error"]
-    slowest = sorted(cases, key=lambda case: -float(case.get("time") or 0))[:10]
-    return {
-        "passed": len(cases) - len(failures) - len(found["skipped"]),
-        "failed": len(failures),
-        "skipped": len(found["skipped"]),
-        "failures": failures,
-        "skips": sorted(found["skipped"])[:40],
-        "slowest": [f"{float(case.get('time')):.1f} s {case.get('classname')}::{case.get('name')}" for case in slowest],
-    }
-
-
 def tests(arguments: argparse.Namespace) -> dict:
-    """The whole suite, but for what runs under Triton's interpreter."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider", "--tb=short"]
-        command += ["--ignore", "tests/interpreter", f"--junitxml={report}"]
-        command += ["-n", str(arguments.workers)] if arguments.workers > 1 else []
-        result = run(command + arguments.pytest, arguments.tests_timeout)
-        return {**described(result), **counts_of(report)}
+    """The whole suite, but for what runs under Triton's interpreter: pytest's counts, failures and slowest tests."""
+    command = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider", "--tb=short", "-rfEs"]
+    command += ["--ignore", "tests/interpreter", "--durations=10"]
+    command += ["-n", str(arguments.workers)] if arguments.workers > 1 else []
+    result = run(command + arguments.pytest, arguments.tests_timeout)
+    found = {name: re.findall(rf"^{name} .*", result.output, re.MULTILINE) for name in ("FAILED", "ERROR", "SKIPPED")}
+    (*_, last) = result.output.splitlines() or [""]
+    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last)}
+    slowest = re.findall(r"^[\d.]+s call .*", result.output, re.MULTILINE)
+    failures = [line[:300] for line in found["FAILED"] + found["ERROR"]]
+    return {**described(result), **counts, "failures": failures, "skips": found["SKIPPED"][:40], "slowest": slowest}
 
 
 HAZARD = re.compile(
@@ -197,7 +175,7 @@ STEPS = {
 def line(name: str, result: dict) -> str:
     """What a step prints."""
     said = [f"{name}: {result['status']} in {result['seconds']:.0f} s"]
-    said += [f"{result[key]} {key}" for key in ("passed", "failed", "skipped") if key in result]
+    said += [f"{result[key]} {key}" for key in ("passed", "failed", "errors", "skipped") if key in result]
     said += [result["summary"]] if result.get("summary") else []
     if "dispatch_hazards" in result:
         said.append(f"{sum(result['dispatch_hazards'].values())} of them of Triton's dispatch")

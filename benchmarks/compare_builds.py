@@ -10,7 +10,7 @@ as builds of different trees have. Prints the ratio of medians, and behind it th
 import argparse
 import statistics
 from pathlib import Path
-from typing import Dict, List, Sequence
+from typing import Dict, List, Optional, Sequence
 
 import run_linear
 import timing
@@ -68,7 +68,7 @@ def report(cells: Sequence[dict]) -> None:
         print(f"after / before: median {statistics.median(found):.3f}, {min(found):.3f} to {max(found):.3f}")
 
 
-def main(argv: Sequence[str] = None) -> dict:
+def main(argv: Optional[Sequence[str]] = None) -> dict:
     parser = make_parser(__doc__, budget=1200, seconds=1.0)
     for name in (BEFORE, AFTER):
         parser.add_argument(f"--{name}", type=Path, required=True, help="folder of a build")

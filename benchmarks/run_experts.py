@@ -13,7 +13,7 @@ python benchmarks/run_experts.py layers --output benchmarks/results/layers_h200.
 """
 
 from types import ModuleType
-from typing import Dict, List, NamedTuple, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import workload
@@ -43,17 +43,19 @@ from workload import LAYERS, MODELS, QWEN3_30B, Cell, Inputs, Layer, make_inputs
 # Input sets that calls go through in turn: one set's weights could stay in the cache. A series, which keeps a graph per
 # set, has as many only up to so many tokens.
 SETS, FEW_TOKENS = 4, 256
+SMOKE_TOKENS = 12
 BATCHED_BYTES = 12e9  # of batched_mm's copies of weights, one per slot; past that it is not tried
 
 
 def layer_cells(layers: Sequence[Layer]) -> List[Cell]:
     """In order of importance; equal shapes in a row compile once."""
-    forwards = [
-        Cell(layer, tokens, local) for tokens in (16384, 4096) for layer in layers for local in (1.0, 0.5, 0.125)
-    ]
+
+    def forwards(tokens: int) -> List[Cell]:
+        return [Cell(layer, tokens, local) for layer in layers for local in (1.0, 0.5, 0.125)]
+
     steps = [Cell(layer, 8192, local, True) for layer in layers for local in (1.0, 0.125)]
     longest = [Cell(QWEN3_30B, 16384, local, True) for local in (1.0, 0.125) if QWEN3_30B in layers]
-    return forwards[: 3 * len(layers)] + steps + forwards[3 * len(layers) :] + longest
+    return forwards(16384) + steps + forwards(4096) + longest
 
 
 def model_cells(layers: Sequence[Layer]) -> List[Cell]:
@@ -63,9 +65,20 @@ def model_cells(layers: Sequence[Layer]) -> List[Cell]:
 
 
 def decode_cells(layers: Sequence[Layer]) -> List[Cell]:
-    """Few tokens, most of them for the first layer."""
+    """Few tokens, most numbers of them for the first layer."""
     first = [Cell(layers[0], tokens) for tokens in (1, 8, 128, 32, 4, 16, 64, 2)]
     return first + [Cell(layer, tokens) for layer in layers[1:] for tokens in (1, 16, 128)]
+
+
+def models_decode_cells(layers: Sequence[Layer]) -> List[Cell]:
+    """Three numbers of tokens for each model."""
+    return [Cell(layer, tokens) for layer in layers for tokens in (1, 8, 64)]
+
+
+def cpu_cells(layers: Sequence[Layer]) -> List[Cell]:
+    """What two cores do in seconds."""
+    dtypes = (torch.float32, torch.bfloat16)
+    return [Cell(x, 512, 1.0, b, dtype=dtype) for x in layers for dtype in dtypes for b in (False, True)]
 
 
 def growth_series(layer: Layer, most: int, fixed: int) -> Dict[str, List[Tuple[float, Cell]]]:
@@ -85,7 +98,7 @@ def growth_series(layer: Layer, most: int, fixed: int) -> Dict[str, List[Tuple[f
 class Suite(NamedTuple):
     """What a suite measures, of which providers, and how. tiny: the layers of --smoke."""
 
-    cells: object
+    cells: Callable[[Sequence[Layer]], List[Cell]]
     layers: Sequence[Layer]
     names: Sequence[str]
     ways: Sequence[str] = (EAGER,)
@@ -95,35 +108,31 @@ class Suite(NamedTuple):
 
 UNGATED = (workload.SMOKE_UNGATED,)
 CPU_LAYER = QWEN3_30B._replace(name="Qwen3-30B-A3B with 16 experts", experts=16)
+DECODE = (OURS, GROUPED, BATCHED), (GRAPH, EAGER, HOST)
 SUITES = {
     "layers": Suite(layer_cells, LAYERS, (OURS, RECOMPUTE, GROUPED, DENSE)),
     "models": Suite(model_cells, MODELS, (OURS, GROUPED, DENSE), tiny=UNGATED),
     "sonicmoe": Suite(layer_cells, LAYERS, (OURS, GROUPED, SONICMOE, DENSE)),
     "peers": Suite(layer_cells, LAYERS, (OURS, GROUPED, COMPILED, SCATTERMOE)),
-    "decode": Suite(decode_cells, LAYERS, (OURS, GROUPED, BATCHED), (GRAPH, EAGER, HOST)),
-    "models_decode": Suite(decode_cells, MODELS, (OURS, GROUPED, BATCHED), (GRAPH, EAGER, HOST), UNGATED),
-    "growth": Suite(None, (QWEN3_30B,), (OURS,), (GRAPH,)),
-    "cpu": Suite(None, (CPU_LAYER,), (OURS, GROUPED), device="cpu"),
+    "decode": Suite(decode_cells, LAYERS, *DECODE),
+    "models_decode": Suite(models_decode_cells, MODELS, *DECODE, tiny=UNGATED),
+    "growth": Suite(lambda _: [], (QWEN3_30B,), (OURS,), (GRAPH,)),  # its cells are in series
+    "cpu": Suite(cpu_cells, (CPU_LAYER,), (OURS, GROUPED), device="cpu"),
 }
 
 
 def cells_of(name: str, smoke: bool) -> Dict[str, List[dict]]:
     """The groups of a suite by name: cells that take turns, each {"cell": Cell} with more entries for the JSON."""
-    suite = SUITES[name]
     if name == "growth":
         sizes = (workload.SMOKE, 8, 24) if smoke else (QWEN3_30B, 65536, 16384)
         return {
             series: [{"cell": c, "series": series, "value": v, "name": f"{series} {v:g}"} for v, c in points]
             for series, points in growth_series(*sizes).items()
         }
-    if name == "cpu":
-        layer, tokens, dtypes = workload.SMOKE if smoke else CPU_LAYER, 24 if smoke else 512, ("float32", "bfloat16")
-        cells = [Cell(layer, tokens, backward=b, dtype=getattr(torch, d)) for d in dtypes for b in (False, True)]
-    elif smoke:
-        cells = [Cell(layer, 24, local, b) for layer in suite.tiny for b in (False, True) for local in (1.0, 0.5)]
-        cells = [cell for cell in cells if not (cell.backward and "decode" in name)]
-    else:
-        cells = suite.cells(suite.layers)
+    suite = SUITES[name]
+    cells = suite.cells(suite.tiny if smoke else suite.layers)
+    if smoke:
+        cells = [cell._replace(tokens=min(cell.tokens, SMOKE_TOKENS)) for cell in cells]
     return {str(cell): [{"cell": cell}] for cell in cells}
 
 
@@ -185,11 +194,11 @@ class Experts:
 
     @staticmethod
     def rows(inputs: Inputs, layer: Layer) -> int:
-        """Routed rows."""
+        """The number of slots whose expert is local."""
         return int((inputs.ids < layer.experts).sum())
 
 
-def main(argv: Sequence[str] = None) -> dict:
+def main(argv: Optional[Sequence[str]] = None) -> dict:
     parser = make_parser(__doc__, budget=900)
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--peers", nargs="+", metavar="NAME", help="these providers alone")

@@ -5,7 +5,7 @@
 The default is grouped_mm for the prompt and batched_mm for decoding. A call is the prompt's forward and all new tokens.
 """
 
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
 from machine import DEVICE, Task, load_kernel, main_of, make_parser
@@ -69,7 +69,7 @@ def problem(model: torch.nn.Module, batch: int, static: bool, new_tokens: int) -
     return Problem(described, {"generate": calls}, check, {})
 
 
-def main(argv: Sequence[str] = None) -> dict:
+def main(argv: Optional[Sequence[str]] = None) -> dict:
     arguments = make_parser(__doc__, budget=300, seconds=6.0).parse_args(argv)
     kernel = load_kernel()
     kernel.register_experts_implementation(NAMES[OURS])

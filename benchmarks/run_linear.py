@@ -8,7 +8,7 @@ import gc
 import math
 from itertools import accumulate
 from types import ModuleType
-from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from machine import DEVICE, Task, load_kernel, main_of, make_parser
@@ -29,7 +29,7 @@ FORWARD, DGRAD, WGRAD, STEP = PARTS = ("forward", "dgrad", "wgrad", "step")
 def cells(smoke: bool) -> List[LinearCell]:
     """First the smallest shape, then the shapes with the group counts of their models. Equal weights are in a row."""
     if smoke:
-        return [LinearCell(3, 32, 48, rows, pattern) for rows in (96, 5) for pattern in PATTERNS]
+        return [LinearCell(3, 32, 48, *case) for case in ((96, "zipf"), (96, "half"), (5, "balanced"), (5, "half"))]
     first = [*((groups, SHAPES[-1]) for groups in GROUPS), *zip(GROUPS, SHAPES[:-1])]
     rest = [(groups, shape) for groups in GROUPS for shape in SHAPES if (groups, shape) not in first]
     rest.sort(key=lambda pair: pair[0] * math.prod(pair[1]))
@@ -151,7 +151,7 @@ def task(linear: Linear, cell: LinearCell, arguments: argparse.Namespace) -> Tas
     return Task(str(cell), lambda: run_group([linear.problem(cell)], (EAGER, GRAPH), arguments))
 
 
-def main(argv: Sequence[str] = None) -> dict:
+def main(argv: Optional[Sequence[str]] = None) -> dict:
     arguments = make_parser(__doc__, budget=900, seconds=1.0).parse_args(argv)
     kernel = load_kernel()
     linear = Linear({OURS: kernel})

@@ -1,4 +1,4 @@
-"""Token counts that change: what a call costs with a number of tokens that came before, and with one that did not.
+"""Token counts that change: what a call costs when its number of tokens is new, and when it came before.
 
     python benchmarks/run_new_shapes.py --output benchmarks/results/new_shapes_h200.json [--only grouped_mlp step]
 
@@ -12,7 +12,7 @@ import argparse
 import random
 import time
 from types import ModuleType
-from typing import Callable, Dict, List, NamedTuple, Sequence
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import timing
 import torch
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 class Op(NamedTuple):
-    """The providers of an op. leaves, grads: what a step differentiates, and the gradient of the output."""
+    """The providers of an op. leaves: what a step differentiates. dout: the gradient of the output."""
 
     functions: Dict[str, Function]
     leaves: Callable[[Case], List[Tensor]]
@@ -184,7 +184,7 @@ def ratios(cell: dict) -> str:
     return ", ".join(said)
 
 
-def main(argv: Sequence[str] = None) -> dict:
+def main(argv: Optional[Sequence[str]] = None) -> dict:
     arguments: argparse.Namespace = make_parser(__doc__, budget=900).parse_args(argv)
     kernel, block = load_kernel(), make_block(SMOKE if arguments.smoke else QWEN3_30B, DEVICE)
     cases = [(op, backward, first) for first in FIRST for op in OPS for backward in (False, True)]

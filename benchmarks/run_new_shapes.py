@@ -17,7 +17,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 import timing
 import torch
 from machine import DEVICE, Task, load_kernel, main_of, make_parser
-from providers import BATCHED, GROUPED, OURS, Block, Providers, make_block
+from providers import BATCHED, GROUPED, MAX_ERROR, OURS, Block, Providers, make_block
 from run_linear import grouped_mm
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,7 +26,6 @@ from workload import QWEN3_30B, SMOKE, Cell, Inputs, Layer, make_inputs
 FIRST, SIZES, STEP, PASSES = (64, 512, 2048), 200, 3, 3
 WARM_EVERY = 7  # of the sizes between: among them, and among the sizes, are multiples of 16
 DECODE_TOKENS = tuple(range(1, 9))
-MAX_DIFFERENCE = 2e-2  # between two providers' results, in norm, relative; both round to bf16
 OPS = ("grouped_mm_experts", "grouped_linear", "GroupedLinear", "grouped_mlp")
 
 Function = Callable[["Case"], Tensor]
@@ -44,11 +43,15 @@ class Case(NamedTuple):
 
 
 class Op(NamedTuple):
-    """The providers of an op. leaves: what a step differentiates. dout: the gradient of the output."""
+    """The providers of an op. leaves: what a step differentiates. dout: the gradient of the output.
+
+    reference(case, *leaves): the output, made of fp32 leaves.
+    """
 
     functions: Dict[str, Function]
     leaves: Callable[[Case], List[Tensor]]
     dout: Callable[[Case], Tensor]
+    reference: Callable[..., Tensor]
 
 
 def make_case(layer: Layer, tokens: int, columns: int) -> Case:
@@ -67,28 +70,40 @@ def make_case(layer: Layer, tokens: int, columns: int) -> Case:
 def make_op(kernel: ModuleType, name: str, block: Block, decode: bool) -> Op:
     """One of OPS next to its peer, which gets end offsets on the device and views of the weights for nothing."""
     up, down = block.weights
-    product = grouped_mm()
+    product, reference = grouped_mm(), kernel.reference
     if name == "grouped_mm_experts":
         providers, cell = Providers({OURS: kernel}), Cell(block.layer, 1)
         made = {n: providers.make(n, block, cell) for n in (OURS, GROUPED, *([BATCHED] if decode else []))}
-        functions = {n: lambda c, f=f: f(c.inputs) for n, f in made.items()}
-        return Op(functions, lambda c: [c.inputs.x, c.inputs.weights, up, down], lambda c: c.inputs.dout)
+        return Op(
+            {n: lambda c, f=f: f(c.inputs) for n, f in made.items()},
+            lambda c: [c.inputs.x, c.inputs.weights, up, down],
+            lambda c: c.inputs.dout,
+            lambda c, x, weights, *both: reference.grouped_mm_experts(x, c.inputs.ids, weights, *both),
+        )
     if name == "grouped_mlp":
 
         def mlp(c: Case) -> Tensor:
             gate, value = product(c.rows, up.transpose(1, 2), offs=c.offsets).chunk(2, dim=-1)
             return product(F.silu(gate) * value * c.scales[:, None], down.transpose(1, 2), offs=c.offsets)
 
-        ours = {OURS: lambda c: kernel.grouped_mlp(c.rows, kernel.GroupSizes(c.sizes), c.scales, up, down)}
-        return Op({**ours, GROUPED: mlp}, lambda c: [c.rows, c.scales, up, down], lambda c: c.drows)
+        return Op(
+            {OURS: lambda c: kernel.grouped_mlp(c.rows, kernel.GroupSizes(c.sizes), c.scales, up, down), GROUPED: mlp},
+            lambda c: [c.rows, c.scales, up, down],
+            lambda c: c.drows,
+            lambda c, x, *rest: reference.grouped_mlp(x, F.pad(c.offsets, (1, 0)), *rest),
+        )
     weight, ours = up, lambda c: kernel.grouped_linear(c.rows, up, kernel.GroupSizes(c.sizes))
     if name == "GroupedLinear":
         e, n, k = up.shape
         module = kernel.GroupedLinear(e, k, n, bias=False, device=DEVICE, dtype=torch.bfloat16)
         module.load_state_dict({"weight": up.detach()})
         (weight,), ours = module.parameters(), lambda c: module(c.rows, kernel.GroupSizes(c.sizes))
-    peer = {GROUPED: lambda c: product(c.rows, weight.transpose(1, 2), offs=c.offsets)}
-    return Op({OURS: ours, **peer}, lambda c: [c.rows, weight], lambda c: c.drows)
+    return Op(
+        {OURS: ours, GROUPED: lambda c: product(c.rows, weight.transpose(1, 2), offs=c.offsets)},
+        lambda c: [c.rows, weight],
+        lambda c: c.drows,
+        lambda c, x, w: reference.grouped_linear(x, w, F.pad(c.offsets, (1, 0))),
+    )
 
 
 def make_call(op: Op, name: str, backward: bool) -> Callable[[Case], Sequence[Tensor]]:
@@ -106,13 +121,14 @@ def make_call(op: Op, name: str, backward: bool) -> Callable[[Case], Sequence[Te
     return step if backward else forward
 
 
-def differences(calls: Dict[str, Callable], case: Case) -> Dict[str, Dict[str, float]]:
-    """Of each provider's results from the peer's, in norm, relative; of the output and each gradient in turn."""
-    wanted = calls[GROUPED](case)
+def check(op: Op, calls: Dict[str, Callable], case: Case, backward: bool) -> Dict[str, Dict[str, float]]:
+    """Relative error in norm against fp32 of each provider's output and, of a step, each gradient in turn."""
+    leaves = [leaf.detach().float().requires_grad_(backward) for leaf in op.leaves(case)]
+    wanted = [op.reference(case, *leaves)]
+    wanted += torch.autograd.grad(wanted[0], leaves, op.dout(case).float()) if backward else ()
     found = {}
     for name, call in calls.items():
-        pairs = zip(call(case), wanted)
-        errors = [((a - b).float().norm() / b.float().norm()).item() for a, b in pairs]
+        errors = [((a.float() - b).norm() / b.norm()).item() for a, b in zip(call(case), wanted)]
         found[name] = {f"result {place}": error for place, error in enumerate(errors)}
     return found
 
@@ -156,13 +172,13 @@ def run(kernel: ModuleType, block: Block, name: str, backward: bool, first: int,
     columns = block.layer.hidden if name == "grouped_mlp" else block.layer.preact_width
     cases = {t: make_case(block.layer, t, columns) for t in tokens}
     calls = {provider: make_call(op, provider, backward) for provider in op.functions}
-    errors = differences(calls, cases[max(tokens)] if not first else make_case(block.layer, between[0], columns))
+    errors = check(op, calls, make_case(block.layer, between[-1], columns), backward)
     warm = [cases[t] if not first else make_case(block.layer, t, columns) for t in between]
     times = measure(calls, cases, 2 if smoke else PASSES if first else 20, warm)
     cell = {"name": title(name, backward, first), "op": name, "backward": backward, "tokens": first}
     if not first:
         times = {key: entries for key, entries in times.items() if key.startswith("seen")}
-    wrong = [n for n, e in errors.items() if not all(error < MAX_DIFFERENCE for error in e.values())]
+    wrong = [n for n, e in errors.items() if not all(error < MAX_ERROR[torch.bfloat16] for error in e.values())]
     return [{**cell, "sizes": len(tokens), "times": times, "errors": errors, "wrong": wrong, "skipped": {}}]
 
 

@@ -53,14 +53,11 @@ test-gpu: build  ## the same tests on this machine's GPU, and those that need on
 bench: build  ## speed, memory and how cost grows on this machine, beside every peer that can be had
 	$(PY) -m benchmarks
 
-# What layers.json lacks of peers is drawn from the first of these runs that has it.
-PEERS = sonicmoe_step_deepseek sonicmoe_step_mixtral sonicmoe_mixtral layers_27074e3 layers_26a7014 sonicmoe_balanced \
-	sonicmoe_steps sonicmoe_t4096 sonicmoe_deepseek_mixtral layers_olmoe layers_7f9b56b layers_df1819c
-RESULTS = benchmarks/results
+# Whose results are drawn, as in their names.
+GPU = h200
 
 plots: $(READY)  ## the figures of the recorded results
-	$(PY) benchmarks/plot.py $(RESULTS)/layers.json --peers $(PEERS:%=$(RESULTS)/%.json)
-	set -e; for run in decode growth linear; do $(PY) benchmarks/plot.py $(RESULTS)/$$run.json; done
+	$(PY) benchmarks/plot.py --gpu $(GPU)
 
 compile-check: build  ## every kernel for every target, with registers, shared memory and spills
 	$(PY) tools/compile_check.py

@@ -1,30 +1,23 @@
-"""The products of a training step, one by one, next to cuBLAS: what a library reaches that pads and gathers nothing.
+"""The products of a training step one by one, next to cuBLAS, which pads and gathers nothing.
 
-    python benchmarks/run_products.py --output benchmarks/results/products.json [--commit SHA] [--budget SECONDS]
-    python benchmarks/run_products.py --only gpt-oss T=8192  # the cells that have all of these words in their name
-    python benchmarks/run_products.py --smoke                # tiny sizes; without a GPU nothing is measured
-    python benchmarks/run_products.py --table benchmarks/results/products.json  # as Markdown
+    python benchmarks/run_products.py --output benchmarks/results/products_h200.json [--only gpt-oss T=8192] [--smoke]
 
 dense: one product over all rows, with one weight for all. batched: `torch.bmm`, one weight per expert and equally many
-rows for each, in place. Ours: the kernels of a step with random routing, gathers, activation and ragged rows included;
+rows for each, in place. ours: the kernels of a step with random routing, gathers, activation and ragged rows included;
 the pass that sorts dout's rows for the dgrad on Hopper, combines and routing are apart. All run in turn within one
-trace of PyTorch's profiler, after a second of the same: the card is hot for all of them. While a profiler watches, the
-package goes through its ops and does not overwrite the pre-activation; kernels and their order are those of any step.
+trace of PyTorch's profiler, after a second of the same, so that the card is hot for all of them.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections import defaultdict
-from pathlib import Path
 from types import ModuleType
 from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from machine import Task, describe_machine, load_kernel, make_parser, run_tasks
-from peers import make_block, make_call, make_ours
-from report import markdown_table, text
+from machine import DEVICE, Task, load_kernel, main_of, make_parser
+from providers import OURS, make_block, make_call, make_ours
 from torch.profiler import ProfilerActivity, profile
 from workload import GPT_OSS, LAYERS, OLMOE, QWEN3_30B, SMOKE, Cell, Layer, make_inputs
 
@@ -127,94 +120,49 @@ def total(step: List[Span]) -> Dict[str, float]:
     return sums
 
 
-def prepare(kernel: ModuleType, cell: Cell, device: str) -> List[Callable]:
+def prepare(kernel: ModuleType, cell: Cell) -> List[Callable]:
     """A step, then the dense and the batched products, each called once."""
     torch.manual_seed(0)
-    block, sets = make_block(cell.layer, device), [make_inputs(cell, device)]
+    block, sets = make_block(cell.layer, DEVICE), [make_inputs(cell, DEVICE)]
     step = make_call(make_ours(kernel, block), block, sets, cell.backward)
     rows = cell.tokens * cell.layer.top_k
-    dense, batched = (cublas(cell.layer, rows, batch, device) for batch in (None, cell.layer.experts))
+    dense, batched = (cublas(cell.layer, rows, batch, DEVICE) for batch in (None, cell.layer.experts))
     calls = [lambda: step(0), *dense.values(), *batched.values()]
     for call in calls:
         call()
     return calls
 
 
-def measure(kernel: ModuleType, cell: Cell, device: str, arguments: argparse.Namespace) -> dict:
+def measure(kernel: ModuleType, cell: Cell, arguments: argparse.Namespace) -> List[dict]:
     """Median ms of every product, by provider."""
-    calls = prepare(kernel, cell, device) if device == "cuda" or arguments.smoke else []
-    if device != "cuda":
-        return {"skipped": "needs a GPU"}
+    calls, found = prepare(kernel, cell), {**cell.described(), "times": {}, "skipped": {}}
+    if DEVICE != "cuda":
+        return [{**found, "skipped": {"all": "needs a GPU"}}]
     until = time.monotonic() + arguments.warm_seconds
     while time.monotonic() < until:
         for call in calls:
             call()
         torch.cuda.synchronize()
-    ours, *others = trace(calls, arguments.rounds, arguments.cell_seconds)
+    ours, *others = trace(calls, arguments.rounds, arguments.seconds)
     steps = [total(one) for one in ours]
     lost = [name for name in PRODUCTS if not all(one[name] for one in steps)]
     if lost:
         raise RuntimeError(f"no kernel of ours for {', '.join(lost)}")
-    found: Dict[str, dict] = {}
     for name in (*PRODUCTS, REST):
-        found[name] = {"ours": statistics.median(one[name] for one in steps) / 1e3}
+        found["times"][name] = {OURS: {"median_ms": statistics.median(one[name] for one in steps) / 1e3}}
     for number, calls_of in enumerate(others):
         name, provider = PRODUCTS[number % len(PRODUCTS)], ("dense", "batched")[number // len(PRODUCTS)]
-        found[name][provider] = statistics.median(sum(taken for _, taken in one) for one in calls_of) / 1e3
-    return {"products": found, "flops": {name: flops(cell, name) for name in PRODUCTS}}
+        median = statistics.median(sum(taken for _, taken in one) for one in calls_of) / 1e3
+        found["times"][name][provider] = {"median_ms": median}
+    return [{**found, "flops": {name: flops(cell, name) for name in PRODUCTS}}]
 
 
-def progress(title: str, found: dict) -> str:
-    """Shares of the dense products' speed."""
-    if "products" not in found:
-        return f"{title}: {found['skipped']}"
-    shares = [f"{name} {t['dense'] / t['ours']:.2f}" for name, t in found["products"].items() if "dense" in t]
-    return f"{title}: of dense: {', '.join(shares)}"
-
-
-def table(results: dict) -> List[Dict[str, str]]:
-    """TFLOP/s of ours, batched and dense products, and both shares of dense."""
-    rows = []
-    for cell in results["cells"]:
-        for name, times in cell.get("products", {}).items():
-            row = {"layer": cell["layer"], "T": str(cell["tokens"]), "product": name, "ours, ms": text(times["ours"])}
-            for provider in ("ours", "batched", "dense"):
-                rate = cell["flops"][name] / times[provider] / 1e9 if name in cell["flops"] else None
-                row[f"{provider}, TF/s"] = text(rate, ".0f")
-            for provider in ("ours", "batched"):
-                share = times["dense"] / times[provider] if "dense" in times else None
-                row[f"{provider} of dense"] = text(share, ".2f")
-            rows.append(row)
-    return rows
-
-
-def main(argv: Optional[List[str]] = None) -> dict:
-    parser = make_parser(__doc__, budget=120, cell_seconds=5.0)
+def main(argv: Optional[Sequence[str]] = None) -> dict:
+    parser = make_parser(__doc__, budget=120, seconds=5.0)
     parser.set_defaults(warm_seconds=1.0)
-    parser.add_argument("--table", type=Path, help="print that JSON as Markdown and stop")
-    arguments = parser.parse_args(argv)
-    if arguments.table is not None:
-        results = json.loads(arguments.table.read_text(encoding="utf-8"))
-    else:
-        kernel = load_kernel()
-        results = {"benchmark": "products", **describe_machine(kernel, arguments.commit)}
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        tasks = [
-            Task(
-                "cells",
-                c.described(),
-                str(c),
-                lambda c=c: measure(kernel, c, device, arguments),
-                lambda c=c: prepare(kernel, c, device),
-            )
-            for c in cells(arguments.smoke)
-        ]
-        run_tasks(results, tasks, arguments, progress)
-        if arguments.prepare:
-            return results
-    found = table(results)
-    print("\n".join(markdown_table(found)) if found else "nothing measured")
-    return results
+    arguments, kernel = parser.parse_args(argv), load_kernel()
+    tasks = [Task(str(c), lambda c=c: measure(kernel, c, arguments)) for c in cells(arguments.smoke)]
+    return main_of("products", arguments, kernel, tasks)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The experts block of every provider, on one module's weights, and their common reference.
 
-A peer that cannot be had is absent, with the reason. Each takes the parameters of transformers' experts module as they
-lie (as views), so that all compute on the same weights and nothing is converted.
+Each provider takes the parameters of transformers' experts module as they lie (as views), so that all compute on the
+same weights and nothing is converted. A peer that cannot be had is absent, with the reason.
 """
 
 import math
@@ -12,19 +12,22 @@ from types import ModuleType
 from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
-from machine import first_line
-from report import BATCHED, COMPILED, EAGER, OURS, RECOMPUTE, SCATTERMOE
 from timing import Call
 from torch import Tensor
 from workload import Cell, Inputs, Layer
 
 Function = Callable[[Inputs], Tensor]
 
-MAX_ERROR = 2e-2  # of a bf16 result against fp32, in norm; a lost row or term is far above
+OURS, RECOMPUTE, GROUPED, COMPILED = "ours", "ours, recompute", "grouped_mm", "grouped_mm compiled"
+BATCHED, SCATTERMOE, SONICMOE, DENSE = "batched_mm", "ScatterMoE", "SonicMoE", "dense"
+# Relative error in norm of a result against fp32. A lost row or term is far above.
+MAX_ERROR = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 FEW_ROWS = 256
 EXPERTS_AT_A_TIME = 16  # of the reference in fp32
-HUB_SCATTERMOE = {"repo_id": "kernels-community/scattermoe", "version": 1}
-HUB_SONICMOE = {"repo_id": "kernels-community/sonic-moe", "revision": "ep-support"}
+HUB = {
+    SCATTERMOE: {"repo_id": "kernels-community/scattermoe", "version": 1},
+    SONICMOE: {"repo_id": "kernels-community/sonic-moe", "revision": "ep-support"},
+}
 
 
 class Unsupported(Exception):
@@ -86,13 +89,13 @@ def make_module(layer: Layer) -> torch.nn.Module:
         return Qwen3MoeExperts(config)
 
 
-def make_block(layer: Layer, device: str) -> Block:
-    """Weights of unit scale: divided by the root of their fan-in. Biases of a tenth."""
+def make_block(layer: Layer, device: str, dtype: torch.dtype = torch.bfloat16) -> Block:
+    """Weights divided by the root of their fan-in, biases a tenth of unit scale."""
     module = make_module(layer)
     fan_in = {"gate_up_proj": layer.hidden, "up_proj": layer.hidden, "down_proj": layer.intermediate}
     for name, parameter in list(module.named_parameters()):
         scale = 1 / math.sqrt(fan_in[name]) if name in fan_in else 0.1
-        weight = torch.randn(parameter.shape, device=device, dtype=torch.bfloat16).mul_(scale)
+        weight = torch.randn(parameter.shape, device=device, dtype=dtype).mul_(scale)
         setattr(module, name, torch.nn.Parameter(weight))
     return Block(layer, module, device)
 
@@ -105,16 +108,8 @@ def make_ours(kernel: ModuleType, block: Block, recompute: bool = False) -> Func
     return lambda s: kernel.grouped_mm_experts(s.x, s.ids, s.weights, **arguments)
 
 
-def make_transformers(block: Block, name: str) -> Function:
-    """grouped_mm or batched_mm of transformers."""
-    from transformers.integrations import moe
-
-    function = getattr(moe, f"{name}_experts_forward")
-    return lambda s: function(block.module, s.x, s.ids, s.weights)
-
-
 def make_scattermoe(scatter: ModuleType, block: Block) -> Function:
-    """The Hub's build of ScatterMoE, put together as its own gated MLP is. Without sentinels."""
+    """The Hub's build of ScatterMoE, put together as its own gated MLP is. It has no sentinels."""
     layer, (up, down, *biases) = block.layer, block.weights
     if not layer.gpt_oss:  # it takes (E, K, N)
         up, down = up.transpose(1, 2), down.transpose(1, 2)
@@ -148,9 +143,9 @@ def make_sonicmoe(sonic: ModuleType, block: Block) -> Function:
 
 
 def show_to_workers(module: ModuleType, folder: str) -> None:
-    """Lets processes that this one starts import a kernel of the Hub, to which Python's path does not lead, by name.
+    """Lets processes that this one starts import a kernel of the Hub by name, which is not on Python's path.
 
-    SonicMoE's tuner compiles in such processes, or, where they cannot, one variant after the other.
+    SonicMoE's tuner compiles in such processes. Where they cannot import it, it compiles one variant after the other.
     """
     name = module.__name__.partition(".")[0]
     (Path(folder) / name).symlink_to(Path(module.__file__).parent)
@@ -158,53 +153,55 @@ def show_to_workers(module: ModuleType, folder: str) -> None:
 
 
 class Providers:
-    """Makes the providers of a cell; keeps what is slow to have: peers of the Hub, and a compiled function.
+    """Makes the functions of a cell's providers. kernels: our builds by the name that they have as a provider.
 
-    The latter is for cells of the same shapes that follow each other.
+    Keeps what is slow to have: peers from the Hub, and a compiled function for cells of the same shapes in a row.
     """
 
-    def __init__(self, kernel: ModuleType) -> None:
-        self.kernel = kernel
+    def __init__(self, kernels: Dict[str, ModuleType]) -> None:
+        self.kernels = kernels
         self.hub: Dict[str, object] = {}
         self.links = tempfile.TemporaryDirectory()
-        self.builds: Dict[str, str] = {}  # of the Hub's kernels
         self.compiled: Callable = lambda *_: None
         self.compiled_for: object = None
 
-    def load(self, name: str, where: dict) -> ModuleType:
+    def load(self, name: str) -> ModuleType:
         """A kernel of the Hub, or of LOCAL_KERNELS; tried once."""
         import kernels
 
         if name not in self.hub:
             try:
-                self.hub[name] = kernels.get_kernel(**where, trust_remote_code=True)
+                self.hub[name] = kernels.get_kernel(**HUB[name], trust_remote_code=True)
                 show_to_workers(self.hub[name], self.links.name)
-                self.builds[name] = self.hub[name].__name__
             except Exception as error:  # of the network, the kernel or what it imports
                 self.hub[name] = error
         if isinstance(self.hub[name], Exception):
             raise self.hub[name]
         return self.hub[name]
 
-    def compile(self, block: Block, cell: Cell) -> Function:
+    def compile(self, block: Block, cell: Cell) -> Callable:
         """transformers' grouped_mm under torch.compile, which compiles at its first call."""
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         key = (block.layer, cell.tokens, cell.local < 1)
         if self.compiled_for != key:
-            torch._dynamo.reset()  # else one function's graphs for other shapes count towards its limit
+            torch._dynamo.reset()  # graphs of other shapes would count towards the function's limit
             self.compiled = torch.compile(grouped_mm_experts_forward, dynamic=False, fullgraph=True)
             self.compiled_for = key
-        return lambda s: self.compiled(block.module, s.x, s.ids, s.weights)
+        return self.compiled
 
-    def make_one(self, name: str, block: Block, cell: Cell) -> Function:
+    def make(self, name: str, block: Block, cell: Cell) -> Function:
         """The function of a provider; raises where it can't do the cell."""
-        if name in (OURS, RECOMPUTE):
-            return make_ours(self.kernel, block, name == RECOMPUTE)
-        if name == COMPILED:
-            return self.compile(block, cell)
-        if name in (EAGER, BATCHED):
-            return make_transformers(block, "grouped_mm" if name == EAGER else "batched_mm")
+        if hasattr(block.module, "_is_expert_parallel"):
+            block.module._is_expert_parallel = cell.local < 1
+        if name in self.kernels or name == RECOMPUTE:
+            return make_ours(self.kernels.get(name) or self.kernels[OURS], block, name == RECOMPUTE)
+        if name in (GROUPED, BATCHED, COMPILED):
+            from transformers.integrations import moe
+
+            compiled = name == COMPILED
+            function = self.compile(block, cell) if compiled else getattr(moe, f"{name}_experts_forward")
+            return lambda s: function(block.module, s.x, s.ids, s.weights)
         if block.device == "cpu":
             raise Unsupported("needs a GPU")
         if not block.layer.gated:
@@ -212,22 +209,10 @@ class Providers:
         if name == SCATTERMOE:
             if cell.local < 1:
                 raise Unsupported("no sentinels")
-            return make_scattermoe(self.load(name, HUB_SCATTERMOE), block)
+            return make_scattermoe(self.load(name), block)
         if block.layer.gpt_oss:
             raise Unsupported("no clamped SwiGLU")
-        return make_sonicmoe(self.load(name, HUB_SONICMOE), block)
-
-    def make(self, block: Block, cell: Cell, names: Sequence[str]) -> Tuple[Dict[str, Function], Dict[str, dict]]:
-        """The functions of the providers asked for, and why some are absent."""
-        if hasattr(block.module, "_is_expert_parallel"):
-            block.module._is_expert_parallel = cell.local < 1
-        found, absent = {}, {}
-        for name in names:
-            try:
-                found[name] = self.make_one(name, block, cell)
-            except Exception as error:  # whatever a peer lacks here
-                absent[name] = {"skipped": first_line(error)}
-        return found, absent
+        return make_sonicmoe(self.load(name), block)
 
 
 def make_call(function: Function, block: Block, sets: List[Inputs], backward: bool) -> Call:
@@ -265,44 +250,34 @@ def expected(kernel: ModuleType, block: Block, cell: Cell, inputs: Inputs) -> Li
     return [*totals, *(torch.cat(column) for column in zip(*parts))]
 
 
-def check(results: Sequence[Tensor], wanted: List[Tensor], inputs: Inputs) -> dict:
+def check(results: Sequence[Tensor], wanted: List[Tensor], inputs: Inputs) -> Tuple[Dict[str, float], bool]:
     """||got - want|| / ||want|| for the output and each gradient, absolute where want is 0, and whether all are small.
 
-    With few rows, gradients of routing weights are a few inner products that may cancel: reported, not judged.
+    With few rows, the gradient of a routing weight is an inner product that may cancel: reported, not judged.
     """
     names = ("out", "d_hidden_states", "d_top_k_weights", "d_gate_up_proj", "d_down_proj", "d_up_bias", "d_down_bias")
     errors = {}
     for name, got, want in zip(names, results, wanted):
         errors[name] = (got.float() - want).norm().item() / (want.norm().item() or 1.0)
-    few = int(inputs.weights.count_nonzero()) < FEW_ROWS
-    ok = all(error < MAX_ERROR for name, error in errors.items() if not (few and name == "d_top_k_weights"))
-    return {"errors": errors, "ok": ok}
+    few, most = int(inputs.weights.count_nonzero()) < FEW_ROWS, MAX_ERROR[inputs.x.dtype]
+    return errors, all(error < most for name, error in errors.items() if not (few and name == "d_top_k_weights"))
 
 
-def dense_products(block: Block, rows: List[int]) -> Dict[str, Call]:
+def dense_products(block: Block, rows: List[int], backward: bool) -> Call:
     """The products of a call as plain matrix products over all its rows at once, with one weight for all.
 
-    forward, dgrad and wgrad; rows: of each input set.
+    rows: of each input set.
     """
     h, i, width = block.layer.hidden, block.layer.intermediate, block.layer.preact_width
-    options = {"device": block.device, "dtype": torch.bfloat16}
+    options = {"device": block.device, "dtype": block.weights[0].dtype}
     up, down = torch.randn((width, h), **options), torch.randn((h, i), **options)
-    most = max(rows)
-    x, p, a = (torch.randn((most, columns), **options) for columns in (h, width, i))
+    x, p, a = (torch.randn((max(rows), columns), **options) for columns in (h, width, i))
 
-    def forward(n: int) -> Sequence[Tensor]:
-        r = rows[n % len(rows)]
-        return x[:r] @ up.t(), a[:r] @ down.t()
+    def call(n: int) -> Sequence[Tensor]:
+        rows_x, rows_p, rows_a = (t[: rows[n % len(rows)]] for t in (x, p, a))
+        forward = rows_x @ up.t(), rows_a @ down.t()
+        if not backward:
+            return forward
+        return (*forward, rows_x @ down, rows_p @ up, rows_p.t() @ rows_x, rows_x.t() @ rows_a)
 
-    def dgrad(n: int) -> Sequence[Tensor]:
-        r = rows[n % len(rows)]
-        return x[:r] @ down, p[:r] @ up
-
-    def wgrad(n: int) -> Sequence[Tensor]:
-        r = rows[n % len(rows)]
-        return p[:r].t() @ x[:r], x[:r].t() @ a[:r]
-
-    def step(n: int) -> Sequence[Tensor]:
-        return (*forward(n), *dgrad(n), *wgrad(n))
-
-    return {"forward": forward, "dgrad": dgrad, "wgrad": wgrad, "step": step}
+    return call

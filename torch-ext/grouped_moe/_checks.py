@@ -1,5 +1,6 @@
 """Checks of arguments. Every error names the argument, what came and what was expected, before anything is launched."""
 
+from functools import lru_cache
 from typing import Optional, Sequence
 
 import torch
@@ -10,6 +11,15 @@ MAX_SLOTS = 2**31 - 129  # kernels count them, and up to 128 past the last one, 
 _ACCELERATOR_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "meta")
 _CPU_DTYPES = _ACCELERATOR_DTYPES + (torch.float64,)
+# Where PyTorch keeps the subclasses by which it traces and shards: ops see through them.
+_TRANSPARENT = ("torch._subclasses.", "torch._functorch.", "torch.distributed.")
+
+
+def check_flags(**flags: object) -> None:
+    """Raises TypeError that names the flag unless every one is a bool."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
 def check_tensor(name: str, value: object) -> None:
@@ -18,6 +28,38 @@ def check_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout}")
+
+
+def check_no_operations(name: str, tensor: torch.Tensor) -> None:
+    """Raises TypeError for a parameter of a subclass with operations of its own, as those for quantization have.
+
+    torchao's for FP8 training replace one operation, which is never called here, and pass for plain in all others.
+    """
+    kind = type(tensor)
+    if kind is not torch.nn.Parameter and kind is not torch.Tensor and _has_operations(kind):
+        raise TypeError(
+            f"{name}: expected a plain tensor or a DTensor, got {kind.__name__}, whose own operations (quantization, "
+            "FP8 training) are not supported; leave this parameter out of the conversion, dequantize it, or choose "
+            "another experts_implementation, such as 'grouped_mm'"
+        )
+
+
+@torch.compiler.assume_constant_result
+def _has_operations(kind: type) -> bool:
+    return _overrides_operations(kind)
+
+
+@lru_cache(maxsize=None)
+def _overrides_operations(kind: type) -> bool:
+    """Whether a class of tensors, but PyTorch's own for tracing and sharding, overrides what operations do."""
+    if kind.__module__.startswith(_TRANSPARENT):
+        return False
+    # Tensor's keeps the class of results; Parameter's does nothing.
+    function, *plain = (
+        getattr(each.__torch_function__, "__func__", each.__torch_function__)
+        for each in (kind, torch.Tensor, torch.nn.Parameter)
+    )
+    return function not in plain or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[Optional[int]], legend: str) -> None:

@@ -304,6 +304,7 @@ def grouped_mm_experts(
     Raises TypeError or ValueError that names the argument, before anything is launched.
     """
     tensors = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias
+    checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     activation = as_activation(activation, gated, interleaved)
     return _call(tensors, activation, gated, interleaved, transposed, recompute, capacity)
 

@@ -259,6 +259,7 @@ def grouped_mlp(
     repeatable; no host sync. Saved for backward: x (not if gate_up_proj is frozen) and the pre-activation, (rows, 2 I)
     or (rows, I); with recompute=True x alone. Raises TypeError or ValueError that names the argument.
     """
+    checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     kind = as_activation(activation, gated, interleaved)
     dtype = checks.autocast_dtype(x.device.type) if isinstance(x, Tensor) else None
     x, up, down, up_bias, down_bias = (
@@ -272,7 +273,7 @@ def grouped_mlp(
             scales[name] = tensor.contiguous()
     if bias_scales is not None and down_bias is None:
         raise ValueError("bias_scales: expected None without down_proj_bias, which they scale")
-    splits = as_splits(splits, up.shape[0], x.device)
+    splits = as_splits(splits, up.shape[0], x.shape[0], x.device)
     tensors = (x, *scales.values(), up, down, up_bias, down_bias)
     refuse_forward_mode("grouped_mlp", *tensors)
     needs = Needs(*(t is not None and t.requires_grad for t in tensors))

@@ -100,7 +100,7 @@ def grouped_dbias_dscales(
     checks.check_num_groups("bias", bias.shape[0])
     checks.check_same_dtype("bias", bias, dy.dtype, "dy")
     checks.check_device("bias", bias, dy.device, "dy")
-    splits = as_splits(splits, bias.shape[0], dy.device)
+    splits = as_splits(splits, bias.shape[0], dy.shape[0], dy.device)
     accumulate = [dbias is not None, dscales is not None]
     given = {name: buffer for name, buffer in (("dbias", dbias), ("dscales", dscales)) if buffer is not None}
     dbias = _sums("dbias", dbias, tuple(bias.shape), "(G, N)", dy)

@@ -108,7 +108,7 @@ class Needs(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """The gradients, None where not asked for. Those of weights have the weights' strides; the others are contiguous."""
+    """The gradients, None where not asked for. Those of weights have the weights' strides, others are contiguous."""
 
     x: Optional[Tensor] = None
     act_scales: Optional[Tensor] = None

@@ -211,6 +211,7 @@ def grouped_mm_experts(
 
     Raises TypeError or ValueError that names the argument, before anything is launched.
     """
+    checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     activation = as_activation(activation, gated, interleaved)
     checks.check_capacity("capacity", capacity)
     dtype = checks.autocast_dtype(hidden_states.device.type) if isinstance(hidden_states, Tensor) else None

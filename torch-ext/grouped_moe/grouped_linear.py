@@ -143,15 +143,18 @@ def grouped_linear(
 
     x: (rows, K). weight: (G, N, K) or, transposed, (G, K, N), of any strides, G up to 1024. splits: which rows are
     whose, int32 or int64 on the device: `GroupSizes` (G,), `GroupOffsets` (G + 1,), or a tensor of one of these shapes,
-    which tells the two apart; or a list of sizes, which is copied to the device once (RuntimeError under CUDA graph
-    capture). bias: (G, N). bias_scales: (rows,), of any floating dtype. Returns (rows, N) in the dtype of x.
+    which tells the two apart; or a list of sizes, which has to fit the rows and is copied to the device once
+    (RuntimeError under CUDA graph capture). bias: (G, N). bias_scales: (rows,), of any floating dtype. Returns
+    (rows, N) in the dtype of x.
 
     Rows of no group are written as 0 and left out of every gradient, also where they hold NaN; their scales get 0.
-    Negative sizes count as 0, offsets that decrease as the largest before them, and what lies past the last row is cut
-    off: no memory out of bounds is touched. Fewer than 2^31 rows. Differentiable once, in reverse mode, in x, weight,
-    bias and bias_scales, each only when asked for, in its own dtype; fp32 accumulation; bitwise repeatable; autocast
-    applies as to `F.linear`, scales stay as they are. Raises TypeError or ValueError that names the argument.
+    In tensors negative sizes count as 0, offsets that decrease as the largest before them, and what lies past the last
+    row is cut off: no memory out of bounds is touched. Lists that do not fit raise. Fewer than 2^31 rows.
+    Differentiable once, in reverse mode, in x, weight, bias and bias_scales, each only when asked for, in its own
+    dtype; fp32 accumulation; bitwise repeatable; autocast applies as to `F.linear`, scales stay as they are. Raises
+    TypeError or ValueError that names the argument.
     """
+    checks.check_flags(transposed=transposed)
     tensors = _checked(x, weight, splits, bias, bias_scales, transposed)
     refuse_forward_mode("grouped_linear", *tensors)
     return ops.grouped_linear.default(*tensors, transposed)
@@ -169,5 +172,5 @@ def _checked(x, weight, splits, bias, bias_scales, transposed) -> Tuple[Tensor, 
     if dtype is not None:
         x, weight, bias = (checks.autocast(tensor, dtype) for tensor in (x, weight, bias))
     checks.check_linear(x, weight, bias, bias_scales, transposed)
-    splits = as_splits(splits, weight.shape[0], x.device)
+    splits = as_splits(splits, weight.shape[0], x.shape[0], x.device)
     return x, weight, splits, bias, None if bias_scales is None else bias_scales.contiguous()

@@ -55,12 +55,15 @@ def _backward_op(overwrite: bool):
     def backward(dy, x, act_scales, bias_scales, *rest):
         *arguments, preact, schedule, needs = rest
         block, kernels = make_block(*arguments), backend_of(dy)
+        # Hooks on what was saved may return it in other strides.
+        act_scales, bias_scales = (
+            None if scales is None else scales.contiguous() for scales in (act_scales, bias_scales)
+        )
         with on_device(dy):
             rows = kernels.split_rows(schedule, block.num_experts, dy.shape[0], dy.dtype)
             grads = pipeline.backward(
-                kernels, block, dy, x, rows, *(None if t is None else t.contiguous() for t in (act_scales, bias_scales)),
-                preact.contiguous(), Needs(*needs), overwrite,
-            )  # fmt: skip
+                kernels, block, dy, x, rows, act_scales, bias_scales, preact.contiguous(), Needs(*needs), overwrite
+            )
         return tuple(dy.new_empty(0) if grad is None else grad for grad in grads)
 
     return backward
@@ -165,6 +168,7 @@ def grouped_mlp(
     repeatable; no host sync. Saved for backward: x (not if gate_up_proj is frozen) and the pre-activation, (rows, 2 I)
     or (rows, I); with recompute=True x alone. Raises TypeError or ValueError that names the argument.
     """
+    checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     kind = encode_kind(as_activation(activation, gated, interleaved), gated, interleaved, transposed, recompute)
     dtype = checks.autocast_dtype(x.device.type) if isinstance(x, Tensor) else None
     x, up, down, up_bias, down_bias = (
@@ -178,7 +182,7 @@ def grouped_mlp(
             scales[name] = tensor.contiguous()
     if bias_scales is not None and down_bias is None:
         raise ValueError("bias_scales: expected None without down_proj_bias, which they scale")
-    splits = as_splits(splits, up.shape[0], x.device)
+    splits = as_splits(splits, up.shape[0], x.shape[0], x.device)
     tensors = *scales.values(), up, down, up_bias, down_bias
     refuse_forward_mode("grouped_mlp", x, *tensors)
     return ops.grouped_mlp.default(x, splits, *tensors, kind, None)

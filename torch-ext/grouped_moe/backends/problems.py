@@ -1,4 +1,4 @@
-"""What decides how a product is computed: all that kernels are compiled for, and nothing that changes from call to call.
+"""What decides how a product is computed: all that kernels are compiled for, nothing that changes from call to call.
 
 No field depends on the number of rows but for classes of it, of which there are few: a number of rows that was not seen
 before finds the launcher of an earlier one.

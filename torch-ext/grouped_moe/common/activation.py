@@ -4,6 +4,8 @@ With `name` one of silu, gelu (exact, by erf), gelu_tanh, relu, relu2 (relu squa
     gated:     a = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
     not gated: a = act(min(x, limit))
 where act(x) = x * sigmoid(alpha * x) for silu; alpha is 1 and unused for the others. A limit of None clamps nothing.
+transformers' names for the same functions are taken, too: swish, quick_gelu (silu with an alpha of 1.702), gelu_python
+for gelu, and gelu_pytorch_tanh, gelu_python_tanh, gelu_new, gelu_fast, gelu_accurate for gelu_tanh.
 """
 
 from typing import NamedTuple, Optional, Tuple, Union
@@ -25,6 +27,16 @@ class Activation(NamedTuple):
     up_offset: float = 0.0
 
 
+_ALIASES = {
+    "swish": Activation("silu"),
+    "quick_gelu": Activation("silu", alpha=1.702),
+    "gelu_python": Activation("gelu"),
+    **dict.fromkeys(
+        ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), Activation("gelu_tanh")
+    ),
+}
+
+
 def as_activation(activation: Union[str, Activation], gated: bool, interleaved: bool) -> Activation:
     """Checks and completes what a caller gave. Raises TypeError and ValueError that name the argument."""
     if isinstance(activation, str):
@@ -35,7 +47,11 @@ def as_activation(activation: Union[str, Activation], gated: bool, interleaved: 
     for field, value in (("alpha", alpha), ("limit", limit), ("up_offset", up_offset)):
         if not isinstance(value, (int, float)) and not (field == "limit" and value is None):
             raise TypeError(f"activation: expected a number as {field}, got {type(value).__name__}")
-    if name not in ACTIVATION_NAMES:
+    alias = _ALIASES.get(name) if isinstance(name, str) else None
+    if alias is not None and 1.0 in (alpha, alias.alpha):
+        name, alpha = alias.name, alpha * alias.alpha
+        activation = Activation(name, alpha, limit, up_offset)
+    elif name not in ACTIVATION_NAMES and alias is None:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATION_NAMES)}, got {name!r}")
     if alpha != 1.0 and name != "silu":
         raise ValueError(f"activation: alpha applies to silu only, got alpha={alpha} with {name!r}")

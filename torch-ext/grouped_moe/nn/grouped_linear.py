@@ -302,7 +302,7 @@ class GroupedLinear(nn.Module):
     def _as_saved(self, x: Tensor, splits: Splits) -> Tuple[Tensor, Tensor]:
         """x and splits as `grouped_linear` keeps them for the backward."""
         x = checks.autocast(x, checks.autocast_dtype(x.device.type))
-        return x, as_splits(splits, self.num_groups, x.device)
+        return x, as_splits(splits, self.num_groups, x.shape[0], x.device)
 
     def _forward_delayed(
         self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor], weights: bool, bias: bool

@@ -96,7 +96,7 @@ class Launcher:
 
 
 def describe_halves(preact: Optional[Tensor], problem: BlockProblem, block: RaggedTmaBlock) -> tuple:
-    """The gate and the up columns of a pre-activation: all columns twice if they alternate; no second without a gate."""
+    """The gate and the up columns of a pre-activation: all columns twice if they alternate, one without a gate."""
     if preact is None:
         return None, None
     if not problem.gated:

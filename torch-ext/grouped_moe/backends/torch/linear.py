@@ -13,7 +13,7 @@ from ...rows import Rows
 
 
 def in_its_dtype(function: Callable) -> Callable:
-    """Runs a function outside of autocast. (One `torch.autocast` as a decorator would hold the state of all threads.)"""
+    """Runs a function outside of autocast. (`torch.autocast` as a decorator would hold the state of all threads.)"""
 
     @functools.wraps(function)
     def plain(*args, **kwargs):
@@ -116,7 +116,7 @@ def bias_grads(
     dy: Tensor, rows: Rows, scales: Optional[Tensor], bias: Optional[Tensor], dbias: Optional[Tensor],
     dots: Optional[Tensor], accumulate: bool = False,
 ) -> None:  # fmt: skip
-    """dbias[e] = sum over the rows r of e of scales[r] dy[r], or is added to it; dots[:, r] = parts of <dy[r], bias[e]>.
+    """dbias[e] = sum over the rows r of e of scales[r] dy[r], or plus that; dots[:, r] = parts of <dy[r], bias[e]>.
 
     dy: (rows, N), or (T, N) of routed rows, whose scales are per slot. bias: (E, N). dbias: (E, N) or None. dots:
     (`num_bias_dots`, rows), or None without a bias.
@@ -137,7 +137,7 @@ def bias_grads(
 
 
 def sum_dots(dots: Tensor, rows: Rows, out: Tensor, accumulate: bool = False) -> None:
-    """out[r] = sum of dots[:, r], or is added to it; out[s] = that of the slot's row for routed rows; 0 without a row."""
+    """out[r] = sum of dots[:, r], or plus that; out[s] = that of the slot's row for routed rows; 0 without a row."""
     first, end = int(rows.group_offsets[0]), int(rows.group_offsets[-1])
     if not accumulate:
         out.zero_()

@@ -75,8 +75,8 @@ def gemm(
 ) -> Tensor:  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e], for rows in place.
 
-    x: (rows, K), any strides. weight: (E, N, K) or, transposed, (E, K, N), any strides. bias: (E, N). Returns (rows, N),
-    where rows of no group are unwritten or, with zero_rest, 0.
+    x: (rows, K), any strides. weight: (E, N, K) or, transposed, (E, K, N), any strides. bias: (E, N). Returns
+    (rows, N), where rows of no group are unwritten or, with zero_rest, 0.
     """
     (num_rows, k), n = x.shape, weight.shape[2 if transposed else 1]
     y = x.new_empty((num_rows, n))

@@ -25,8 +25,8 @@ _log = logging.getLogger("grouped_moe")
 class Kernel:
     """A kernel with its constexprs and options bound: called with a grid and the arguments before the constexprs.
 
-    variants: the compiled kernels by what Triton specializes them on besides the constexprs: the device, dtype and
-    alignment of pointers, dtype of descriptors, whether an int is 1, a multiple of 16 or needs 64 bits.
+    variants: the compiled kernels by all that Triton specializes them on besides the constexprs: the device, dtypes,
+    alignment of pointers, and ints, of those that vary whether they need 64 bits.
     """
 
     def __init__(
@@ -46,18 +46,19 @@ class Kernel:
         if not (first.is_cuda and _compat.keeps_variants()):
             self.compile_and_launch(grid, first, args)
             return
-        key = [first.get_device()]
+        key, addresses = [first.get_device()], 0
         for arg, is_varying in zip(args, self.is_varying):
-            if arg is None:
-                key.append(None)
-            elif type(arg) is int:
-                key.append(
-                    (arg.bit_length() > _INT32,) if is_varying else (arg == 1, arg % 16 == 0, arg.bit_length() > _INT32)
-                )
-            elif isinstance(arg, Tensor):
-                key += (arg.dtype, arg.data_ptr() % ALIGNMENT)
+            if isinstance(arg, Tensor):
+                addresses |= arg.data_ptr()
+                key.append(arg.dtype)
+            elif is_varying:
+                key.append(arg.bit_length() > _INT32)
+            elif arg is None or type(arg) is int:
+                key.append(arg)
             else:
                 key.append(arg.base.dtype)
+        if addresses % ALIGNMENT:
+            key += (arg.data_ptr() % ALIGNMENT == 0 for arg in args if isinstance(arg, Tensor))
         key = tuple(key)
         compiled = self.variants.get(key)
         if compiled is None:

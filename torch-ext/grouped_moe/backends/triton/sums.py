@@ -24,7 +24,7 @@ def bias_grads(
     dy: Tensor, rows: Rows, scales: Optional[Tensor], bias: Optional[Tensor], dbias: Optional[Tensor],
     dots: Optional[Tensor], accumulate: bool = False,
 ) -> None:  # fmt: skip
-    """dbias[e] = sum over the rows r of e of scales[r] dy[r], or is added to it; dots[:, r] = parts of <dy[r], bias[e]>.
+    """dbias[e] = sum over the rows r of e of scales[r] dy[r], or plus that; dots[:, r] = parts of <dy[r], bias[e]>.
 
     dy: (rows, N), or (T, N) of routed rows, whose scales are per slot; columns contiguous. bias: (E, N). dbias: (E, N)
     or None. dots: (`num_bias_dots`, rows) fp32, or None without a bias.
@@ -64,7 +64,7 @@ def _sum_dots_kernel(num_groups: int, num_dots: int, accumulate: bool) -> Kernel
 
 
 def sum_dots(dots: Tensor, rows: Rows, out: Tensor, accumulate: bool = False) -> None:
-    """out[r] = sum of dots[:, r], or is added to it; out[s] = that of the slot's row for routed rows; 0 without a row."""
+    """out[r] = sum of dots[:, r], or plus that; out[s] = that of the slot's row for routed rows; 0 without a row."""
     size = out.numel()
     if size:
         kernel = _sum_dots_kernel(rows.num_groups, dots.shape[0], accumulate)

@@ -1,8 +1,6 @@
 """The experts block: its weights and what kind it is, and which gradients it owes."""
 
-import json
-from functools import lru_cache
-from typing import NamedTuple, Optional
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -10,7 +8,10 @@ from torch import Tensor
 from .common.activation import Activation
 
 # In the schema of ops: the arguments of `make_block`. A call's cost on the host grows with the number of arguments.
-BLOCK_SCHEMA = "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, str kind, SymInt? capacity"
+BLOCK_SCHEMA = (
+    "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, str activation, float[] parameters, bool[] flags,"
+    " SymInt? capacity"
+)
 
 
 class Block(NamedTuple):
@@ -52,21 +53,16 @@ class Block(NamedTuple):
         return self.up.shape[2 if self.transposed else 1]
 
 
-@lru_cache(maxsize=None)
-def encode_kind(
+def kind_arguments(
     activation: Activation, gated: bool, interleaved: bool, transposed: bool, recompute: bool
-) -> str:  # fmt: skip
-    """What of a block is not a tensor, as one argument of an op: JSON of the activation's fields and the flags."""
+) -> Tuple[str, List[float], List[bool]]:
+    """What of a block is not a tensor, as arguments of ops: the activation's name, its parameters, the flags.
+
+    A limit of 0 stands for none: AOTInductor cannot load a program with an infinite one.
+    """
     name, alpha, limit, up_offset = activation
-    parameters = [name, float(alpha), None if limit is None else float(limit), float(up_offset)]
-    return json.dumps([*parameters, gated, interleaved, transposed, recompute])
-
-
-@lru_cache(maxsize=None)
-def _decode_kind(kind: str) -> tuple:
-    """(activation, gated, interleaved, transposed, recompute)"""
-    *parameters, gated, interleaved, transposed, recompute = json.loads(kind)
-    return Activation(*parameters), gated, interleaved, transposed, recompute
+    parameters = [float(alpha), 0.0 if limit is None else float(limit), float(up_offset)]
+    return name, parameters, [gated, interleaved, transposed, recompute]
 
 
 def make_block(
@@ -74,11 +70,16 @@ def make_block(
     down: Tensor,
     up_bias: Optional[Tensor],
     down_bias: Optional[Tensor],
-    kind: str,
+    activation: str,
+    parameters: Sequence[float],
+    flags: Sequence[bool],
     capacity: Optional[int] = None,
 ) -> Block:
-    """The block of an op's arguments. kind: as `encode_kind` makes it."""
-    return Block(up, down, up_bias, down_bias, *_decode_kind(kind), capacity)
+    """The block of an op's arguments: the inverse of `kind_arguments`, with the weights."""
+    alpha, limit, up_offset = parameters
+    gated, interleaved, transposed, recompute = flags
+    act = Activation(activation, alpha, limit or None, up_offset)
+    return Block(up, down, up_bias, down_bias, act, gated, interleaved, transposed, recompute, capacity)
 
 
 class Needs(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import pipeline
 from ._ops import ops
 from .backends import backend_of
-from .block import BLOCK_SCHEMA, Block, Grads, Needs, encode_kind, fake_grads, make_block
+from .block import BLOCK_SCHEMA, Block, Grads, Needs, fake_grads, kind_arguments, make_block
 from .common import _compat, checks
 from .common.activation import Activation, as_activation
 from .common.autograd import (
@@ -26,7 +26,7 @@ from .tuning.heuristic import choose_block_m
 
 _ARGUMENTS = f"Tensor x, Tensor top_k_index, Tensor top_k_weights, {BLOCK_SCHEMA}"
 _SAVED = "Tensor schedule, Tensor row_to_slot, Tensor slot_to_row"
-_NUM_ARGUMENTS = 9
+_NUM_ARGUMENTS = 11
 
 
 def _inference(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *arguments: object) -> Tensor:
@@ -223,7 +223,7 @@ def grouped_mm_experts(
     refuse_forward_mode("grouped_mm_experts", x, top_k_weights, up, down, up_bias, down_bias)
     if not _compat.has_device_assertions():  # an overflow would go unseen
         capacity = capacity if x.device.type == "cpu" else None
-    kind = encode_kind(activation, gated, interleaved, transposed, recompute)
+    kind = kind_arguments(activation, gated, interleaved, transposed, recompute)
     return ops.experts.default(
-        x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias, kind, capacity
+        x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias, *kind, capacity
     )  # fmt: skip

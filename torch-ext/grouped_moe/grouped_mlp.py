@@ -8,7 +8,7 @@ from torch import Tensor
 from . import pipeline
 from ._ops import ops
 from .backends import backend_of
-from .block import BLOCK_SCHEMA, Needs, encode_kind, fake_grads, make_block
+from .block import BLOCK_SCHEMA, Needs, fake_grads, kind_arguments, make_block
 from .common import checks
 from .common.activation import Activation, as_activation
 from .common.autograd import (
@@ -27,7 +27,7 @@ from .splits import Splits, as_splits
 _ARGUMENTS = (
     f"Tensor x, Tensor splits, Tensor? act_scales, Tensor? bias_scales, {BLOCK_SCHEMA}"
 )  # fmt: skip
-_NUM_ARGUMENTS = 10
+_NUM_ARGUMENTS = 12
 
 
 def _forward(
@@ -169,7 +169,7 @@ def grouped_mlp(
     or (rows, I); with recompute=True x alone. Raises TypeError or ValueError that names the argument.
     """
     checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
-    kind = encode_kind(as_activation(activation, gated, interleaved), gated, interleaved, transposed, recompute)
+    activation = as_activation(activation, gated, interleaved)
     dtype = checks.autocast_dtype(x.device.type) if isinstance(x, Tensor) else None
     x, up, down, up_bias, down_bias = (
         checks.autocast(tensor, dtype) for tensor in (x, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
@@ -185,4 +185,5 @@ def grouped_mlp(
     splits = as_splits(splits, up.shape[0], x.shape[0], x.device)
     tensors = *scales.values(), up, down, up_bias, down_bias
     refuse_forward_mode("grouped_mlp", x, *tensors)
-    return ops.grouped_mlp.default(x, splits, *tensors, kind, None)
+    kind = kind_arguments(activation, gated, interleaved, transposed, recompute)
+    return ops.grouped_mlp.default(x, splits, *tensors, *kind, None)

@@ -175,6 +175,8 @@ def is_right_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, 
     """Whether `check_block` would pass, for blocks without biases of plain tensors: in a fourth of its time."""
     if not (type(x) is type(top_k_index) is type(top_k_weights) is torch.Tensor and up_bias is None is down_bias):
         return False
+    if not (isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor)):
+        return False
     if not (x.dim() == 2 and top_k_index.dim() == 2 and up.dim() == 3):
         return False
     (num_tokens, h), (slots_of, top_k), (num_experts, *up_shape) = x.shape, top_k_index.shape, up.shape

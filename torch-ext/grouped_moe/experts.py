@@ -1,6 +1,6 @@
 """The whole experts block: route, up-projection with activation, down-projection, combine."""
 
-from typing import Optional, Sequence, Tuple, Union
+from typing import List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from .common.autograd import (
     mark_as_own,
     once_differentiable,
     refuse_forward_mode,
+    spread,
     take_over,
+    wanted,
 )
 from .common.device import on_device
 from .rows import Rows, schedule_size
@@ -69,8 +71,8 @@ def _backward(
     indices: Sequence[Tensor],
     needs: Needs,
     overwrite: bool,
-) -> Tuple[Tensor, ...]:
-    """The gradients in the order of `Needs`, empty where not asked for. indices: schedule, row_to_slot, slot_to_row."""
+) -> List[Tensor]:
+    """The gradients that are asked for, in the order of `Needs`. indices: schedule, row_to_slot, slot_to_row."""
     # Hooks on what was saved may return it in other strides.
     schedule, row_to_slot, slot_to_row = (tensor.contiguous() for tensor in indices)
     block_m = choose_block_m(slot_to_row.shape[0], block.num_experts, dout.dtype)
@@ -81,7 +83,7 @@ def _backward(
             backend_of(dout), block, dout, x, rows, top_k_weights.contiguous(), None, preact.contiguous(), needs,
             overwrite,
         )  # fmt: skip
-    return tuple(dout.new_empty(0) if grad is None else grad for grad in grads)
+    return wanted(grads, needs)
 
 
 def _backward_op(overwrite: bool):
@@ -116,7 +118,7 @@ define_op(
 )  # fmt: skip
 _BACKWARD = (
     f"(Tensor dout, Tensor? x, Tensor top_k_weights, {BLOCK_SCHEMA}, Tensor%s preact, {_SAVED},"
-    f" bool[] needs) -> ({', '.join(f'Tensor d{name}' for name in Needs._fields)})"
+    " bool[] needs) -> Tensor[]"
 )
 define_op("experts_backward", _BACKWARD % "", _backward_op(overwrite=False), _backward_fake)
 # Overwrites preact and gives its memory back.
@@ -157,7 +159,7 @@ class _Experts(torch.autograd.Function):
         made = op.default(
             dout, x, top_k_weights, up, down, up_bias, down_bias, *ctx.kind, preact, *indices, list(needs)
         )  # fmt: skip
-        grads = Grads(*(grad if need else None for grad, need in zip(made, needs)))
+        grads = Grads(*spread(made, needs))
         given = grads.x, None, grads.act_scales, grads.up, grads.down, grads.up_bias, grads.down_bias
         return given + (None,) * (_NUM_ARGUMENTS - len(given))
 

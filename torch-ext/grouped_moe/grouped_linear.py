@@ -1,6 +1,6 @@
 """Linear layer with one weight per group of consecutive rows."""
 
-from typing import Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -8,7 +8,14 @@ from torch import Tensor
 from ._ops import ops
 from .backends import backend_of
 from .common import checks
-from .common.autograd import define_differentiable_op, define_op, once_differentiable, refuse_forward_mode
+from .common.autograd import (
+    define_differentiable_op,
+    define_op,
+    once_differentiable,
+    refuse_forward_mode,
+    spread,
+    wanted,
+)
 from .common.device import on_device
 from .rows import schedule_size, unit_rows
 from .splits import Splits, as_splits
@@ -43,44 +50,44 @@ def _backward(
     bias_scales: Optional[Tensor],
     transposed: bool,
     needs: Sequence[bool],
-) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, bias and bias_scales, empty where not asked for.
+) -> List[Tensor]:
+    """The gradients of x, weight, bias and bias_scales that are asked for.
 
     splits: also the schedule of the forward. x: for the gradient of weight alone. bias: for that of bias_scales alone.
     """
     needs_x, needs_weight, needs_bias, needs_scales = needs
     kernels, dy = backend_of(dy), unit_rows(dy)
-    dx, dweight, dbias, dscales = _backward_fake(
-        dy, x, weight, splits, bias, bias_scales, transposed, [False, *needs[1:]]
-    )  # fmt: skip
+    dx = dweight = dbias = dscales = None
     with on_device(dy):
         rows = kernels.split_rows(splits, weight.shape[0], dy.shape[0], dy.dtype)
         if needs_x:
             dx = kernels.gemm(dy, weight, rows, transposed=not transposed, zero_rest=True)
         if needs_weight:
+            dweight = torch.empty_like(weight)
             kernels.wgrad(dy, x, rows, dweight.transpose(1, 2) if transposed else dweight)
+        if needs_bias:
+            dbias = dy.new_empty((weight.shape[0], dy.shape[1]))
         if needs_bias or needs_scales:
             scales = None if bias_scales is None else bias_scales.contiguous()
             dots = None
             if needs_scales:
                 dtype = torch.promote_types(dy.dtype, torch.float32)
                 dots = dy.new_empty((kernels.num_bias_dots(dy.shape[1]), dy.shape[0]), dtype=dtype)
-            kernels.bias_grads(dy, rows, scales, bias, dbias if needs_bias else None, dots)
+            kernels.bias_grads(dy, rows, scales, bias, dbias, dots)
             if needs_scales:
+                dscales = bias_scales.new_empty(bias_scales.shape)
                 kernels.sum_dots(dots, rows, dscales)
-    return dx, dweight, dbias, dscales
+    return wanted((dx, dweight, dbias, dscales), needs)
 
 
 def _backward_fake(dy, x, weight, splits, bias, bias_scales, transposed, needs):
-    """The gradients, unwritten."""
-    needs_x, needs_weight, needs_bias, needs_scales = needs
-    k = weight.shape[1 if transposed else 2]
-    return (
-        dy.new_empty((dy.shape[0], k) if needs_x else 0),
-        torch.empty_like(weight) if needs_weight else dy.new_empty(0),
-        dy.new_empty((weight.shape[0], dy.shape[1]) if needs_bias else 0),
-        bias_scales.new_empty(bias_scales.shape) if needs_scales else dy.new_empty(0),
+    grads = (
+        dy.new_empty((dy.shape[0], weight.shape[1 if transposed else 2])),
+        torch.empty_like(weight),
+        dy.new_empty((weight.shape[0], dy.shape[1])),
+        None if bias_scales is None else bias_scales.new_empty(bias_scales.shape),
     )
+    return wanted(grads, needs)
 
 
 def _plain(*args) -> Tensor:
@@ -95,7 +102,7 @@ define_op("grouped_linear_forward", f"({_ARGUMENTS}) -> (Tensor y, Tensor schedu
 define_op(
     "grouped_linear_backward",
     "(Tensor dy, Tensor? x, Tensor weight, Tensor splits, Tensor? bias, Tensor? bias_scales, bool transposed,"
-    " bool[] needs) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dbias_scales)",
+    " bool[] needs) -> Tensor[]",
     _backward,
     _backward_fake,
 )
@@ -125,8 +132,8 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, saved, dy):
         needs_x, needs_weight, _, needs_bias, needs_scales, _ = ctx.needs_input_grad
         needs = [needs_x, needs_weight, needs_bias, needs_scales]
-        grads = ops.grouped_linear_backward.default(dy, *saved, ctx.transposed, needs)
-        dx, dweight, dbias, dscales = (grad if need else None for grad, need in zip(grads, needs))
+        made = ops.grouped_linear_backward.default(dy, *saved, ctx.transposed, needs)
+        dx, dweight, dbias, dscales = spread(made, needs)
         return dx, dweight, None, dbias, dscales, None
 
 

@@ -18,7 +18,9 @@ from .common.autograd import (
     mark_as_own,
     once_differentiable,
     refuse_forward_mode,
+    spread,
     take_over,
+    wanted,
 )
 from .common.device import on_device
 from .rows import schedule_size
@@ -64,7 +66,7 @@ def _backward_op(overwrite: bool):
             grads = pipeline.backward(
                 kernels, block, dy, x, rows, act_scales, bias_scales, preact.contiguous(), Needs(*needs), overwrite
             )
-        return tuple(dy.new_empty(0) if grad is None else grad for grad in grads)
+        return wanted(grads, Needs(*needs))
 
     return backward
 
@@ -90,7 +92,7 @@ define_op(
 )
 _BACKWARD = (
     f"(Tensor dy, Tensor? x, Tensor? act_scales, Tensor? bias_scales, {BLOCK_SCHEMA},"
-    f" Tensor%s preact, Tensor schedule, bool[] needs) -> ({', '.join(f'Tensor d{name}' for name in Needs._fields)})"
+    " Tensor%s preact, Tensor schedule, bool[] needs) -> Tensor[]"
 )
 define_op("grouped_mlp_backward", _BACKWARD % "", _backward_op(overwrite=False), _backward_fake)
 # Overwrites preact and gives its memory back.
@@ -128,7 +130,7 @@ class _GroupedMLP(torch.autograd.Function):
         if ctx.needs.preact and is_plain(dy) and take_over(preact):
             op = ops.grouped_mlp_backward_overwriting
         made = op.default(dy, *tensors, *ctx.kind, preact, schedule, list(ctx.needs))
-        dx, *grads = (grad if need else None for grad, need in zip(made, ctx.needs))
+        dx, *grads = spread(made, ctx.needs)
         return (dx, None, *grads) + (None,) * (_NUM_ARGUMENTS - 8)
 
 

@@ -46,9 +46,11 @@ class Launcher:
         """Writes dpreact, act and the first `num_dots` of dots, where they are given. dout: sorted rows."""
         p, row_block = self.problem, self.row_block
         tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
+        inputs = describe_halves(preact, p, row_block)
+        outputs = inputs if dpreact is preact else describe_halves(dpreact, p, row_block)
         self.kernel(
             persistent_grid(self.config, tiles, p.n, p.spec), self.dout_block.of(dout), self.w_block.of(block.down),
-            scales, *describe_halves(preact, p, row_block), *describe_halves(dpreact, p, row_block),
+            scales, *inputs, *outputs,
             None if act is None else row_block.of_rows(act), dots, rows.num_rows,
             rows.row_to_slot if p.top_k else None, rows.schedule,
         )  # fmt: skip

@@ -1,6 +1,5 @@
 """The experts block: its weights and what kind it is, and which gradients it owes."""
 
-import json
 from functools import lru_cache
 from typing import NamedTuple, Optional
 
@@ -56,17 +55,21 @@ class Block(NamedTuple):
 def encode_kind(
     activation: Activation, gated: bool, interleaved: bool, transposed: bool, recompute: bool
 ) -> str:  # fmt: skip
-    """What of a block is not a tensor, as one argument of an op: JSON of the activation's fields and the flags."""
+    """What of a block is not a tensor, as one argument of an op: the activation's fields and the flags, in words.
+
+    A format, since torch.compile traces it: neither json nor repr.
+    """
     name, alpha, limit, up_offset = activation
-    parameters = [name, float(alpha), None if limit is None else float(limit), float(up_offset)]
-    return json.dumps([*parameters, gated, interleaved, transposed, recompute])
+    flags = f"{bool(gated)} {bool(interleaved)} {bool(transposed)} {bool(recompute)}"
+    return f"{name} {float(alpha)} {limit if limit is None else float(limit)} {float(up_offset)} {flags}"
 
 
 @lru_cache(maxsize=None)
 def _decode_kind(kind: str) -> tuple:
     """(activation, gated, interleaved, transposed, recompute)"""
-    *parameters, gated, interleaved, transposed, recompute = json.loads(kind)
-    return Activation(*parameters), gated, interleaved, transposed, recompute
+    name, alpha, limit, up_offset, *flags = kind.split()
+    limit = None if limit == "None" else float(limit)
+    return Activation(name, float(alpha), limit, float(up_offset)), *(flag == "True" for flag in flags)
 
 
 def make_block(

@@ -190,7 +190,7 @@ def test_runs_cold_on_fake_tensors(grouped_moe, implementation):
     """As an exporter calls it: the gate is probed on real values all the same."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    sys.modules[grouped_moe.__name__ + ".transformers_gate"]._probe_gate.cache_clear()
+    sys.modules[grouped_moe.__name__ + ".integrations.transformers_gate"]._probe_gate.cache_clear()
     experts, inputs = make_experts("cpu", implementation), make_inputs("cpu")
     with FakeTensorMode(allow_non_fake_inputs=True):
         out = experts(*inputs)

@@ -17,8 +17,8 @@ def poison_value(dtype: torch.dtype):
 class GuardedAllocations(TorchFunctionMode):
     """What Python code allocates within it is poisoned, and a kernel may access no other memory than that of tensors.
 
-    Those are the given ones and what torch functions return within it. Launchers must be called directly: an op runs
-    below this mode. Memory around an allocation is poisoned as well, so that a neighbour is not mistaken for it.
+    Those are the given ones and what torch functions return within it. The backend must be called directly: an op
+    runs below this mode. Memory around an allocation is poisoned as well, so that a neighbour is not mistaken for it.
     """
 
     def __init__(self, *tensors):

@@ -18,6 +18,7 @@ ALIGNMENT = 16  # bytes: the alignment of pointers that Triton compiles variants
 # Parameters that change with the number of rows: every kernel marks those it has `do_not_specialize`.
 VARYING = frozenset(("total_rows", "num_slots", "num_rows", "num_chunks", "stride_pn"))
 _INT32 = 31  # bits of a value that needs no int64
+COMPILED = set()  # the variants that were ever launched, which `warm_up` counts
 
 _log = logging.getLogger("grouped_moe")
 
@@ -70,7 +71,9 @@ class Kernel:
         if self.tile is not None and _log.isEnabledFor(logging.INFO):
             _log_once(f"{self.function.__name__} on {first.device}: {self.tile}")
         options = {**_options_of(first.device), **self.options}
-        return self.function[grid](*args, **self.constants, **options)
+        compiled = self.function[grid](*args, **self.constants, **options)
+        COMPILED.add(compiled)
+        return compiled
 
 
 @lru_cache(maxsize=None)

@@ -15,6 +15,7 @@ from .nn import GroupedLinear
 from .permute import combine_rows, gather_rows
 from .routing import Routing, route
 from .splits import GroupOffsets, GroupSizes
+from .warm_up import warm_up
 
 __all__ = [
     "Activation",
@@ -32,4 +33,5 @@ __all__ = [
     "reference",
     "register_experts_implementation",
     "route",
+    "warm_up",
 ]

@@ -7,13 +7,14 @@ from .dependent import wait_for_stream
 from .tiles import find_row_tile, load_scales, num_row_tiles, source_rows, tile_rows
 
 
-@triton.jit(do_not_specialize=["stride_dn"])
+# Where the dots begin among those of the activation is aligned for some numbers of rows, and not for others.
+@triton.jit(do_not_specialize=["stride_pn"], do_not_specialize_on_alignment=["dots_ptr"])
 def bias_grads_kernel(
     dy_ptr, stride_dt,  # (rows, N), or (T, N) read at row_to_slot[row] // TOP_K; columns contiguous
     scales_ptr,  # (rows,), or (S,) read at row_to_slot[row], or None
     bias_ptr, stride_be, stride_bn,  # (E, N), or None if dots are not asked for
     sums_ptr,  # (max_tiles, N) fp32 or None, out: the first num_row_tiles are written
-    dots_ptr, stride_dn,  # (n tiles, rows) fp32 or None, out: routed rows are written
+    dots_ptr, stride_pn,  # (n tiles, rows) fp32 or None, out: routed rows are written
     row_to_slot_ptr,  # (rows,) int32 or None
     schedule_ptr,
     NUM_EXPERTS: tl.constexpr,
@@ -39,7 +40,7 @@ def bias_grads_kernel(
         if dots_ptr is not None:
             bias_ptrs = bias_ptr + expert.to(tl.int64) * stride_be + columns.to(tl.int64) * stride_bn
             bias = tl.load(bias_ptrs, mask=columns < N, other=0.0).to(tl.float32)
-            dots_ptrs = dots_ptr + n_tile.to(tl.int64) * stride_dn + first_row + tl.arange(0, BLOCK_M)
+            dots_ptrs = dots_ptr + n_tile.to(tl.int64) * stride_pn + first_row + tl.arange(0, BLOCK_M)
             tl.store(dots_ptrs, tl.sum(dy * bias[None, :], 1), mask=row_mask)
         if sums_ptr is not None:
             if scales_ptr is not None:

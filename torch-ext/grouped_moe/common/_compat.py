@@ -23,13 +23,13 @@ def triton_version() -> Tuple[int, ...]:
 
 
 @lru_cache(maxsize=None)
-def keeps_variants() -> bool:
-    """Whether compiled kernels may be kept by the facts that Triton compiles them for.
+def keeps_variants(is_cuda: bool) -> bool:
+    """Whether compiled kernels may be kept by the facts that Triton compiles them for. is_cuda: of a launch's tensors.
 
     What these facts are is known of some versions, on CUDA. Elsewhere each launch goes through `kernel[grid]`, which
     takes the host two to three times as long.
     """
-    return torch.version.cuda is not None and triton_version() in _KNOWN_TRITON
+    return is_cuda and torch.version.cuda is not None and triton_version() in _KNOWN_TRITON
 
 
 @lru_cache(maxsize=None)

@@ -16,8 +16,9 @@ from ...common import _compat
 
 ALIGNMENT = 16  # bytes: the alignment of pointers that Triton compiles variants for
 # Parameters that change with the number of rows: every kernel marks those it has `do_not_specialize`.
-VARYING = frozenset(("total_rows", "num_slots", "num_rows", "num_chunks", "stride_pn", "stride_dn"))
+VARYING = frozenset(("total_rows", "num_slots", "num_rows", "num_chunks", "stride_pn"))
 _INT32 = 31  # bits of a value that needs no int64
+COMPILED = set()  # the variants that were ever launched, which `warm_up` counts
 
 _log = logging.getLogger("grouped_moe")
 
@@ -43,7 +44,7 @@ class Kernel:
     def __call__(self, grid: Tuple[int, ...], *args: Any) -> None:
         """The first argument is a tensor or a descriptor; blocks of descriptors are the same in all calls."""
         first = args[0] if isinstance(args[0], Tensor) else args[0].base
-        if not (first.is_cuda and _compat.keeps_variants()):
+        if not _compat.keeps_variants(first.is_cuda):
             self.compile_and_launch(grid, first, args)
             return
         key, addresses = [first.get_device()], 0
@@ -71,7 +72,9 @@ class Kernel:
         if self.tile is not None and _log.isEnabledFor(logging.INFO):
             _log_once(f"{self.function.__name__} on {first.device}: {self.tile}")
         options = {**_options_of(first.device), **self.options}
-        return self.function[grid](*args, **self.constants, **options)
+        compiled = self.function[grid](*args, **self.constants, **options)
+        COMPILED.add(compiled)
+        return compiled
 
 
 @lru_cache(maxsize=None)

@@ -1,7 +1,7 @@
 """Routing and groups: which rows belong to which group, and the schedule of their tiles."""
 
 from functools import lru_cache
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -45,18 +45,25 @@ def route(top_k_index: Tensor, num_experts: int, dtype: torch.dtype, capacity: O
     return rows
 
 
+def launches_of(num_slots: int) -> Tuple[bool, bool, bool]:
+    """Which launches route so many slots: whether all three, whether the scan is one of few chunks, whether of one."""
+    num_chunks = -(-num_slots // _CHUNK)
+    return num_slots > _FEW_SLOTS, num_chunks <= _SCAN_FEW[0], num_chunks <= 1
+
+
 def _place_slots(ids: Tensor, rows: Rows, num_routed: Optional[Tensor]) -> None:
     """Writes all of rows, and R, which may exceed the rows there are, to num_routed."""
     num_slots, num_experts = ids.numel(), rows.num_groups
     num_chunks = max(1, -(-num_slots // _CHUNK))
+    all_three, few_chunks, one_chunk = launches_of(num_slots)
     counts = totals = None
-    if num_slots > _FEW_SLOTS:
+    if all_three:
         counts, totals = (ids.new_empty(shape, dtype=torch.int32) for shape in ((num_chunks, num_experts), num_experts))
         _count_kernel(num_experts)((num_chunks, 1, 1), ids, counts, num_slots)
-        width = (_SCAN_FEW if num_chunks <= _SCAN_FEW[0] else _SCAN_MANY)[1]
-        scan = _scan_kernel(num_experts, num_chunks <= _SCAN_FEW[0])
+        width = (_SCAN_FEW if few_chunks else _SCAN_MANY)[1]
+        scan = _scan_kernel(num_experts, few_chunks)
         scan((-(-num_experts // width), 1, 1), counts, totals, num_chunks)
-    _place_kernel(num_experts, rows.block_m, num_chunks == 1)(
+    _place_kernel(num_experts, rows.block_m, one_chunk)(
         (num_chunks, 1, 1), ids, counts, totals, rows.schedule, rows.row_to_slot, rows.slot_to_row, num_routed,
         num_slots, rows.num_rows,
     )  # fmt: skip

@@ -10,7 +10,7 @@ READY = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/ready)
 PIP = $(PYTHON) -m pip --python $(PY) install --disable-pip-version-check
 export SHOW_PACKAGES = import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")
 
-.PHONY: help venv build demo lint test test-gpu bench plots compile-check clean
+.PHONY: help venv build demo lint test test-gpu bench plots tune compile-check clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -58,6 +58,9 @@ GPU = h200
 
 plots: $(READY)  ## the figures of the recorded results
 	$(PY) benchmarks/plot.py --gpu $(GPU)
+
+tune: build  ## the tiles that are fastest on this machine's GPU, as its file in the package's configs
+	$(PY) benchmarks/tune.py
 
 compile-check: build  ## every kernel for every target, with registers, shared memory and spills
 	$(PY) tools/compile_check.py

@@ -16,18 +16,16 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from machine import RESULTS  # noqa: E402
-from providers import BATCHED, COMPILED, DENSE, GROUPED, OURS, RECOMPUTE, SCATTERMOE, SONICMOE  # noqa: E402
+from providers import BATCHED, DENSE, GROUPED, OURS, RECOMPUTE, SONICMOE  # noqa: E402
 from workload import fraction  # noqa: E402
 
 LOOP, OVER_LINE = "loop", 1.10  # growth past this multiple of the line between neighbours is marked
 # Shade and hatch of a provider's bars; dash, marker and shade of its lines.
 BARS = {
-    OURS: ("0.15", ""), RECOMPUTE: ("0.4", ".."), GROUPED: ("0.9", "//"), COMPILED: ("1.0", "xx"),
-    BATCHED: ("0.9", "||"), SCATTERMOE: ("0.75", "\\\\"), SONICMOE: ("0.6", "--"), DENSE: ("1.0", ""),
+    OURS: ("0.15", ""), RECOMPUTE: ("0.4", ".."), GROUPED: ("0.9", "//"), SONICMOE: ("0.6", "--"), DENSE: ("1.0", ""),
 }  # fmt: skip
 LINES = {
-    OURS: ("-", "o", "0.0"), GROUPED: ("--", "s", "0.3"), COMPILED: ("-.", "D", "0.3"), BATCHED: (":", "v", "0.3"),
-    SONICMOE: ("--", "^", "0.5"), DENSE: (":", "x", "0.5"),
+    OURS: ("-", "o", "0.0"), GROUPED: ("--", "s", "0.3"), BATCHED: (":", "v", "0.3"),
 }  # fmt: skip
 
 
@@ -140,33 +138,13 @@ def draw_speedup(results: dict, path: Path) -> None:
     for axes, key in zip(panels, keys):
         cells = [cell for cell in results["cells"] if key_of(cell) == key]
         groups = [(cell["layer"].replace(" ", "\n").replace("-", "-\n", 1), cell) for cell in cells]
-        draw_bars(axes, groups, (OURS, COMPILED, SCATTERMOE, SONICMOE, DENSE), lambda c, name: ratio(c, GROUPED, name))
+        draw_bars(axes, groups, (OURS, SONICMOE, DENSE), lambda c, name: ratio(c, GROUPED, name))
         axes.axhline(1, color="0.0", linewidth=0.8)
         logarithmic(axes)
         mode = "forward and backward" if key[0] else "forward"
         axes.set_title(f"{mode}, T={key[1]}, local {fraction(-key[2])}: times grouped_mm's speed", fontsize="small")
     for axes in panels[len(keys) :]:
         axes.set_visible(False)
-    save(figure, panels, results, path)
-
-
-def draw_sentinels(results: dict, path: Path) -> None:
-    """Time over that with all slots local, by the local share; forward at the largest T, a panel per layer."""
-    most = max(cell["tokens"] for cell in results["cells"] if not cell["backward"])
-    cells = [cell for cell in results["cells"] if cell["tokens"] == most and not cell["backward"]]
-    layers = list(dict.fromkeys(cell["layer"] for cell in cells))
-    figure, panels = panels_of(1, len(layers), (3 * len(layers), 3.8), sharey=True)
-    for axes, layer in zip(panels, layers):
-        shares = {cell["local"]: cell for cell in cells if cell["layer"] == layer}
-        whole = {name: ms(shares.get(1.0, {}), name) for name in LINES}
-        points = {n: [(s, (ms(c, n) or 0) / t) for s, c in sorted(shares.items())] for n, t in whole.items() if t}
-        draw_lines(axes, points)
-        axes.plot((1 / 8, 1), (1 / 8, 1), color="0.8", linewidth=0.8)
-        axes.set_xticks(sorted(shares), [fraction(share) for share in sorted(shares)])
-        axes.minorticks_off()
-        axes.set_title(f"{layer}, T={most}", fontsize="small")
-        axes.set_xlabel("share of slots that is local", fontsize="x-small")
-    panels[0].set_ylabel("time, relative to all local", fontsize="x-small")
     save(figure, panels, results, path)
 
 
@@ -177,7 +155,7 @@ def draw_memory(results: dict, path: Path) -> None:
     figure, panels = panels_of(2, 1, (10, 7))
     for axes, (what, title) in zip(panels, titles.items()):
         groups = [(f"{cell['layer']}\nT={cell['tokens']}", cell) for cell in cells]
-        names = (OURS, RECOMPUTE, GROUPED, COMPILED, SCATTERMOE, SONICMOE)
+        names = (OURS, RECOMPUTE, GROUPED, SONICMOE)
         draw_bars(axes, groups, names, lambda cell, name, what=what: cell.get(what, {}).get(name))
         axes.set_title(title, fontsize="small")
     save(figure, panels, results, path)
@@ -263,7 +241,7 @@ def draw_new_shapes(results: dict, path: Path) -> None:
 
 
 FIGURES = {
-    "layers": {"speedup.png": draw_speedup, "sentinels.png": draw_sentinels, "memory.png": draw_memory},
+    "layers": {"speedup.png": draw_speedup, "memory.png": draw_memory},
     "decode": {"decode.png": draw_decode},
     "growth": {"growth.png": draw_growth},
     "linear": {"linear_speedup.png": draw_linear},
@@ -272,7 +250,7 @@ FIGURES = {
 
 
 def draw(folder: Path, gpu: str) -> None:
-    """Writes the figures of what there is. Layers show the peers of other runs, too, relative to ours there."""
+    """Writes the figures of what there is. Layers show the peers of another run, too, relative to ours there."""
 
     def read(benchmark: str) -> Optional[dict]:
         path = folder / (f"{benchmark}_{gpu}.json" if gpu else f"{benchmark}.json")
@@ -282,9 +260,10 @@ def draw(folder: Path, gpu: str) -> None:
         results = read(benchmark)
         if not results or not any(cell["times"] for cell in results["cells"]):
             continue
-        for peers in ("sonicmoe", "peers") if benchmark == "layers" else ():
-            add_peers(results["cells"], (read(peers) or {"cells": []})["cells"])
-            results["origin"] = "SonicMoE, ScatterMoE and compiled from other runs, relative to ours there"
+        others = read("sonicmoe") if benchmark == "layers" else None
+        if others:
+            add_peers(results["cells"], others["cells"])
+            results["origin"] = "SonicMoE from another run, relative to ours there"
         for name, function in figures.items():
             function(results, folder / name)
 

@@ -18,16 +18,13 @@ from workload import Cell, Inputs, Layer
 
 Function = Callable[[Inputs], Tensor]
 
-OURS, RECOMPUTE, GROUPED, COMPILED = "ours", "ours, recompute", "grouped_mm", "grouped_mm compiled"
-BATCHED, SCATTERMOE, SONICMOE, DENSE = "batched_mm", "ScatterMoE", "SonicMoE", "dense"
+OURS, RECOMPUTE, GROUPED = "ours", "ours, recompute", "grouped_mm"
+BATCHED, SONICMOE, DENSE = "batched_mm", "SonicMoE", "dense"
 # Relative error in norm of a result against fp32. A lost row or term is far above.
 MAX_ERROR = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 FEW_ROWS = 256
 EXPERTS_AT_A_TIME = 16  # of the reference in fp32
-HUB = {
-    SCATTERMOE: {"repo_id": "kernels-community/scattermoe", "version": 1},
-    SONICMOE: {"repo_id": "kernels-community/sonic-moe", "revision": "ep-support"},
-}
+SONICMOE_ON_HUB = {"repo_id": "kernels-community/sonic-moe", "revision": "ep-support"}
 
 
 class Unsupported(Exception):
@@ -108,22 +105,6 @@ def make_ours(kernel: ModuleType, block: Block, recompute: bool = False) -> Func
     return lambda s: kernel.grouped_mm_experts(s.x, s.ids, s.weights, **arguments)
 
 
-def make_scattermoe(scatter: ModuleType, block: Block) -> Function:
-    """The Hub's build of ScatterMoE, put together as its own gated MLP is. It has no sentinels."""
-    layer, (up, down, *biases) = block.layer, block.weights
-    if not layer.gpt_oss:  # it takes (E, K, N)
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    up_bias, down_bias = biases or (None, None)
-
-    def forward(s: Inputs) -> Tensor:
-        order = scatter.flatten_sort_count(s.ids, num_experts=layer.experts)
-        rows = scatter.parallel_linear(s.x, up, layer.top_k, *order, expert_biases=up_bias, grouped_out=True)
-        rows = block.module._apply_gate(rows)
-        return scatter.parallel_linear(rows, down, 1, *order, expert_biases=down_bias, gates=s.weights, grouped_in=True)
-
-    return forward
-
-
 def make_sonicmoe(sonic: ModuleType, block: Block) -> Function:
     """The Hub's build of SonicMoE, called as transformers calls it. It knows sentinels."""
     layer, (up, down) = block.layer, block.weights
@@ -153,42 +134,26 @@ def show_to_workers(module: ModuleType, folder: str) -> None:
 
 
 class Providers:
-    """Makes the functions of a cell's providers. kernels: our builds by the name that they have as a provider.
-
-    Keeps what is slow to have: peers from the Hub, and a compiled function for cells of the same shapes in a row.
-    """
+    """Makes the functions of a cell's providers. kernels: our builds by the name that they have as a provider."""
 
     def __init__(self, kernels: Dict[str, ModuleType]) -> None:
         self.kernels = kernels
-        self.hub: Dict[str, object] = {}
+        self.sonicmoe: object = None
         self.links = tempfile.TemporaryDirectory()
-        self.compiled: Callable = lambda *_: None
-        self.compiled_for: object = None
 
-    def load(self, name: str) -> ModuleType:
-        """A kernel of the Hub, or of LOCAL_KERNELS; tried once."""
+    def load_sonicmoe(self) -> ModuleType:
+        """From the Hub or LOCAL_KERNELS; tried once."""
         import kernels
 
-        if name not in self.hub:
+        if self.sonicmoe is None:
             try:
-                self.hub[name] = kernels.get_kernel(**HUB[name], trust_remote_code=True)
-                show_to_workers(self.hub[name], self.links.name)
+                self.sonicmoe = kernels.get_kernel(**SONICMOE_ON_HUB, trust_remote_code=True)
+                show_to_workers(self.sonicmoe, self.links.name)
             except Exception as error:  # of the network, the kernel or what it imports
-                self.hub[name] = error
-        if isinstance(self.hub[name], Exception):
-            raise self.hub[name]
-        return self.hub[name]
-
-    def compile(self, block: Block, cell: Cell) -> Callable:
-        """transformers' grouped_mm under torch.compile, which compiles at its first call."""
-        from transformers.integrations.moe import grouped_mm_experts_forward
-
-        key = (block.layer, cell.tokens, cell.local < 1)
-        if self.compiled_for != key:
-            torch._dynamo.reset()  # graphs of other shapes would count towards the function's limit
-            self.compiled = torch.compile(grouped_mm_experts_forward, dynamic=False, fullgraph=True)
-            self.compiled_for = key
-        return self.compiled
+                self.sonicmoe = error
+        if isinstance(self.sonicmoe, Exception):
+            raise self.sonicmoe
+        return self.sonicmoe
 
     def make(self, name: str, block: Block, cell: Cell) -> Function:
         """The function of a provider; raises where it can't do the cell."""
@@ -196,23 +161,18 @@ class Providers:
             block.module._is_expert_parallel = cell.local < 1
         if name in self.kernels or name == RECOMPUTE:
             return make_ours(self.kernels.get(name) or self.kernels[OURS], block, name == RECOMPUTE)
-        if name in (GROUPED, BATCHED, COMPILED):
+        if name in (GROUPED, BATCHED):
             from transformers.integrations import moe
 
-            compiled = name == COMPILED
-            function = self.compile(block, cell) if compiled else getattr(moe, f"{name}_experts_forward")
+            function = getattr(moe, f"{name}_experts_forward")
             return lambda s: function(block.module, s.x, s.ids, s.weights)
         if block.device == "cpu":
             raise Unsupported("needs a GPU")
         if not block.layer.gated:
             raise Unsupported("no experts without a gate")
-        if name == SCATTERMOE:
-            if cell.local < 1:
-                raise Unsupported("no sentinels")
-            return make_scattermoe(self.load(name), block)
         if block.layer.gpt_oss:
             raise Unsupported("no clamped SwiGLU")
-        return make_sonicmoe(self.load(name), block)
+        return make_sonicmoe(self.load_sonicmoe(), block)
 
 
 def make_call(function: Function, block: Block, sets: List[Inputs], backward: bool) -> Call:

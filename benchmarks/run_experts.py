@@ -3,7 +3,6 @@
 layers         six models' layers: forward and step, their memory, and time by the local share
 models         layers of nine more models, for which no tile was chosen
 sonicmoe       the layers next to SonicMoE, which takes minutes to tune itself
-peers          the layers next to compiled grouped_mm and ScatterMoE
 decode         few tokens: as a CUDA graph, as eager calls, and the host's time
 models_decode  the same for more models
 growth         how cost grows with tokens, experts, the local share and skew, as CUDA graphs
@@ -21,12 +20,10 @@ from machine import DEVICE, Task, load_kernel, main_of, make_parser
 from problems import Problem, run_group
 from providers import (
     BATCHED,
-    COMPILED,
     DENSE,
     GROUPED,
     OURS,
     RECOMPUTE,
-    SCATTERMOE,
     SONICMOE,
     Block,
     Providers,
@@ -113,7 +110,6 @@ SUITES = {
     "layers": Suite(layer_cells, LAYERS, (OURS, RECOMPUTE, GROUPED, DENSE)),
     "models": Suite(model_cells, MODELS, (OURS, GROUPED, DENSE), tiny=UNGATED),
     "sonicmoe": Suite(layer_cells, LAYERS, (OURS, GROUPED, SONICMOE, DENSE)),
-    "peers": Suite(layer_cells, LAYERS, (OURS, GROUPED, COMPILED, SCATTERMOE)),
     "decode": Suite(decode_cells, LAYERS, *DECODE),
     "models_decode": Suite(models_decode_cells, MODELS, *DECODE, tiny=UNGATED),
     "growth": Suite(lambda _: [], (QWEN3_30B,), (OURS,), (GRAPH,)),  # its cells are in series
@@ -183,11 +179,7 @@ class Experts:
             results = calls[name](0)
             return ({}, True) if name == DENSE else check(results, wanted, sets[0])
 
-        forwards = {
-            name: lambda f=f: f(sets[0])
-            for name, f in functions.items()
-            if cell.backward and name not in (DENSE, COMPILED)  # hooks would be part of what is compiled
-        }
+        forwards = {name: lambda f=f: f(sets[0]) for name, f in functions.items() if cell.backward and name != DENSE}
         described = {**cell.described(), **facts, **workload.facts(cell, counts)}
         part = "step" if cell.backward else "forward"
         return Problem(described, {part: calls}, checked, absent, len(sets), forwards, block.weights)

@@ -21,7 +21,6 @@ import providers  # noqa: E402
 import run_experts  # noqa: E402
 import run_linear  # noqa: E402
 import run_new_shapes  # noqa: E402
-import run_products  # noqa: E402
 import timing  # noqa: E402
 from workload import SMOKE, SMOKE_GPT_OSS, SMOKE_UNGATED, Cell, count, draw_ids, make_inputs  # noqa: E402
 
@@ -53,10 +52,10 @@ def test_local_share():
 @pytest.mark.parametrize("local", [1.0, 0.5])
 def test_providers_agree(grouped_moe, layer, local):
     pytest.importorskip("transformers")
-    names = (providers.OURS, providers.RECOMPUTE, providers.GROUPED, providers.BATCHED, providers.SCATTERMOE)
+    names = (providers.OURS, providers.RECOMPUTE, providers.GROUPED, providers.BATCHED, providers.SONICMOE)
     experts = run_experts.Experts({providers.OURS: grouped_moe}, names, "cpu")
     (problem,) = experts.problems([{"cell": Cell(layer, 200, local, backward=True)}])
-    assert list(problem.absent) == [providers.SCATTERMOE]  # a kernel for GPUs
+    assert list(problem.absent) == [providers.SONICMOE]  # a kernel for GPUs
     for name in names[:-1]:
         errors, good = problem.check(name)
         assert good and len(errors) >= 5, errors
@@ -129,26 +128,6 @@ def test_everyone_follows_everyone_equally_often(number, rounds, seconds):
     assert len(+followed) == number**2 and len(set((+followed).values())) == 1
 
 
-def test_kernels_of_a_step_go_to_products():
-    """Kernels that share a name come in the order of a step; all others, and those past it, are the rest."""
-    names = "place_slots up_proj gemm combine sort_rows down_dgrad gemm combine wgrad wgrad wgrad".split()
-    sums = run_products.total([(f"hopper_{name}_kernel", 2.0**place) for place, name in enumerate(names)])
-    at = {name: 2.0**place for name, place in zip(run_products.PRODUCTS, (1, 2, 5, 6, 8, 9))}
-    assert sums == {**at, run_products.REST: 2.0**11 - 1 - sum(at.values())}
-
-
-def test_calls_of_a_trace():
-    """Calls take turns, some repetitions of each in a row; one whose mark is lost would shift all that come after."""
-    calls, rounds = 3, 2
-    spans = []
-    for number in range(rounds * calls * run_products.CALLS):
-        spans += [("void at::cuda::spin_kernel(long)", 0.1), (f"kernel {number}", 1.0), (f"second {number}", 2.0)]
-    numbers = [[int(one[0][0].split()[1]) for one in call] for call in run_products.by_call(spans, calls, rounds)]
-    assert numbers == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
-    with pytest.raises(RuntimeError, match="the trace has 11 calls of 12"):
-        run_products.by_call(spans[:3] + spans[4:], calls, rounds)
-
-
 @pytest.mark.parametrize("smoke", [True, False])
 @pytest.mark.parametrize("suite", run_experts.SUITES)
 def test_cells_have_names_of_their_own(suite, smoke):
@@ -191,17 +170,6 @@ def test_smoke(name, tmp_path):
     results = SMOKE_MAINS[name](["--smoke", "--output", str(tmp_path / "out.json")])
     check_smoke(results)
     assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == results
-
-
-@pytest.mark.parametrize("name", ["generate", "products"])
-def test_smoke_without_a_gpu(name, tmp_path):
-    """In a process of its own: the one registers an implementation, the other traces only on a GPU."""
-    pytest.importorskip("transformers")
-    output = tmp_path / "out.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / f"run_{name}.py"), "--smoke", "--output", str(output)]
-    done = subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    check_smoke(json.loads(output.read_text(encoding="utf-8")))
 
 
 def test_two_builds(grouped_moe, tmp_path, capsys):

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional
 
@@ -92,10 +93,10 @@ RESERVED = 1024  # bytes of shared memory ahead of a program's own, from compute
 DEFAULT_THREADS = 128  # of the partition that tells the others their work
 
 
-def statement(name: str, number: str) -> str:
-    """A line of a kernel's file."""
-    paths = list(ROOT.glob(f"torch-ext/**/{name}")) if name else []
-    lines = paths[0].read_text(encoding="utf-8").splitlines() if paths else []
+def statement(kernel: str, name: str, number: str) -> str:
+    """A line of a file by its name; of several files, of the one that defines the kernel."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob(f"torch-ext/**/{name}"))] if name else []
+    lines = max(texts, key=lambda text: f"def {kernel}(" in text, default="").splitlines()
     return lines[int(number) - 1].strip() if int(number or 0) in range(1, len(lines) + 1) else ""
 
 
@@ -113,7 +114,7 @@ def classify(output: str) -> dict:
     found: Dict[str, Any] = {"dispatch_hazards": {}, "hazards": {}, "unread_hazards": unread[:TAIL_LINES]}
     for kind, address, *sides in HAZARD.findall(output):
         (access, writer, kernel, *first), (_, reader, other, *second) = sides[:5], sides[5:]
-        lines = [statement(*first), statement(*second)]
+        lines = [statement(kernel, *first), statement(kernel, *second)]
         dispatch = (
             (kind, access, kernel) == ("RAW", "Write", other)
             and int(writer) < DEFAULT_THREADS <= int(reader)
@@ -165,11 +166,7 @@ def sanitize(tool: str, arguments: argparse.Namespace) -> dict:
     return report
 
 
-STEPS = {
-    "tests": tests,
-    "memcheck": lambda arguments: sanitize("memcheck", arguments),
-    "racecheck": lambda arguments: sanitize("racecheck", arguments),
-}
+STEPS = {"tests": tests, **{tool: partial(sanitize, tool) for tool in ("memcheck", "racecheck")}}
 
 
 def line(name: str, result: dict) -> str:
@@ -194,9 +191,8 @@ def main() -> int:
     add("--sanitizer-timeout", type=float, default=240, help="seconds for each tool (240)")
     add("--pytest", action="append", default=[], help="a further argument for pytest, repeatable")
     arguments = parser.parse_args()
-    unknown = set(arguments.steps) - set(STEPS)
-    if unknown:
-        parser.error(f"no such step: {', '.join(sorted(unknown))}")
+    if not set(arguments.steps) <= set(STEPS):
+        parser.error(f"expected steps of {', '.join(STEPS)}, got {' '.join(arguments.steps)}")
     results: Dict[str, Any] = {"benchmark": "gpu_suite", **describe_machine(), "steps": {}}
     for name in arguments.steps or STEPS:
         results["steps"][name] = STEPS[name](arguments)

@@ -85,14 +85,17 @@ def draw_layer(draw: Draw, device: str) -> Layer:
     dtype = torch.bfloat16 if dtype == torch.float64 and device != "cpu" else dtype
     h, i = draw.one(*EXTENTS), draw.one(*EXTENTS)
     gated = draw.chance(0.75)
+    experts = draw.one(*(e for e in EXPERTS if e * h * i <= MAX_WEIGHT))
+    # The backward of the reference's loop writes whole tensors of rows for each expert.
+    most = min(MAX_WORK[device] // (h * i), 64 * MAX_WORK[device] // (experts * (h + 2 * i)))
     return Layer(
         dtype=dtype,
-        E=draw.one(*(e for e in EXPERTS if e * h * i <= MAX_WEIGHT)),
+        E=experts,
         top_k=draw.one(1, 2, 2, 3, 4, 8),
         H=h,
         I=i,
         rows=draw.one(16, 32, 64, 128),
-        slots=min(8192, MAX_WORK[device] // (h * i)),
+        slots=min(8192, most),
         gated=gated,
         interleaved=gated and draw.chance(0.4),
         transposed=draw.chance(0.4),
@@ -152,8 +155,9 @@ def draw_splits(draw: Draw, groups: int, rows: int, kind: str, valid: bool) -> T
         splits = offsets + draw.between(0, rows - used)
     dtype = draw.one(torch.int32, torch.int64)
     if not valid:
-        wild = torch.tensor([-1, -rows - 1, rows, rows + 5, 0, 2**31 - 1, -(2**31)])
-        splits = torch.where(draw.uniform(len(splits)) < 0.3, wild[draw.integers(0, 7, len(splits))], splits)
+        wild = torch.tensor([-1, -rows - 1, rows + 5, 2**31 - 1, -(2**31)])[draw.integers(0, 5, len(splits))]
+        wild = draw.integers(0, rows + 1, len(splits)) if draw.chance(0.5) else wild
+        splits = torch.where(draw.uniform(len(splits)) < 0.3, wild, splits)
     return splits.to(dtype)
 
 

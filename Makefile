@@ -10,7 +10,7 @@ READY = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/ready)
 PIP = $(PYTHON) -m pip --python $(PY) install --disable-pip-version-check
 export SHOW_PACKAGES = import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")
 
-.PHONY: help venv build demo lint test test-gpu bench plots tune compile-check clean
+.PHONY: help venv build demo lint test test-gpu fuzz bench plots tune compile-check clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -49,6 +49,12 @@ test: build  ## everything a machine without a GPU can test
 
 test-gpu: build  ## the same tests on this machine's GPU, and those that need one
 	$(PYTEST) tests --ignore tests/interpreter
+
+MINUTES = 5
+SEED = 0
+
+fuzz: build  ## random cases on this machine's GPU or CPU: make fuzz MINUTES=30 SEED=7
+	$(PY) tools/fuzz.py --minutes $(MINUTES) --seed $(SEED)
 
 bench: build  ## speed, memory and how cost grows on this machine, beside every peer that can be had
 	$(PY) -m benchmarks

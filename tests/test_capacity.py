@@ -150,13 +150,13 @@ def test_opcheck(grouped_moe, device, recompute):
     case = BY_ID["silu-bias"]._replace(sentinels=0.0)  # rows past R are unspecified, and compared
     inputs = make_inputs(case, torch.float32, device)
     ops = sys.modules[grouped_moe.__name__ + "._ops"].ops
-    encode_kind = sys.modules[grouped_moe.__name__ + ".block"].encode_kind
-    kind = encode_kind(grouped_moe.Activation(*case.activation), True, False, False, recompute)
+    kind_arguments = sys.modules[grouped_moe.__name__ + ".block"].kind_arguments
+    kind = kind_arguments(grouped_moe.Activation(*case.activation), True, False, False, recompute)
     num_slots = case.T * case.top_k
     for capacity in (num_slots, num_slots + 1):
-        torch.library.opcheck(ops.experts.default, (*with_leaves(inputs)[:-1], kind, capacity))
+        torch.library.opcheck(ops.experts.default, (*with_leaves(inputs)[:-1], *kind, capacity))
         with poisoned_allocations():  # what of the schedule is not written is compared as well
-            torch.library.opcheck(ops.experts_forward.default, (*inputs[:-1], kind, capacity))
+            torch.library.opcheck(ops.experts_forward.default, (*inputs[:-1], *kind, capacity))
 
 
 @pytest.mark.parametrize("kind", ["number", "share"])

@@ -42,13 +42,13 @@ def _local(case_id, device):
 @pytest.fixture
 def kind(grouped_moe):
     """The case's kind as the ops take it."""
-    encode_kind = sys.modules[grouped_moe.__name__ + ".block"].encode_kind
+    kind_arguments = sys.modules[grouped_moe.__name__ + ".block"].kind_arguments
 
-    def encode(case, recompute):
+    def arguments(case, recompute):
         activation = grouped_moe.Activation(*case.activation)
-        return encode_kind(activation, case.gated, case.interleaved, case.transposed, recompute)
+        return kind_arguments(activation, case.gated, case.interleaved, case.transposed, recompute)
 
-    return encode
+    return arguments
 
 
 @some_cases
@@ -56,14 +56,14 @@ def kind(grouped_moe):
 def test_opcheck_experts(ops, kind, device, case_id, recompute):
     case, inputs = _local(case_id, device)
     tensors = with_leaves(inputs)[:-1]
-    torch.library.opcheck(ops.experts.default, (*tensors, kind(case, recompute), None))
-    opcheck(ops.experts_forward.default, (*inputs[:-1], kind(case, recompute), None))
+    torch.library.opcheck(ops.experts.default, (*tensors, *kind(case, recompute), None))
+    opcheck(ops.experts_forward.default, (*inputs[:-1], *kind(case, recompute), None))
 
 
 def test_opcheck_experts_without_gradient(ops, kind, device):
     case, inputs = _local("silu", device)
     for op in (ops.experts, ops.experts_inference):
-        torch.library.opcheck(op.default, (*inputs[:-1], kind(case, False), None))
+        torch.library.opcheck(op.default, (*inputs[:-1], *kind(case, False), None))
 
 
 @some_cases
@@ -72,7 +72,7 @@ def test_opcheck_experts_without_gradient(ops, kind, device):
 def test_opcheck_experts_backward(ops, kind, device, case_id, recompute, wanted):
     case, inputs = _local(case_id, device)
     x, ids, weights, up, down, up_bias, down_bias, dout = inputs
-    arguments = kind(case, recompute), None
+    arguments = *kind(case, recompute), None
     _, *saved = ops.experts_forward(*inputs[:-1], *arguments)
     biases = up_bias is not None
     needs = {"all": [True, True, False, True, True, biases, biases], "hidden_states": [True] + [False] * 6}
@@ -123,7 +123,7 @@ def test_opcheck_grouped_mlp(ops, kind, device, recompute):
     shapes = ((20, 16), (20,), (20,), (3, 24, 16), (3, 16, 12), (3, 24), (3, 16))
     x, act_scales, bias_scales, up, down, up_bias, down_bias = (torch.randn(shape, device=device) for shape in shapes)
     leaves = [t.requires_grad_() for t in (act_scales, bias_scales, up, down, up_bias, down_bias)]
-    splits, arguments = torch.tensor([7, 0, 13], device=device), (kind(BY_ID["silu"], recompute), None)
+    splits, arguments = torch.tensor([7, 0, 13], device=device), (*kind(BY_ID["silu"], recompute), None)
     torch.library.opcheck(ops.grouped_mlp.default, (x.requires_grad_(), splits, *leaves, *arguments))
     x, *leaves = (t.detach() for t in (x, *leaves))
     for save in (True, False):

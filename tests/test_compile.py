@@ -97,14 +97,14 @@ def test_opcheck_grouped_linear(ops, device, transposed, bias_kind):
     tensors = [t if t is None else t.detach() for t in (x, weight, offsets, bias, scales)]
     opcheck(ops.grouped_linear_forward.default, (*tensors, transposed))
     _, schedule = ops.grouped_linear_forward(*tensors, transposed)
-    for needs in (
-        [True, True, bias is not None, scales is not None],
-        [True] + [False] * 3,
-        [False, True, False, False],
-    ):
-        for splits in (offsets, schedule):
-            given = (dy, *tensors[:2], splits, *tensors[3:], transposed, needs)
+    x, weight, _, bias, scales = tensors
+    for splits in (offsets, schedule):
+        for needs in ((True, True), (True, False), (False, True)):
+            given = (dy, x, weight, splits, transposed, *needs)
             torch.library.opcheck(ops.grouped_linear_backward.default, given)
+        for needs_bias in (True, False) if scales is not None else (True,) if bias is not None else ():
+            given = (dy, splits, 3, None if scales is None else bias, scales, needs_bias)
+            torch.library.opcheck(ops.grouped_linear_bias_backward.default, given)
     dw = torch.zeros(3, 24, 16, device=device)
     for overwrite in (False, True):
         torch.library.opcheck(ops.accumulate_wgrad.default, (dw, dy, tensors[0], offsets[1:], overwrite))

@@ -8,7 +8,7 @@ from mlps import make as make_mlp
 from poison import guarded
 from test_grouped_linear import Linear, make
 
-from interpreter.guard import GuardedAllocations
+from interpreter.guard import GuardedAllocations, linear_backward
 
 NAN = float("nan")
 SIZES = (200, 0, 130, 64)  # whole row tiles, one that is cut, none
@@ -45,7 +45,7 @@ def test_reads_by_descriptor(module, grouped_moe, accelerated, descriptors, line
     got, schedule = functions._forward(x, weight, offsets, bias, None, linear.transposed)
     assert_close("y", got, y.detach(), torch.float16)
     needs = (True, True, bias is not None, False)
-    grads = functions._backward(dy, x, weight, schedule, bias, None, linear.transposed, needs)
+    grads = linear_backward(module, dy, x, weight, schedule, bias, None, linear.transposed, needs)
     for name, grad, leaf in zip(("x", "weight", "bias"), grads, leaves):
         if leaf is not None:
             assert_close(name, grad, leaf.grad, torch.float16)
@@ -69,7 +69,7 @@ def test_scaled_bias(module, grouped_moe, accelerated, dtype, scales_dtype):
     functions = module("grouped_linear")
     with GuardedAllocations(x, weight, offsets, bias, scales, dy):
         got, schedule = functions._forward(x, weight, offsets, bias, scales, False)
-        grads = functions._backward(dy, x, weight, schedule, bias, scales, False, (True,) * 4)
+        grads = linear_backward(module, dy, x, weight, schedule, bias, scales, False, (True,) * 4)
         got, grads = got.clone(), [grad.clone() for grad in grads]
     assert_close("y", got, y.detach(), dtype)
     for name, grad, leaf in zip(("x", "weight", "bias"), grads, leaves):

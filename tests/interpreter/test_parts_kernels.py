@@ -14,7 +14,7 @@ from test_grouped_linear import LINEARS, WRONG, Linear, make, run_reference
 from test_permute import differentiate, loop_combine, loop_gather
 from test_routing import loop_route
 
-from interpreter.guard import GuardedAllocations
+from interpreter.guard import GuardedAllocations, linear_backward
 
 NAN = float("nan")
 # Around the chunks of 128 slots and the steps of 512.
@@ -166,7 +166,7 @@ def run_linear(module, linear, x, weight, offsets, bias, dy, needs=None, scales=
     needs = needs or (True, True, bias is not None, scales is not None)
     with GuardedAllocations(x, weight, offsets, bias, dy, scales):
         y, schedule = functions._forward(x, weight, offsets, bias, scales, linear.transposed)
-        grads = functions._backward(dy, x, weight, schedule, bias, scales, linear.transposed, needs)
+        grads = linear_backward(module, dy, x, weight, schedule, bias, scales, linear.transposed, needs)
         named = zip(("y", "x", "weight", "bias", "bias_scales"), (y, *grads), (True, *needs))
         return {name: tensor.clone() for name, tensor, need in named if need}
 

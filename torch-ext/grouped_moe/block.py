@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .common.activation import Activation
-from .common.autograd import wanted
 
 # In the schema of ops: the arguments of `make_block`. A call's cost on the host grows with the number of arguments.
 BLOCK_SCHEMA = (
@@ -123,11 +122,11 @@ class Grads(NamedTuple):
 
 def fake_grads(
     needs: Needs, block: Block, x: Tensor, act_scales: Optional[Tensor], bias_scales: Optional[Tensor]
-) -> List[Tensor]:
-    """The gradients as an op returns them, for shapes alone."""
-    up, down = (
-        torch.empty_like(weight) if need else None for weight, need in ((block.up, needs.up), (block.down, needs.down))
+) -> Grads:
+    """The gradients that are asked for, unwritten, for shapes alone."""
+    like = Grads(x, act_scales, bias_scales, block.up, block.down, block.up_bias, block.down_bias)
+    made = (
+        None if not need else torch.empty_like(tensor) if name in ("up", "down") else tensor.new_empty(tensor.shape)
+        for name, tensor, need in zip(Grads._fields, like, needs)
     )
-    like = Grads(x, act_scales, bias_scales, None, None, block.up_bias, block.down_bias)
-    made = Grads(*(None if tensor is None else tensor.new_empty(tensor.shape) for tensor in like))
-    return wanted(made._replace(up=up, down=down), needs)
+    return Grads(*made)

@@ -17,6 +17,7 @@ from .common.autograd import (
     is_plain,
     mark_as_own,
     once_differentiable,
+    or_empty,
     refuse_forward_mode,
     spread,
     take_over,
@@ -71,35 +72,35 @@ def _backward(
     indices: Sequence[Tensor],
     needs: Needs,
     overwrite: bool,
-) -> List[Tensor]:
-    """The gradients that are asked for, in the order of `Needs`. indices: schedule, row_to_slot, slot_to_row."""
+) -> Grads:
+    """The gradients that are asked for. indices: schedule, row_to_slot, slot_to_row."""
     # Hooks on what was saved may return it in other strides.
     schedule, row_to_slot, slot_to_row = (tensor.contiguous() for tensor in indices)
     block_m = choose_block_m(slot_to_row.shape[0], block.num_experts, dout.dtype)
     num_rows, top_k = row_to_slot.shape[0], top_k_weights.shape[1]
     rows = Rows(schedule, block.num_experts, num_rows, block_m, top_k, row_to_slot, slot_to_row)
     with on_device(dout):
-        grads = pipeline.backward(
+        return pipeline.backward(
             backend_of(dout), block, dout, x, rows, top_k_weights.contiguous(), None, preact.contiguous(), needs,
             overwrite,
         )  # fmt: skip
+
+
+def _backward_op(dout, x, top_k_weights, *rest) -> Tuple[Tensor, ...]:
+    *arguments, preact, schedule, row_to_slot, slot_to_row, needs = rest
+    indices = schedule, row_to_slot, slot_to_row
+    grads = _backward(dout, x, top_k_weights, make_block(*arguments), preact, indices, Needs(*needs), False)
+    return or_empty(grads, dout)
+
+
+def _backward_overwriting_op(dout, x, top_k_weights, *rest) -> List[Tensor]:
+    *arguments, preact, schedule, row_to_slot, slot_to_row, needs = rest
+    indices = schedule, row_to_slot, slot_to_row
+    grads = _backward(dout, x, top_k_weights, make_block(*arguments), preact, indices, Needs(*needs), True)
     return wanted(grads, needs)
 
 
-def _backward_op(overwrite: bool):
-    """The op: dout, x, top_k_weights, the block, what was saved, needs -> the gradients."""
-
-    def backward(dout, x, top_k_weights, *rest):
-        *arguments, preact, schedule, row_to_slot, slot_to_row, needs = rest
-        indices = schedule, row_to_slot, slot_to_row
-        return _backward(
-            dout, x, top_k_weights, make_block(*arguments), preact, indices, Needs(*needs), overwrite
-        )  # fmt: skip
-
-    return backward
-
-
-def _backward_fake(dout, x, top_k_weights, *rest):
+def _fake_grads(dout, x, top_k_weights, *rest) -> Grads:
     *arguments, _, _, _, _, needs = rest
     return fake_grads(Needs(*needs), make_block(*arguments), dout, top_k_weights, None)
 
@@ -117,12 +118,21 @@ define_op(
     "experts_forward", f"({_ARGUMENTS}) -> (Tensor out, Tensor preact, {_SAVED})", _forward, _forward_fake
 )  # fmt: skip
 _BACKWARD = (
-    f"(Tensor dout, Tensor? x, Tensor top_k_weights, {BLOCK_SCHEMA}, Tensor%s preact, {_SAVED},"
-    " bool[] needs) -> Tensor[]"
+    f"(Tensor dout, Tensor? x, Tensor top_k_weights, {BLOCK_SCHEMA}, Tensor%s preact, {_SAVED}, bool[] needs)"
+)  # fmt: skip
+define_op(
+    "experts_backward",
+    f"{_BACKWARD % ''} -> ({', '.join(f'Tensor d{name}' for name in Needs._fields)})",
+    _backward_op,
+    lambda dout, *rest: or_empty(_fake_grads(dout, *rest), dout),
 )
-define_op("experts_backward", _BACKWARD % "", _backward_op(overwrite=False), _backward_fake)
 # Overwrites preact and gives its memory back.
-define_op("experts_backward_overwriting", _BACKWARD % "(a!)", _backward_op(overwrite=True), _backward_fake)
+define_op(
+    "experts_backward_overwriting",
+    f"{_BACKWARD % '(a!)'} -> Tensor[]",
+    _backward_overwriting_op,
+    lambda *args: wanted(_fake_grads(*args), args[-1]),
+)
 define_differentiable_op("experts", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, lambda x, *_: x.new_empty(x.shape))
 
 
@@ -153,12 +163,13 @@ class _Experts(torch.autograd.Function):
         x, top_k_weights, up, down, up_bias, down_bias, preact, *indices = saved
         wants_x, _, wants_weights, wants_up, wants_down, wants_up_bias, wants_down_bias, *_ = ctx.needs_input_grad
         needs = Needs(wants_x, wants_weights, False, wants_up, wants_down, wants_up_bias, wants_down_bias)
-        op = ops.experts_backward
-        if is_plain(dout) and take_over(preact):
-            op = ops.experts_backward_overwriting
-        made = op.default(
+        arguments = (
             dout, x, top_k_weights, up, down, up_bias, down_bias, *ctx.kind, preact, *indices, list(needs)
         )  # fmt: skip
+        if is_plain(dout) and take_over(preact):
+            made = ops.experts_backward_overwriting.default(*arguments)
+        else:
+            made = wanted(ops.experts_backward.default(*arguments), needs)
         grads = Grads(*spread(made, needs))
         given = grads.x, None, grads.act_scales, grads.up, grads.down, grads.up_bias, grads.down_bias
         return given + (None,) * (_NUM_ARGUMENTS - len(given))

@@ -1,6 +1,6 @@
 """Linear layer with one weight per group of consecutive rows."""
 
-from typing import List, Optional, Sequence, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,8 @@ from .common.autograd import (
     define_differentiable_op,
     define_op,
     once_differentiable,
+    or_empty,
     refuse_forward_mode,
-    spread,
-    wanted,
 )
 from .common.device import on_device
 from .rows import schedule_size, unit_rows
@@ -42,22 +41,14 @@ def _forward_fake(x, weight, splits, bias, bias_scales, transposed):
 
 
 def _backward(
-    dy: Tensor,
-    x: Optional[Tensor],
-    weight: Tensor,
-    splits: Tensor,
-    bias: Optional[Tensor],
-    bias_scales: Optional[Tensor],
-    transposed: bool,
-    needs: Sequence[bool],
-) -> List[Tensor]:
-    """The gradients of x, weight, bias and bias_scales that are asked for.
+    dy: Tensor, x: Optional[Tensor], weight: Tensor, splits: Tensor, transposed: bool, needs_x: bool, needs_weight: bool
+) -> Tuple[Tensor, Tensor]:
+    """The gradients of x and weight, empty where not asked for.
 
-    splits: also the schedule of the forward. x: for the gradient of weight alone. bias: for that of bias_scales alone.
+    splits: also the schedule of the forward. x: for the gradient of weight alone.
     """
-    needs_x, needs_weight, needs_bias, needs_scales = needs
     kernels, dy = backend_of(dy), unit_rows(dy)
-    dx = dweight = dbias = dscales = None
+    dx = dweight = None
     with on_device(dy):
         rows = kernels.split_rows(splits, weight.shape[0], dy.shape[0], dy.dtype)
         if needs_x:
@@ -65,29 +56,38 @@ def _backward(
         if needs_weight:
             dweight = torch.empty_like(weight)
             kernels.wgrad(dy, x, rows, dweight.transpose(1, 2) if transposed else dweight)
-        if needs_bias:
-            dbias = dy.new_empty((weight.shape[0], dy.shape[1]))
-        if needs_bias or needs_scales:
-            scales = None if bias_scales is None else bias_scales.contiguous()
-            dots = None
-            if needs_scales:
-                dtype = torch.promote_types(dy.dtype, torch.float32)
-                dots = dy.new_empty((kernels.num_bias_dots(dy.shape[1]), dy.shape[0]), dtype=dtype)
-            kernels.bias_grads(dy, rows, scales, bias, dbias, dots)
-            if needs_scales:
-                dscales = bias_scales.new_empty(bias_scales.shape)
-                kernels.sum_dots(dots, rows, dscales)
-    return wanted((dx, dweight, dbias, dscales), needs)
+    return or_empty((dx, dweight), dy)
 
 
-def _backward_fake(dy, x, weight, splits, bias, bias_scales, transposed, needs):
-    grads = (
-        dy.new_empty((dy.shape[0], weight.shape[1 if transposed else 2])),
-        torch.empty_like(weight),
-        dy.new_empty((weight.shape[0], dy.shape[1])),
-        None if bias_scales is None else bias_scales.new_empty(bias_scales.shape),
-    )
-    return wanted(grads, needs)
+def _backward_fake(dy, x, weight, splits, transposed, needs_x, needs_weight):
+    dx = dy.new_empty((dy.shape[0], weight.shape[1 if transposed else 2])) if needs_x else None
+    return or_empty((dx, torch.empty_like(weight) if needs_weight else None), dy)
+
+
+def _bias_backward(
+    dy: Tensor, splits: Tensor, num_groups: int, bias: Optional[Tensor], scales: Optional[Tensor], needs_bias: bool
+) -> Tuple[Tensor, Tensor]:
+    """The gradients of bias, empty if not asked for, and of its scales, empty without a bias.
+
+    splits: also the schedule of the forward. bias: for the gradient of its scales alone.
+    """
+    kernels, dy = backend_of(dy), unit_rows(dy)
+    dbias, dscales = _bias_backward_fake(dy, splits, num_groups, bias, scales, needs_bias)
+    with on_device(dy):
+        rows = kernels.split_rows(splits, num_groups, dy.shape[0], dy.dtype)
+        scales, dots = None if scales is None else scales.contiguous(), None
+        if bias is not None:
+            dtype = torch.promote_types(dy.dtype, torch.float32)
+            dots = dy.new_empty((kernels.num_bias_dots(dy.shape[1]), dy.shape[0]), dtype=dtype)
+        kernels.bias_grads(dy, rows, scales, bias, dbias if needs_bias else None, dots)
+        if bias is not None:
+            kernels.sum_dots(dots, rows, dscales)
+    return dbias, dscales
+
+
+def _bias_backward_fake(dy, splits, num_groups, bias, scales, needs_bias):
+    dbias = dy.new_empty((num_groups, dy.shape[1])) if needs_bias else None
+    return or_empty((dbias, None if bias is None else scales.new_empty(scales.shape)), dy)
 
 
 def _plain(*args) -> Tensor:
@@ -101,10 +101,17 @@ def _recorded(*args) -> Tensor:
 define_op("grouped_linear_forward", f"({_ARGUMENTS}) -> (Tensor y, Tensor schedule)", _forward, _forward_fake)
 define_op(
     "grouped_linear_backward",
-    "(Tensor dy, Tensor? x, Tensor weight, Tensor splits, Tensor? bias, Tensor? bias_scales, bool transposed,"
-    " bool[] needs) -> Tensor[]",
+    "(Tensor dy, Tensor? x, Tensor weight, Tensor splits, bool transposed, bool needs_x, bool needs_weight)"
+    " -> (Tensor dx, Tensor dweight)",
     _backward,
     _backward_fake,
+)
+define_op(
+    "grouped_linear_bias_backward",
+    "(Tensor dy, Tensor splits, SymInt num_groups, Tensor? bias, Tensor? scales, bool needs_bias)"
+    " -> (Tensor dbias, Tensor dscales)",
+    _bias_backward,
+    _bias_backward_fake,
 )
 define_differentiable_op(
     "grouped_linear", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, lambda *args: _forward_fake(*args)[0]
@@ -131,10 +138,20 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, saved, dy):
         needs_x, needs_weight, _, needs_bias, needs_scales, _ = ctx.needs_input_grad
-        needs = [needs_x, needs_weight, needs_bias, needs_scales]
-        made = ops.grouped_linear_backward.default(dy, *saved, ctx.transposed, needs)
-        dx, dweight, dbias, dscales = spread(made, needs)
-        return dx, dweight, None, dbias, dscales, None
+        x, weight, schedule, bias, bias_scales = saved
+        dx = dweight = dbias = dscales = None
+        if needs_x or needs_weight:
+            dx, dweight = ops.grouped_linear_backward.default(
+                dy, x, weight, schedule, ctx.transposed, needs_x, needs_weight
+            )
+        if needs_bias or needs_scales:
+            dbias, dscales = ops.grouped_linear_bias_backward.default(
+                dy, schedule, weight.shape[0], bias, bias_scales, needs_bias
+            )
+        return (
+            dx if needs_x else None, dweight if needs_weight else None, None, dbias if needs_bias else None,
+            dscales if needs_scales else None, None,
+        )  # fmt: skip
 
 
 def grouped_linear(

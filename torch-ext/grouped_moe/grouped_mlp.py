@@ -1,6 +1,6 @@
 """Two grouped linear layers with an activation between them, over rows that are sorted by group already."""
 
-from typing import Optional, Tuple, Union
+from typing import List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from . import pipeline
 from ._ops import ops
 from .backends import backend_of
-from .block import BLOCK_SCHEMA, Needs, fake_grads, kind_arguments, make_block
+from .block import BLOCK_SCHEMA, Grads, Needs, fake_grads, kind_arguments, make_block
 from .common import checks
 from .common.activation import Activation, as_activation
 from .common.autograd import (
@@ -17,6 +17,7 @@ from .common.autograd import (
     is_plain,
     mark_as_own,
     once_differentiable,
+    or_empty,
     refuse_forward_mode,
     spread,
     take_over,
@@ -51,27 +52,28 @@ def _forward_fake(x, splits, act_scales, bias_scales, *block_and_save):
     return x.new_empty(x.shape), x.new_empty((num_rows, block.preact_width) if save else 0), schedule
 
 
-def _backward_op(overwrite: bool):
-    """The op: dy, x, act_scales, bias_scales, the block, preact, schedule, needs -> the gradients."""
-
-    def backward(dy, x, act_scales, bias_scales, *rest):
-        *arguments, preact, schedule, needs = rest
-        block, kernels = make_block(*arguments), backend_of(dy)
-        # Hooks on what was saved may return it in other strides.
-        act_scales, bias_scales = (
-            None if scales is None else scales.contiguous() for scales in (act_scales, bias_scales)
+def _backward(dy, x, act_scales, bias_scales, *rest, overwrite: bool) -> Grads:
+    """The gradients that are asked for. rest: the block, what was saved, needs."""
+    *arguments, preact, schedule, needs = rest
+    block, kernels = make_block(*arguments), backend_of(dy)
+    # Hooks on what was saved may return it in other strides.
+    act_scales, bias_scales = (None if scales is None else scales.contiguous() for scales in (act_scales, bias_scales))
+    with on_device(dy):
+        rows = kernels.split_rows(schedule, block.num_experts, dy.shape[0], dy.dtype)
+        return pipeline.backward(
+            kernels, block, dy, x, rows, act_scales, bias_scales, preact.contiguous(), Needs(*needs), overwrite
         )
-        with on_device(dy):
-            rows = kernels.split_rows(schedule, block.num_experts, dy.shape[0], dy.dtype)
-            grads = pipeline.backward(
-                kernels, block, dy, x, rows, act_scales, bias_scales, preact.contiguous(), Needs(*needs), overwrite
-            )
-        return wanted(grads, Needs(*needs))
-
-    return backward
 
 
-def _backward_fake(dy, x, act_scales, bias_scales, *rest):
+def _backward_op(dy, *rest) -> Tuple[Tensor, ...]:
+    return or_empty(_backward(dy, *rest, overwrite=False), dy)
+
+
+def _backward_overwriting_op(*args) -> List[Tensor]:
+    return wanted(_backward(*args, overwrite=True), args[-1])
+
+
+def _fake_grads(dy, x, act_scales, bias_scales, *rest) -> Grads:
     *arguments, _, _, needs = rest
     return fake_grads(Needs(*needs), make_block(*arguments), dy, act_scales, bias_scales)
 
@@ -91,12 +93,22 @@ define_op(
     _forward_fake,
 )
 _BACKWARD = (
-    f"(Tensor dy, Tensor? x, Tensor? act_scales, Tensor? bias_scales, {BLOCK_SCHEMA},"
-    " Tensor%s preact, Tensor schedule, bool[] needs) -> Tensor[]"
+    f"(Tensor dy, Tensor? x, Tensor? act_scales, Tensor? bias_scales, {BLOCK_SCHEMA}, Tensor%s preact,"
+    " Tensor schedule, bool[] needs)"
 )
-define_op("grouped_mlp_backward", _BACKWARD % "", _backward_op(overwrite=False), _backward_fake)
+define_op(
+    "grouped_mlp_backward",
+    f"{_BACKWARD % ''} -> ({', '.join(f'Tensor d{name}' for name in Needs._fields)})",
+    _backward_op,
+    lambda dy, *rest: or_empty(_fake_grads(dy, *rest), dy),
+)
 # Overwrites preact and gives its memory back.
-define_op("grouped_mlp_backward_overwriting", _BACKWARD % "(a!)", _backward_op(overwrite=True), _backward_fake)
+define_op(
+    "grouped_mlp_backward_overwriting",
+    f"{_BACKWARD % '(a!)'} -> Tensor[]",
+    _backward_overwriting_op,
+    lambda *args: wanted(_fake_grads(*args), args[-1]),
+)
 define_differentiable_op(
     "grouped_mlp", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, lambda x, *_: x.new_empty(x.shape)
 )
@@ -126,10 +138,11 @@ class _GroupedMLP(torch.autograd.Function):
         if dy is None:
             return (None,) * _NUM_ARGUMENTS
         *tensors, preact, schedule = saved
-        op = ops.grouped_mlp_backward
+        arguments = dy, *tensors, *ctx.kind, preact, schedule, list(ctx.needs)
         if ctx.needs.preact and is_plain(dy) and take_over(preact):
-            op = ops.grouped_mlp_backward_overwriting
-        made = op.default(dy, *tensors, *ctx.kind, preact, schedule, list(ctx.needs))
+            made = ops.grouped_mlp_backward_overwriting.default(*arguments)
+        else:
+            made = wanted(ops.grouped_mlp_backward.default(*arguments), ctx.needs)
         dx, *grads = spread(made, ctx.needs)
         return (dx, None, *grads) + (None,) * (_NUM_ARGUMENTS - 8)
 

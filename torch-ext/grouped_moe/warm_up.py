@@ -12,7 +12,8 @@ from .block import Block
 from .common import checks
 from .common.activation import Activation
 from .common.device import spec_of
-from .integrations import transformers as experts_modules
+from .integrations.transformers import experts_forward, local_part
+from .integrations.transformers_gate import fused_activation, post_expert
 from .nn import GroupedLinear
 from .nn.main_grad import as_one
 from .tuning.heuristic import choose_block_m, rows_per_group, wide_pays
@@ -176,7 +177,7 @@ def _differentiate(out: Tensor, inputs: Sequence[Optional[Tensor]]) -> None:
 
 def _describe(module: nn.Module) -> Tuple[Hashable, ...]:
     """Of a module's parameters what kernels depend on."""
-    named = [(name, p.requires_grad, experts_modules._local(p.detach())) for name, p in module.named_parameters()]
+    named = [(name, p.requires_grad, local_part(p.detach())) for name, p in module.named_parameters()]
     return tuple((*rest, p.shape, p.stride(), p.dtype, p.device, p.data_ptr() % 16) for *rest, p in named)
 
 
@@ -225,7 +226,7 @@ def _share_of(module: nn.Module) -> Optional[Tuple[int, int]]:
         return None
     name = getattr(getattr(module, "config", None), "_experts_implementation", None)
     function = ALL_EXPERTS_FUNCTIONS.get(name)
-    known = isinstance(function, partial) and function.func is experts_modules.experts_forward
+    known = isinstance(function, partial) and function.func is experts_forward
     return function.keywords["share"] if known else None
 
 
@@ -234,8 +235,9 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
     top_k = _top_k_of(name, module, target) if top_k is None else top_k
     gated, transposed = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
     interleaved, share = gated and not getattr(module, "is_concatenated", True), _share_of(module)
-    up, down = (experts_modules._local(t) for t in (module.gate_up_proj if gated else module.up_proj, module.down_proj))
-    activation, dtype = experts_modules._fused_activation(module, interleaved), _compute_dtype(up)
+    up, down = map(local_part, (module.gate_up_proj if gated else module.up_proj, module.down_proj))
+    activation = fused_activation(module, interleaved) if post_expert(module) is None else None
+    dtype = _compute_dtype(up)
     e, h, i = up.shape[0], *down.shape[1:][:: -1 if transposed else 1]
     p = up.shape[2 if transposed else 1]
     # Without memory: under autocast the weights would be copied.
@@ -264,7 +266,7 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
         ids.view(-1)[num_rows(num_tokens) :] = e  # sentinels, for which there is no room
         for weights_dtype in {up.dtype, dtype, torch.float32}:
             x, weights = _random(up, num_tokens, h), _random(up, num_tokens, top_k, dtype=weights_dtype)
-            out = experts_modules.experts_forward(twin, x, ids, weights, share)
+            out = experts_forward(twin, x, ids, weights, share)
             if trains:
                 _differentiate(out, (x, weights, *twin._parameters.values()))
 

@@ -5,7 +5,7 @@ also returns what a backward needs; `name_backward`. The first decides whether a
 `torch.library.register_autograd` a recorded call takes the host 58 us, so registered 17.)
 """
 
-from typing import Callable, List, Optional, Sequence
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -79,8 +79,13 @@ def take_over(saved: torch.Tensor) -> bool:
 
 
 def wanted(grads: Sequence[Optional[torch.Tensor]], needs: Sequence[bool]) -> List[torch.Tensor]:
-    """Those of some gradients that are asked for: what an op returns, which has no way to return None."""
+    """Those of some gradients that are asked for: an op cannot return None."""
     return [grad for grad, need in zip(grads, needs) if need]
+
+
+def or_empty(grads: Sequence[Optional[torch.Tensor]], like: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    """The gradients, an empty tensor for each that is None: vmap takes no op that returns a list."""
+    return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
 
 
 def spread(made: Sequence[torch.Tensor], needs: Sequence[bool]) -> List[Optional[torch.Tensor]]:

@@ -20,14 +20,18 @@ from .transformers_gate import check_known, fused_activation, post_expert
 from .transformers_load import FP8_UNSUPPORTED, watch
 
 
+def local_part(parameter: Tensor) -> Tensor:
+    """The rank's own part of a DTensor, differentiably; any other tensor as it is."""
+    to_local = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
+
+
 def _local(experts: torch.nn.Module, name: str) -> Tensor:
     """The parameter of that name; of a DTensor the rank's own part, differentiably.
 
     Raises TypeError for a tensor with operations of its own, which the block would not call.
     """
-    parameter = getattr(experts, name)
-    to_local = getattr(parameter, "to_local", None)
-    parameter = parameter if to_local is None else to_local()
+    parameter = local_part(getattr(experts, name))
     checks.check_no_operations(name, parameter)
     return parameter
 

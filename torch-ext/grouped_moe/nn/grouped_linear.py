@@ -363,10 +363,9 @@ class GroupedLinear(nn.Module):
             self._finish_biases(delayed)
 
     def _finish_biases(self, delayed: Delayed) -> None:
-        like = self._of("weight")[0].expand(self.num_groups, self.out_features, self.in_features)  # for its shape
-        needs = [False, False, True, False]
-        operands = (delayed.dy, None, like, delayed.splits, None, delayed.bias_scales)
-        (dbias,) = ops.grouped_linear_backward.default(*operands, False, needs)
+        dbias, _ = ops.grouped_linear_bias_backward.default(
+            delayed.dy, delayed.splits, self.num_groups, None, delayed.bias_scales, True
+        )
         for bias, grad in zip(self._of("bias"), [dbias] if self.single_grouped_bias else dbias):
             if bias.requires_grad:
                 bias.grad = grad.to(bias.dtype) if bias.grad is None else bias.grad.add_(grad)

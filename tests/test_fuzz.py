@@ -94,7 +94,7 @@ def test_the_package_passes(grouped_moe, capsys, tmp_path):
     assert status == 0 and printed.endswith("0 failed\n") and not LINE.search(printed), printed
     found = json.loads(report.read_text())
     assert found["cases"] == sum(found["by_op"].values()) == 51 and not found["failures"]
-    assert {"torch", "triton", "date_utc", "gpus", "seed", "device"} <= found.keys()
+    assert {"torch", "triton", "date_utc", "gpu", "seed", "device"} <= found.keys()
 
 
 def test_time_is_up(grouped_moe, capsys):

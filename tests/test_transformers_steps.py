@@ -90,7 +90,7 @@ def test_unknown_options_are_refused(grouped_moe, implementation, device, monkey
     def use_experts_implementation(experts_class=None, *, is_transposed=False, has_gate=True, has_output_scale=False):
         raise NotImplementedError
 
-    options = sys.modules[grouped_moe.__name__ + ".transformers_gate"]._unknown_options
+    options = sys.modules[grouped_moe.__name__ + ".integrations.transformers_gate"]._unknown_options
     usual, other = make_custom(device, has_output_scale=False), make_custom(device, has_output_scale=True)
     monkeypatch.setattr(moe, "use_experts_implementation", use_experts_implementation)
     options.cache_clear()

@@ -282,7 +282,7 @@ def run_case(package, case: Case, line: str, device: str) -> Optional[Failure]:
 def fuzz(package, seed: int, numbers: Iterable[int], device: str, seconds: float) -> Iterator[dict]:
     """Runs cases until the time is over or the device is broken, prints failures. Yields the report after each case."""
     counts = {what: collections.Counter() for what in ("op", "dtype", "mode")}
-    report = {**describe_machine(None), "device": device, "seed": seed, "cases": 0, "seconds": 0.0}
+    report = {**describe_machine(), "device": device, "seed": seed, "cases": 0, "seconds": 0.0}
     report.update({f"by_{what}": counter for what, counter in counts.items()}, failures=[])
     start = time.monotonic()
     for number in numbers:

@@ -85,9 +85,9 @@ def test_later_calls_compile_nothing(grouped_moe, compiles, name):
 def test_no_token_count_is_run_in_vain(grouped_moe, compiles, monkeypatch):
     """Each compiles something."""
     counts, model, warm_up = [], qwen3(), compiles.module("warm_up")
-    forward = compiles.module("integrations.transformers").experts_forward
+    forward = warm_up.experts_forward
     monkeypatch.setattr(
-        compiles.module("integrations.transformers"),
+        warm_up,
         "experts_forward",
         lambda module, x, *rest: counts.append((x.shape[0], len(compiles.variants))) or forward(module, x, *rest),
     )

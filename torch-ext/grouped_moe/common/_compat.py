@@ -96,6 +96,15 @@ def version_of(tensor: torch.Tensor) -> int:
     return getattr(tensor, "_version", 0)
 
 
+def is_transparent(kind: type) -> bool:
+    """Whether a class of tensors is one by which PyTorch traces or shards, so that ops see through it.
+
+    They are in private modules, and have nothing public in common. One that moves elsewhere counts as a subclass with
+    operations of its own, which is refused by an error that names it.
+    """
+    return kind.__module__.startswith(("torch._subclasses.", "torch._functorch.", "torch.distributed."))
+
+
 def real_values() -> Any:
     """Context in which tensors have values although a compiler or an exporter traces with fake ones.
 

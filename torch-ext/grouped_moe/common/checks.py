@@ -5,6 +5,8 @@ from typing import Optional, Sequence
 
 import torch
 
+from . import _compat
+
 MAX_EXPERTS = 1024
 MAX_SLOTS = 2**31 - 129  # kernels count them, and up to 128 past the last one, in int32
 
@@ -12,8 +14,6 @@ _ACCELERATOR_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "meta")
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _CPU_DTYPES = _ACCELERATOR_DTYPES + (torch.float64,)
-# Where PyTorch keeps the subclasses by which it traces and shards: ops see through them.
-_TRANSPARENT = ("torch._subclasses.", "torch._functorch.", "torch.distributed.")
 
 
 def check_flags(**flags: object) -> None:
@@ -53,7 +53,7 @@ def _has_operations(kind: type) -> bool:
 @lru_cache(maxsize=None)
 def _overrides_operations(kind: type) -> bool:
     """Whether a class of tensors, but PyTorch's own for tracing and sharding, overrides what operations do."""
-    if kind.__module__.startswith(_TRANSPARENT):
+    if _compat.is_transparent(kind):
         return False
     # Tensor's keeps the class of results; Parameter's does nothing.
     function, *plain = (

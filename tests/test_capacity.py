@@ -271,7 +271,7 @@ def test_peak_memory(grouped_moe, recompute):
         torch.autograd.grad(forward(), (x, weights, up, down), dout)  # compiles
     taken, out = allocated_by(forward)
     saved = 0 if recompute else rows * p
-    assert taken == pytest.approx(2 * (saved + rows * (i + h) + tokens * h), rel=0.05)
+    assert taken == pytest.approx(2 * (saved + max(rows * (i + h), rows * h + tokens * h)), rel=0.05)
     taken, _ = allocated_by(lambda: torch.autograd.grad(out, (x, weights, up, down), dout))
     made = rows * p if recompute else 0
     gradients = sum(t.numel() for t in (x, weights, up, down))

@@ -208,7 +208,8 @@ def grouped_mm_experts(
 
     Memory in elements of the dtype, with the rows S = T top_k or, if that is less, capacity, P = 2 I (I if not gated),
     small index tensors apart. Saved for backward: T H (hidden_states itself; not if gate_up_proj is frozen) + S P; with
-    recompute=True T H. Transient in forward: S (I + H); in backward, on an accelerator, S (I + H) beside the gradient
+    recompute=True T H. Transient in forward: S (I + H), or S H + T H with
+    the output, if that is more; in backward, on an accelerator, S (I + H) beside the gradient
     of hidden_states, then S I beside all, those of the weights last. The pre-activation becomes its own gradient in
     place and goes before down_proj's gradient comes. Up to there it is S P more if it is recomputed, or must stay as it
     is: where the backward keeps the graph, under torch.compile or a profiler, and behind hooks that move what is saved.

@@ -180,7 +180,7 @@ def is_right_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, 
     if not (x.dim() == 2 and top_k_index.dim() == 2 and up.dim() == 3):
         return False
     (num_tokens, h), (slots_of, top_k), (num_experts, *up_shape) = x.shape, top_k_index.shape, up.shape
-    p = up_shape[transposed]
+    p = up_shape[1 if transposed else 0]
     i, odd = divmod(p, 2) if gated else (p, 0)
     device, dtype, dense = x.device, x.dtype, torch.strided
     return (

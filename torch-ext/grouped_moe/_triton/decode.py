@@ -63,9 +63,8 @@ def slot_up_proj_kernel(
     """act[s] = activation(W[e] x[token of s] + bias[e]) with the expert e of slot s. Grid: (n tiles, S)."""
     wait_for_stream()
     slot = tl.program_id(1)
-    expert = tl.load(ids_ptr + slot)
+    expert = tl.load(ids_ptr + slot).to(tl.int64)
     if (expert >= 0) & (expert < NUM_EXPERTS):
-        expert = expert.to(tl.int64)
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = columns < N
         x_row_ptr = x_ptr + (slot // TOP_K).to(tl.int64) * stride_xt

@@ -50,7 +50,7 @@ def test_hand_over_is_counted_apart():
     [
         {"kind": "WAR"}, {"kind": "WAW"}, {"access": "Read"}, {"writer": 128}, {"reader": 127}, {"address": STATE - 1},
         {"address": STATE + 8}, {"kernel": "hopper_gemm_kernel"}, {"lines": (line_of("mbarrier.wait("),) * 2},
-        {"lines": (line_of(f"def {KERNEL}("), line_of("def multiply("))},
+        {"lines": (line_of(f"def {KERNEL}("), line_of("def consume("))},
     ],
     ids=str,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Triton kernels, one file per op; those of hopper_*.py are in Gluon.
+"""Triton kernels, one file per op, and the device functions they share; files hopper_*.py are in Gluon.
 
-Nothing here allocates, checks or chooses a tile: launchers do (one level up).
+Nothing here allocates tensors, checks arguments or chooses tile sizes: the launchers do, one level up.
 """

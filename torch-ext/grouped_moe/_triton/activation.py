@@ -12,14 +12,14 @@ _TANH_CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)), by two approximate instructions that need no scaling around them."""
+    """1 / (1 + exp(-x)), by two approximate instructions that need no range reduction."""
     root = tl.rsqrt(1.0 + tl.exp2(x * _MINUS_LOG2_E))
     return root * root
 
 
 @triton.jit
 def relu(x):
-    """max(x, 0); a NaN stays one. Comparisons LLVM would make of the two-byte values that x comes from, and spill."""
+    """max(x, 0); a NaN stays one. LLVM would turn a comparison into one of the bf16 values behind x, and spill them."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -83,7 +83,7 @@ def act(x, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def act_grad(x, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """(act, its derivative in min(x, LIMIT)): `zero_past` makes the product with a gradient that in x."""
+    """(act, its derivative with respect to min(x, LIMIT)); `zero_past` then makes a gradient one with respect to x."""
     clamped = clamp_above(x, LIMIT)
     grad = activate_grad(clamped, NAME, ALPHA)
     return activate(clamped, NAME, ALPHA), grad
@@ -91,7 +91,7 @@ def act_grad(x, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def zero_past(grad, x, LIMIT: tl.constexpr):
-    """grad, and 0 where x is past LIMIT, whatever grad is there."""
+    """grad, but 0 where x > LIMIT, also if grad is not finite there."""
     if LIMIT is None:
         return grad
     else:
@@ -114,7 +114,7 @@ def glu_grad(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.conste
     if LIMIT is None:
         return value * shifted_up, d_gate, value
     else:
-        # Next to LIMIT itself LLVM would compare what was two bytes wide as such, in a fourth more instructions.
+        # Compared with LIMIT itself, LLVM would compare the bf16 values behind x, in a fourth more instructions.
         size = tl.abs(up)
         d_gate = tl.where(gate > clamped_gate, 0.0, d_gate)
         d_up = tl.where(size > clamp_above(size, LIMIT), 0.0, value)

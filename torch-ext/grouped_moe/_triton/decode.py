@@ -1,6 +1,6 @@
-"""The experts block of a few tokens, whose time is that of reading weights: no routing, no rows, no matrix instruction.
+"""The experts block for a few tokens, whose time is that of reading weights: no routing, no sorted rows, no tl.dot.
 
-Each slot reads its expert's weights itself, so an expert that several slots share is read as often, from L2 mostly.
+Each slot reads the weights of its expert. If several slots share an expert, all but the first mostly read from L2.
 """
 
 import triton
@@ -13,7 +13,7 @@ from .tiles import load_weights
 
 @triton.jit
 def fold(products):
-    """(ROWS, COLUMNS) -> (ROWS, COLUMNS // 8): sums of 8 neighbours, which a thread loads at once from aligned rows."""
+    """(ROWS, COLUMNS) -> (ROWS, COLUMNS // 8): sums of 8 neighbours, read at once by a thread if rows are aligned."""
     return tl.sum(tl.reshape(products, (products.shape[0], products.shape[1] // 8, 8)), 2)
 
 
@@ -21,7 +21,7 @@ def fold(products):
 def inner_products(
     x_ptr, w_ptrs, n_mask, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """<x, w[n]> over K, in fp32, for BLOCK_N rows of weights given by their pointers (BLOCK_N, BLOCK_K) at k = 0."""
+    """<x, w[n]> over K for BLOCK_N rows of weights, (BLOCK_N,) fp32. w_ptrs: (BLOCK_N, BLOCK_K) pointers at k = 0."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -32,8 +32,8 @@ def inner_products(
 
 
 @triton.jit
-def load_bias(bias_ptr, stride_bn, columns, n_mask):
-    """Bias values in fp32; 0 without a bias."""
+def load_bias_or_zeros(bias_ptr, stride_bn, columns, n_mask):
+    """Values of an expert's bias in fp32; 0 without a bias and where masked."""
     if bias_ptr is None:
         return tl.zeros_like(columns).to(tl.float32)
     else:
@@ -60,7 +60,10 @@ def slot_up_proj_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """act[s] = activation(W[e] x[token of s] + bias[e]) with the expert e of slot s. Grid: (n tiles, S)."""
+    """act[s] = activation(W[e] x[token of s] + bias[e]), e being the expert of slot s.
+
+    Grid: (n tiles, S).
+    """
     wait_for_stream()
     slot = tl.program_id(1)
     expert = tl.load(ids_ptr + slot).to(tl.int64)
@@ -74,13 +77,13 @@ def slot_up_proj_kernel(
         )
         expert_bias_ptr = bias_ptr + expert * stride_be if bias_ptr is not None else None
         gate = inner_products(x_row_ptr, w_ptrs, n_mask, N, K, BLOCK_N, BLOCK_K)
-        gate += load_bias(expert_bias_ptr, stride_bn, gate_rows, n_mask)
+        gate += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows, n_mask)
         if GATED:
             TO_UP: tl.constexpr = 1 if INTERLEAVED else N
             up = inner_products(
                 x_row_ptr, w_ptrs + tl.cast(stride_wn, tl.int64) * TO_UP, n_mask, N, K, BLOCK_N, BLOCK_K
             )
-            up += load_bias(expert_bias_ptr, stride_bn, gate_rows + TO_UP, n_mask)
+            up += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows + TO_UP, n_mask)
             value = glu(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
         else:
             value = act(gate, ACTIVATION, ALPHA, LIMIT)
@@ -105,8 +108,9 @@ def slot_down_proj_kernel(
 ):  # fmt: skip
     """out[t] = sum over the routed slots s of token t, with expert e, of weights[s] (W[e] act[s] + bias[e]), in fp32.
 
-    Grid: (n tiles, T). The rows of a tile are BLOCK_N columns of the first choice, of the second, and so on: weights of
-    all choices are under way together. Nothing of a sentinel is read.
+    Nothing of a sentinel is read. The rows of a tile are BLOCK_N columns of the token's first choice, then those of its
+    second one, and so on, so that the weights of all choices are loaded together.
+    Grid: (n tiles, T).
     """
     wait_for_stream()
     row = tl.arange(0, TOP_K_POW2 * BLOCK_N)

@@ -1,8 +1,8 @@
-"""Dependent launches: the next kernel of a stream starts while the stores of the one before it are flushed.
+"""Programmatic dependent launch: a kernel starts while the stores of the one before it on the stream are flushed.
 
-Every kernel of the package begins with `wait_for_stream`. `launch.Kernel` may therefore launch any of them so, which
-hides what lies between two kernels. None lets the next one in before its own programs have ended: programs that only
-wait cost those that stream weights up to 10 %. Source: CUDA programming guide, programmatic dependent launch.
+Every kernel of the package begins with `wait_for_stream`, so launchers may launch any of them this way, which hides the
+launch latency between kernels. No kernel triggers its dependents early: programs of the next kernel that only wait made
+kernels that stream weights up to 10 % slower. Source: CUDA programming guide, programmatic dependent launch.
 """
 
 import triton
@@ -14,7 +14,7 @@ from triton.runtime.jit import constexpr_function
 
 @constexpr_function
 def has_dependent_launches():
-    """Whether the GPU that is compiled for knows them: NVIDIA's, from Hopper on."""
+    """Whether the target supports them: NVIDIA GPUs from Hopper on."""
     return not knobs.runtime.interpret and tl.target_info.cuda_capability_geq(9)
 
 

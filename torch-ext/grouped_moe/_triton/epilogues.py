@@ -1,36 +1,16 @@
-"""What the two fused grouped GEMMs of experts do with a finished tile: activation, its gradient, and stores."""
+"""Epilogues of the two fused grouped GEMMs of experts: the activation or its gradient, and stores."""
 
 import triton
 import triton.language as tl
 
 from .activation import act, act_grad, glu, glu_grad, zero_past
-from .tiles import add_bias, column_halves, store_columns, tile_ptrs
+from .tiles import add_bias, scale_rows, store_columns, tile_ptrs
 
 
 @triton.jit
 def split_pairs(pairs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(BLOCK_M, 2 BLOCK_N) columns in turn of gate and up -> both."""
+    """(BLOCK_M, 2 BLOCK_N), columns of gate and up in turn -> (gate, up), (BLOCK_M, BLOCK_N) each."""
     return tl.split(tl.reshape(pairs, (BLOCK_M, BLOCK_N, 2)))
-
-
-@triton.jit
-def scale_rows(value, scales):
-    """value times one factor per row, or value itself without scales."""
-    if scales is None:
-        return value
-    else:
-        return scales[:, None] * value
-
-
-@triton.jit
-def column_pieces(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr):
-    """A tile as a tuple of PIECES tiles of neighbouring columns."""
-    if PIECES == 1:
-        return (acc,)
-    else:
-        left, right = column_halves(acc, BLOCK_M, BLOCK_N)
-        left = column_pieces(left, BLOCK_M, BLOCK_N // 2, PIECES // 2)
-        return left + column_pieces(right, BLOCK_M, BLOCK_N // 2, PIECES // 2)
 
 
 @triton.jit
@@ -38,7 +18,10 @@ def load_preact(
     ptr, first_row, row_mask, first_column, N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What BLOCK_N columns of the activation are made of: (gate, up); or, twice, gate and up in turn or neither."""
+    """The pre-activation of BLOCK_N columns of the activation, as `down_dgrad_epilogue` takes it.
+
+    (gate, up) if they lie apart. Otherwise twice the same tile: gate and up in turn, or the columns without a gate.
+    """
     if GATED and not INTERLEAVED:
         ptrs = tile_ptrs(ptr, first_row, first_column, 2 * N, BLOCK_M, BLOCK_N)
         inside = first_column + tl.arange(0, BLOCK_N) < N
@@ -57,7 +40,7 @@ def store_gate_up(
     ptr, gate, up, first_row, row_mask, first_column, N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Stores gate and up of one tile to an (rows, 2 N) tensor."""
+    """Stores gate and up of one tile to a (rows, 2 N) tensor."""
     if INTERLEAVED:
         pairs = tl.interleave(gate.to(ptr.dtype.element_ty), up.to(ptr.dtype.element_ty))
         store_columns(ptr, pairs, first_row, row_mask, 2 * first_column, 2 * N, BLOCK_M, 2 * BLOCK_N)
@@ -74,7 +57,10 @@ def pair_epilogue(
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds the bias and stores pre-activation [gate | up] and activation of BLOCK_N columns of an up-projection."""
+    """Adds the bias to BLOCK_N columns of gate and of up, and stores the pre-activation [gate | up] and the activation.
+
+    preact_ptr, act_ptr: None for what is not stored. scales: factors of the activation's rows, or None.
+    """
     gate = add_bias(gate, bias_ptr, stride_bn, first_column, None, N, BLOCK_N)
     up_bias_ptr = bias_ptr + tl.cast(N, tl.int64) * stride_bn if bias_ptr is not None else None
     up = add_bias(up, up_bias_ptr, stride_bn, first_column, None, N, BLOCK_N)
@@ -92,7 +78,7 @@ def wide_epilogue(
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The same for a pre-activation whose columns are gate and up in turn or, not GATED, one per output column."""
+    """`pair_epilogue` for a pre-activation of gate and up in turn or, not GATED, of one column per output column."""
     WIDTH: tl.constexpr = 2 if GATED else 1
     wide_column = WIDTH * first_column
     preact = add_bias(preact, bias_ptr, stride_bn, wide_column, None, WIDTH * N, WIDTH * BLOCK_N)
@@ -114,9 +100,9 @@ def down_dgrad_epilogue(
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Stores dpreact and the weighted activation of BLOCK_N columns; returns <grad, activation> per row.
+    """Stores dpreact and the weighted activation of BLOCK_N columns, and returns <grad, activation> per row.
 
-    gate, up: as `load_preact` returns them.
+    gate, up: as `load_preact` returns them. dpreact_ptr, scaled_act_ptr: None for what is not stored.
     """
     inside = first_column + tl.arange(0, BLOCK_N) < N
     if GATED:

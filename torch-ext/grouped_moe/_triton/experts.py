@@ -1,15 +1,26 @@
 """The two fused grouped GEMMs of experts: up-projection with activation, and its backward counterpart.
 
-Rows are read at the token of their slot (the experts block), or with TOP_K == 0 in place (the grouped MLP); scales and
-weights lie accordingly.
+Rows are sorted by expert. Operands are read at the token of a row's slot, slot // TOP_K (the experts block), or with
+TOP_K == 0 at the row itself (the grouped MLP).
 """
 
 import triton
 import triton.language as tl
 
 from .dependent import wait_for_stream
-from .epilogues import column_pieces, down_dgrad_epilogue, load_preact, pair_epilogue, wide_epilogue
-from .tiles import column_halves, find_row_tile, grouped_order, load_scales, load_weights, num_row_tiles
+from .epilogues import down_dgrad_epilogue, load_preact, pair_epilogue, wide_epilogue
+from .tiles import (
+    column_halves,
+    column_pieces,
+    expert_rows,
+    expert_tiles,
+    find_expert,
+    grouped_order,
+    load_scales,
+    load_slots,
+    load_weights,
+    num_row_tiles,
+)
 
 
 @triton.jit
@@ -17,68 +28,67 @@ def find_rows(
     expert, tile, schedule_ptr,
     NUM_EXPERTS: tl.constexpr, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """A tile and its expert -> (n tile, first row, how many rows the expert has from there on)."""
-    tile_offsets_ptr = schedule_ptr + (NUM_EXPERTS + 1)
-    first_tile = tl.load(tile_offsets_ptr + expert)
-    num_m_tiles = tl.load(tile_offsets_ptr + expert + 1) - first_tile
-    begin = tl.load(schedule_ptr + expert)
-    end = tl.load(schedule_ptr + expert + 1)
-    m_tile, n_tile = grouped_order(tile - first_tile * NUM_N_TILES, num_m_tiles, NUM_N_TILES, GROUP_M)
+    """A tile number and its expert -> (n tile, first row, number of rows that the expert has from there on)."""
+    before, num_m_tiles = expert_tiles(expert, schedule_ptr, NUM_EXPERTS)
+    begin, end = expert_rows(expert, schedule_ptr)
+    m_tile, n_tile = grouped_order(tile - before * NUM_N_TILES, num_m_tiles, NUM_N_TILES, GROUP_M)
     first_row = begin + m_tile * BLOCK_M
     return n_tile, first_row, end - first_row
 
 
 @triton.jit
-def load_slots(row_to_slot_ptr, first_row, count, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr):
+def load_tile_slots(row_to_slot_ptr, first_row, count, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr):
     """Slots of a tile's rows, or with TOP_K == 0 the rows; those past the expert's last one repeat it."""
     rows = first_row + tl.minimum(tl.arange(0, BLOCK_M), count - 1)
-    if TOP_K == 0:
-        return rows
-    else:
-        return tl.load(row_to_slot_ptr + rows)
+    return load_slots(row_to_slot_ptr if TOP_K > 0 else None, rows)
+
+
+# To locate a tile takes a chain of dependent loads: tile -> expert -> rows -> slots. The kernels below prefetch: while
+# they compute a tile, they load the slots of the next one (1), the rows of the one after that (2) and the expert of the
+# third (3). No load then waits for another one, nor the tile for a load.
 
 
 @triton.jit
-def first_links(
+def start_prefetch(
     tile, step, last, row_to_slot_ptr, schedule_ptr,
     NUM_EXPERTS: tl.constexpr, NUM_N_TILES: tl.constexpr, TOP_K: tl.constexpr,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The chain tile -> expert -> rows -> slots: all of it for `tile`, less of it for those one and two steps on."""
+    """The whole chain for a program's first tile; expert and rows for its second one, and the expert of its third."""
     tile1, tile2 = tl.minimum(tile + step, last), tl.minimum(tile + 2 * step, last)
-    expert = find_row_tile(tile // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
-    expert1 = find_row_tile(tile1 // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
-    expert2 = find_row_tile(tile2 // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
+    expert = find_expert(tile // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
+    expert1 = find_expert(tile1 // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
+    expert2 = find_expert(tile2 // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
     n_tile, row, count = find_rows(expert, tile, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M, BLOCK_M)
     n_tile1, row1, count1 = find_rows(expert1, tile1, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M, BLOCK_M)
-    slots = load_slots(row_to_slot_ptr, row, count, TOP_K, BLOCK_M)
+    slots = load_tile_slots(row_to_slot_ptr, row, count, TOP_K, BLOCK_M)
     return expert, n_tile, row, count, slots, expert1, n_tile1, row1, count1, expert2
 
 
 @triton.jit
-def next_links(
+def prefetch(
     row1, count1, expert2, tile, step, last, row_to_slot_ptr, schedule_ptr,
     NUM_EXPERTS: tl.constexpr, NUM_N_TILES: tl.constexpr, TOP_K: tl.constexpr,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One link each for the tiles one, two and three steps on: no load waits for another, nor the tile for a load."""
+    """The next load of the chain for each of the three tiles after `tile`: slots, rows, expert."""
     tile2, tile3 = tl.minimum(tile + 2 * step, last), tl.minimum(tile + 3 * step, last)
-    slots1 = load_slots(row_to_slot_ptr, row1, count1, TOP_K, BLOCK_M)
+    slots1 = load_tile_slots(row_to_slot_ptr, row1, count1, TOP_K, BLOCK_M)
     n_tile2, row2, count2 = find_rows(expert2, tile2, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M, BLOCK_M)
-    expert3 = find_row_tile(tile3 // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
+    expert3 = find_expert(tile3 // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
     return slots1, n_tile2, row2, count2, expert3
 
 
 @triton.jit
 def row_ptrs(ptr, slots, stride_r, stride_k, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Pointers to the first BLOCK_K columns at the slots' tokens."""
+    """(BLOCK_M, BLOCK_K) pointers to the first columns of the slots' tokens."""
     rows = slots.to(tl.int64) if TOP_K == 0 else (slots // TOP_K).to(tl.int64)
     return ptr + rows[:, None] * stride_r + tl.arange(0, BLOCK_K).to(tl.int64)[None, :] * stride_k
 
 
 @triton.jit
 def load_x(x_ptrs, row_mask, stride_xk, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """BLOCK_K columns from start on, 0 past K and past the expert's last row."""
+    """The BLOCK_K columns from `start` on, 0 past K and past the expert's last row."""
     x_ptrs += start * tl.cast(stride_xk, tl.int64)
     if K % BLOCK_K == 0:
         return tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
@@ -92,7 +102,7 @@ def load_w(
     w_ptr, stride_we, stride_wn, stride_wk, expert, first_column, start, N: tl.constexpr, K: tl.constexpr,
     TMA: tl.constexpr, W_KN: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A (BLOCK_K, BLOCK_N) tile of an expert's N columns, 0 past K and, without TMA, past N."""
+    """A (BLOCK_K, BLOCK_N) tile of an expert's weights, 0 past K and, without TMA, past N."""
     if TMA and W_KN:
         return w_ptr.load([expert, start, first_column]).reshape(BLOCK_K, BLOCK_N)
     elif TMA:
@@ -110,7 +120,7 @@ def dot_wide(
     N: tl.constexpr, K: tl.constexpr, TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x @ w of BLOCK_N columns over K, in fp32."""
+    """x @ w over K for BLOCK_N columns: (BLOCK_M, BLOCK_N) fp32."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         x = load_x(x_ptrs, row_mask, stride_xk, start, K, BLOCK_K)
@@ -128,15 +138,15 @@ def dot_gate_up(
     N: tl.constexpr, K: tl.constexpr, TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The same of BLOCK_N columns of gate and those N columns on, of up: both."""
+    """(x @ w_gate, x @ w_up) over K for BLOCK_N columns of each; w has the columns of gate, then those of up."""
     if TMA and not W_KN:
-        # One product of both widths: Hopper's matrix instructions read x once for up to 256 columns.
+        # One product for gate and up: wgmma reads x once for up to 256 columns.
         acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
             x = load_x(x_ptrs, row_mask, stride_xk, start, K, BLOCK_K)
             w = w_ptr.load([expert, 0, first_column, start]).reshape(2 * BLOCK_N, BLOCK_K)
             acc = tl.dot(x, w.T, acc)
-        return column_halves(acc, BLOCK_M, 2 * BLOCK_N)
+        return column_halves(acc)
     else:
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -185,19 +195,21 @@ def up_proj_kernel(
 ):  # fmt: skip
     """preact[r] = W[e] x[token of r] + bias[e]; act[r] = scales[r] activation(preact[r]), from the unrounded preact.
 
-    Grid: (programs,), persistent. The caller guarantees a schedule made for BLOCK_M; rows past R are not written.
-    With TMA, gate and up of an (E, 2 N, K) weight that are not interleaved are a dimension of the descriptor.
+    Rows past the last expert's are not written.
+    Grid: (programs,), persistent.
+    The caller guarantees a schedule made for BLOCK_M. With TMA, gate and up of an (E, 2 N, K) weight that are not
+    interleaved are a dimension of the descriptor: (E, 2, N, K).
     """
     wait_for_stream()
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
     tile, step, last = tl.program_id(0), tl.num_programs(0), num_tiles - 1
     if tile < num_tiles:
-        expert, n_tile, row, count, slots, expert1, n_tile1, row1, count1, expert2 = first_links(
+        expert, n_tile, row, count, slots, expert1, n_tile1, row1, count1, expert2 = start_prefetch(
             tile, step, last, row_to_slot_ptr, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, TOP_K, GROUP_M, BLOCK_M
         )
         for tile in tl.range(tl.program_id(0), num_tiles, step):
-            slots1, n_tile2, row2, count2, expert3 = next_links(
+            slots1, n_tile2, row2, count2, expert3 = prefetch(
                 row1, count1, expert2, tile, step, last, row_to_slot_ptr, schedule_ptr,
                 NUM_EXPERTS, NUM_N_TILES, TOP_K, GROUP_M, BLOCK_M,
             )  # fmt: skip
@@ -213,7 +225,7 @@ def up_proj_kernel(
                     x_ptrs, row_mask, stride_xk, w_ptr, stride_we, stride_wn, stride_wk, expert, column, N, K,
                     TMA, W_KN, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-                gates, ups = column_pieces(gate, BLOCK_M, BLOCK_N, 2), column_pieces(up, BLOCK_M, BLOCK_N, 2)
+                gates, ups = column_pieces(gate, 2), column_pieces(up, 2)
                 for i in tl.static_range(2):
                     pair_epilogue(
                         gates[i], ups[i], expert_bias_ptr, stride_bn, preact_ptr, act_ptr, scales, row, row_mask,
@@ -226,7 +238,7 @@ def up_proj_kernel(
                     x_ptrs, row_mask, stride_xk, w_ptr, stride_we, stride_wn, stride_wk, expert,
                     WIDTH * column, WIDTH * N, K, TMA, W_KN, PRECISION, BLOCK_M, WIDTH * BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-                preacts = column_pieces(preact, BLOCK_M, WIDTH * BLOCK_N, 2)
+                preacts = column_pieces(preact, 2)
                 for i in tl.static_range(2):
                     wide_epilogue(
                         preacts[i], expert_bias_ptr, stride_bn, preact_ptr, act_ptr, scales, row, row_mask,
@@ -266,10 +278,12 @@ def down_dgrad_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """With g[r] = dout[token of r] W[e] and the routing weight w[r], from the activation a[r] recomputed out of preact:
+    """With g[r] = dout[token of r] W[e], the routing weight w[r] and a[r], the activation recomputed from preact[r]:
 
     dpreact[r] = w[r] g[r] * a'(preact[r]); scaled_act[r] = w[r] a[r]; partials[n tile, r] = <g[r], a[r]> in the tile.
-    Grid: (programs,), persistent. The caller guarantees a schedule made for BLOCK_M; rows past R are not written.
+    Rows past the last expert's are not written.
+    Grid: (programs,), persistent.
+    The caller guarantees a schedule made for BLOCK_M.
     """
     wait_for_stream()
     PIECES: tl.constexpr = 2 if BLOCK_N <= 64 else BLOCK_N // 32
@@ -278,7 +292,7 @@ def down_dgrad_kernel(
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
     tile, step, last = tl.program_id(0), tl.num_programs(0), num_tiles - 1
     if tile < num_tiles:
-        expert, n_tile, row, count, slots, expert1, n_tile1, row1, count1, expert2 = first_links(
+        expert, n_tile, row, count, slots, expert1, n_tile1, row1, count1, expert2 = start_prefetch(
             tile, step, last, row_to_slot_ptr, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, TOP_K, GROUP_M, BLOCK_M
         )
         for tile in tl.range(tl.program_id(0), num_tiles, step):
@@ -290,14 +304,14 @@ def down_dgrad_kernel(
                 dout_ptrs, row_mask, stride_dk, w_ptr, stride_we, stride_wn, stride_wk, expert, column, N, K,
                 TMA, W_KN, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-            # A piece's pre-activation is on its way while the piece before it is worked on.
+            # The pre-activation of a piece is loaded while the piece before it is computed.
             gate, up = load_preact(preact_ptr, row, row_mask, column, N, GATED, INTERLEAVED, BLOCK_M, PIECE)
-            grads = column_pieces(grad, BLOCK_M, BLOCK_N, PIECES)
+            grads = column_pieces(grad, PIECES)
             inner = tl.zeros((BLOCK_M,), tl.float32)
             for i in tl.static_range(PIECES):
                 if i == PIECES // 2:
-                    # The first pieces have left their registers.
-                    slots1, n_tile2, row2, count2, expert3 = next_links(
+                    # Now: the first pieces no longer take registers.
+                    slots1, n_tile2, row2, count2, expert3 = prefetch(
                         row1, count1, expert2, tile, step, last, row_to_slot_ptr, schedule_ptr,
                         NUM_EXPERTS, NUM_N_TILES, TOP_K, GROUP_M, BLOCK_M,
                     )  # fmt: skip

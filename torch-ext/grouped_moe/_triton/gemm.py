@@ -9,6 +9,8 @@ from .tiles import (
     column_halves,
     dot_tile,
     dot_tile_tma,
+    end_of_rows,
+    expert_rows,
     find_tile,
     grouped_order,
     load_scales,
@@ -30,7 +32,7 @@ def zero_chunk(y_ptr, first_row, end_row, chunk, N: tl.constexpr, CHUNK: tl.cons
 
 @triton.jit
 def zero_rows(y_ptr, first_row, end_row, first_chunk, N: tl.constexpr, CHUNK: tl.constexpr):
-    """Zeros the rows [first_row, end_row) from first_chunk on, shared among the programs of axis 0."""
+    """Zeros the rows [first_row, end_row) from chunk first_chunk on; the programs of axis 0 share the chunks."""
     size = tl.cast(end_row - first_row, tl.int64) * N
     for chunk in tl.range(first_chunk + tl.program_id(0), tl.cdiv(size, CHUNK), tl.num_programs(0)):
         zero_chunk(y_ptr, first_row, end_row, chunk, N, CHUNK)
@@ -40,10 +42,14 @@ def zero_rows(y_ptr, first_row, end_row, first_chunk, N: tl.constexpr, CHUNK: tl
 def zero_ungrouped_kernel(
     y_ptr, offsets_ptr, total_rows, NUM_GROUPS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """y[r] = 0 for r < offsets[0] and offsets[G] <= r < total_rows. Grid: (programs,). No offset decreases."""
+    """y[r] = 0 for r < offsets[0] and for offsets[G] <= r < total_rows.
+
+    Grid: (programs,).
+    The caller guarantees 0 <= offsets[0] <= offsets[G] <= total_rows.
+    """
     wait_for_stream()
     zero_rows(y_ptr, tl.load(offsets_ptr) * 0, tl.load(offsets_ptr), 0, N, CHUNK)
-    zero_rows(y_ptr, tl.load(offsets_ptr + NUM_GROUPS), total_rows, 0, N, CHUNK)
+    zero_rows(y_ptr, end_of_rows(offsets_ptr, NUM_GROUPS), total_rows, 0, N, CHUNK)
 
 
 @triton.jit(do_not_specialize=["total_rows"])
@@ -67,15 +73,17 @@ def grouped_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e; rows of no expert are 0, or not written.
+    """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e.
 
-    Grid: (programs,), persistent. The caller guarantees a schedule made for BLOCK_M.
+    Rows of no expert are set to 0 if ZERO_UNGROUPED, else not written.
+    Grid: (programs,), persistent.
+    The caller guarantees a schedule made for BLOCK_M.
     """
     wait_for_stream()
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
-    last_row = tl.load(schedule_ptr + NUM_EXPERTS)
-    # Flattened, the loads of a tile start before the previous one is stored; pointers would be worked out in each step.
+    last_row = end_of_rows(schedule_ptr, NUM_EXPERTS)
+    # Flattened, a tile's loads start before the previous tile is stored. Without TMA, each step would compute pointers.
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=TMA):
         expert, m_tile, n_tile = find_tile(tile, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M)
         first_row, rows, row_mask = tile_rows(expert, m_tile, schedule_ptr, BLOCK_M)
@@ -93,14 +101,14 @@ def grouped_gemm_kernel(
             )
         expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
         scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
-        left, right = column_halves(acc, BLOCK_M, BLOCK_N)
+        left, right = column_halves(acc)
         left = add_bias(left, expert_bias_ptr, stride_bn, column, scales, N, BLOCK_N // 2)
         store_columns(y_ptr, left, first_row, row_mask, column, N, BLOCK_M, BLOCK_N // 2)
         column += BLOCK_N // 2
         right = add_bias(right, expert_bias_ptr, stride_bn, column, scales, N, BLOCK_N // 2)
         store_columns(y_ptr, right, first_row, row_mask, column, N, BLOCK_M, BLOCK_N // 2)
         if ZERO_UNGROUPED:
-            # As many zeros as results with each tile: they are written while the next one is computed.
+            # As many zeros as results with each tile: they are stored while the next tile is computed.
             zero_chunk(y_ptr, last_row, total_rows, tile, N, BLOCK_M * BLOCK_N)
     if ZERO_UNGROUPED:
         zero_rows(y_ptr, last_row, total_rows, num_tiles, N, BLOCK_M * BLOCK_N)
@@ -110,18 +118,21 @@ def grouped_gemm_kernel(
 
 @triton.jit
 def load_transposed_pair(
-    p_ptr, stride_pr, q_ptr, stride_qr, row_to_slot_ptr, start, end, m, n,
-    M: tl.constexpr, N: tl.constexpr, P_TOP_K: tl.constexpr, Q_TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
+    lhs_ptr, stride_lr, rhs_ptr, stride_rr, row_to_slot_ptr, start, end, m, n,
+    M: tl.constexpr, N: tl.constexpr, LHS_TOP_K: tl.constexpr, RHS_TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """p^T (BLOCK_M, BLOCK_K) and q (BLOCK_K, BLOCK_N) of rows from start on; both 0 from end on: 0 * NaN is NaN."""
+    """lhs^T (BLOCK_M, BLOCK_K) and rhs (BLOCK_K, BLOCK_N) of the BLOCK_K rows from `start` on.
+
+    Rows from `end` on are 0 in both: 0 * NaN is NaN.
+    """
     rows = start + tl.arange(0, BLOCK_K)
     mask = rows < end
     rows = tl.minimum(rows, end - 1)
-    p_ptrs = p_ptr + source_rows(rows, row_to_slot_ptr, P_TOP_K)[None, :] * stride_pr + m[:, None]
-    q_ptrs = q_ptr + source_rows(rows, row_to_slot_ptr, Q_TOP_K)[:, None] * stride_qr + n[None, :]
-    p = tl.load(p_ptrs, mask=mask[None, :] & (m < M)[:, None], other=0.0)
-    q = tl.load(q_ptrs, mask=mask[:, None] & (n < N)[None, :], other=0.0)
-    return p, q
+    lhs_ptrs = lhs_ptr + source_rows(rows, row_to_slot_ptr, LHS_TOP_K)[None, :] * stride_lr + m[:, None]
+    rhs_ptrs = rhs_ptr + source_rows(rows, row_to_slot_ptr, RHS_TOP_K)[:, None] * stride_rr + n[None, :]
+    lhs = tl.load(lhs_ptrs, mask=mask[None, :] & (m < M)[:, None], other=0.0)
+    rhs = tl.load(rhs_ptrs, mask=mask[:, None] & (n < N)[None, :], other=0.0)
+    return lhs, rhs
 
 
 @triton.jit
@@ -132,7 +143,7 @@ def store_wgrad(dw_ptrs, value, mask, ACCUMULATE: tl.constexpr):
     tl.store(dw_ptrs, value.to(dw_ptrs.dtype.element_ty), mask=mask)
 
 
-# A group alone is launched at its place among the offsets, whatever its alignment.
+# To compute one group alone, the launcher passes a pointer into the offsets, of any alignment.
 @triton.jit(do_not_specialize_on_alignment=["expert_offsets_ptr"])
 def wgrad_kernel(
     p_ptr, stride_pr,  # (rows, M), or (T, M) read at row_to_slot[row] // P_TOP_K; columns contiguous
@@ -155,9 +166,11 @@ def wgrad_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """dw[e] = sum over the rows r of expert e of p[r] q[r]^T, or is added to dw[e].
+    """dw[e] = sum over the rows r of expert e of p[r] q[r]^T; with ACCUMULATE the sum is added to dw[e].
 
-    Grid: (programs,), persistent. An expert without rows gets 0, or keeps what it has. Not ACCUMULATE with dw_desc.
+    An expert without rows gets 0, with ACCUMULATE it keeps its values.
+    Grid: (programs,), persistent.
+    The caller guarantees dw_desc is None with ACCUMULATE.
     """
     wait_for_stream()
     NUM_M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
@@ -168,27 +181,26 @@ def wgrad_kernel(
         m_tile, n_tile = grouped_order(tile % NUM_TILES, NUM_M_TILES, NUM_N_TILES, GROUP_M)
         m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        start = tl.load(expert_offsets_ptr + expert)
-        end = tl.load(expert_offsets_ptr + expert + 1)
+        start, end = expert_rows(expert, expert_offsets_ptr)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if TMA:
-            # Whole steps by descriptor, which cannot mask the next expert's rows; what remains by pointer.
+            # Full steps go by descriptor. The rest goes by pointer: a descriptor cannot mask the next expert's rows.
             whole = start + (end - start) // BLOCK_K * BLOCK_K
             for k in tl.range(start, whole, BLOCK_K):
                 acc = tl.dot(p_desc.load([k, m_tile * BLOCK_M]).T, q_desc.load([k, n_tile * BLOCK_N]), acc)
             if whole < end:
-                p, q = load_transposed_pair(
+                lhs, rhs = load_transposed_pair(
                     p_ptr, stride_pr, q_ptr, stride_qr, row_to_slot_ptr, whole, end, m, n,
                     M, N, P_TOP_K, Q_TOP_K, BLOCK_K,
                 )  # fmt: skip
-                acc = tl.dot(p, q, acc, input_precision=PRECISION)
+                acc = tl.dot(lhs, rhs, acc, input_precision=PRECISION)
         else:
             for k in tl.range(start, end, BLOCK_K):
-                p, q = load_transposed_pair(
+                lhs, rhs = load_transposed_pair(
                     p_ptr, stride_pr, q_ptr, stride_qr, row_to_slot_ptr, k, end, m, n,
                     M, N, P_TOP_K, Q_TOP_K, BLOCK_K,
                 )  # fmt: skip
-                acc = tl.dot(p, q, acc, input_precision=PRECISION)
+                acc = tl.dot(lhs, rhs, acc, input_precision=PRECISION)
         if dw_desc is not None:
             value = acc.to(dw_ptr.dtype.element_ty).reshape(1, BLOCK_M, BLOCK_N)
             dw_desc.store([expert, m_tile * BLOCK_M, n_tile * BLOCK_N], value)
@@ -196,7 +208,7 @@ def wgrad_kernel(
             # An expert without rows has nothing to add.
             columns_end = tl.where(start < end, N, 0) if ACCUMULATE else N
             expert_ptr = dw_ptr + expert.to(tl.int64) * stride_de + m.to(tl.int64)[:, None] * stride_dm
-            left, right = column_halves(acc, BLOCK_M, BLOCK_N)
+            left, right = column_halves(acc)
             n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N // 2)
             dw_ptrs = expert_ptr + n.to(tl.int64)[None, :] * stride_dn
             store_wgrad(dw_ptrs, left, (m < M)[:, None] & (n < columns_end)[None, :], ACCUMULATE)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .dependent import wait_for_stream
+from .tiles import tile_experts, tile_offsets
 
 
 @triton.jit
@@ -32,18 +33,18 @@ def count_experts(
 
 @triton.jit
 def rank_in_chunk(experts, CHUNK: tl.constexpr):
-    """For each of CHUNK slots, those of the same expert before it; of a sentinel, anything."""
+    """For each of CHUNK slots, the number of slots of its expert before it; for a sentinel, anything."""
     index = tl.arange(0, CHUNK)
     keys = experts * CHUNK + index
-    # Theirs are the `index` keys below the slot's own: one unsigned comparison. The other slots lie along the axis that
-    # a thread holds whole, so no sum crosses threads.
+    # Earlier slots of the same expert have one of the `index` keys below the slot's own: one unsigned comparison. The
+    # other slots lie along the axis that a thread holds whole, so that no sum crosses threads.
     distance = (keys[None, :] - 1 - keys[:, None]).to(tl.uint32, bitcast=True)
     return tl.sum((distance < index[None, :].to(tl.uint32, bitcast=True)).to(tl.int32), 0)
 
 
 @triton.jit
 def store_offsets(ptr, ends, NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr):
-    """Stores 0 and the ends of all experts, (E + 1,) offsets."""
+    """Stores offsets, (E + 1,): 0, then the ends of all experts."""
     experts = tl.arange(0, EXPERTS_POW2)
     tl.store(ptr, 0)
     tl.store(ptr + 1 + experts, ends, mask=experts < NUM_EXPERTS)
@@ -111,9 +112,11 @@ def place_slots_kernel(
 ):
     """row = offsets[e] + slots of e in earlier chunks + slots of e before this one in its chunk.
 
-    Grid: (chunks,), one without slots. Every program sums up the experts' totals anew; without counts it counts all
-    slots itself, which makes this the only launch. A tile's entry in the schedule comes from the tile's first row.
     Slots whose row would be num_rows or more get none, and offsets and schedule end there; R counts them all the same.
+    Every program scans the experts' totals again; without counts it counts all slots itself, and this is the only
+    launch. The slot of a tile's first row writes the tile's expert.
+    Grid: (chunks,); one program if there are no slots.
+    The caller guarantees counts and totals by `count_slots_kernel` and `scan_counts_kernel`, or None for both.
     """
     wait_for_stream()
     begin = tl.program_id(0) * CHUNK
@@ -150,6 +153,6 @@ def place_slots_kernel(
         tiles = (totals + (BLOCK_M - 1)) // BLOCK_M
         tile_ends = tl.cumsum(tiles, 0)
         tile = tl.gather(tile_ends - tiles, experts, 0) + rank // BLOCK_M
-        tl.store(offsets_ptr + (2 * NUM_EXPERTS + 2) + tile, experts, mask=routed & (rank % BLOCK_M == 0))
+        tl.store(tile_experts(offsets_ptr, NUM_EXPERTS) + tile, experts, mask=routed & (rank % BLOCK_M == 0))
         if tl.program_id(0) == 0:
-            store_offsets(offsets_ptr + (NUM_EXPERTS + 1), tile_ends, NUM_EXPERTS, EXPERTS_POW2)
+            store_offsets(tile_offsets(offsets_ptr, NUM_EXPERTS), tile_ends, NUM_EXPERTS, EXPERTS_POW2)

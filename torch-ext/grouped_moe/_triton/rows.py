@@ -18,7 +18,8 @@ def combine_kernel(
 ):
     """out[t] = sum over the routed slots s of token t, in order, of weights[s] y[slot_to_row[s]], in fp32.
 
-    Grid: (T, h tiles). Neither the row nor the weight of a sentinel is read.
+    Neither the row nor the weight of a sentinel is read.
+    Grid: (T, h tiles).
     """
     wait_for_stream()
     token = tl.program_id(0).to(tl.int64)
@@ -43,8 +44,9 @@ def sort_rows_kernel(
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[slot_to_row[s]] = x[t] for the routed slots s of each token t, which is read once, if it has any.
+    """out[slot_to_row[s]] = x[t] for the routed slots s of each token t.
 
+    A token is read once, or not at all if it has no routed slot.
     Grid: (T, h tiles).
     """
     wait_for_stream()
@@ -103,7 +105,10 @@ def gather_rows_kernel(
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = x[token of r] for r < R, else 0. Grid: (S, h tiles)."""
+    """out[r] = x[token of r] for r < R, else 0.
+
+    Grid: (S, h tiles).
+    """
     wait_for_stream()
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .dependent import wait_for_stream
+from .tiles import tile_experts, tile_offsets
 
 
 @triton.jit
@@ -15,7 +16,7 @@ def larger(a, b):
 @triton.jit(do_not_specialize=["total_rows"])
 def schedule_kernel(
     splits_ptr,  # (G,) sizes or (G + 1,) offsets, int32 or int64, of any value
-    schedule_ptr,  # out: laid out as `grouped_moe.schedule.Schedule` says
+    schedule_ptr,  # out: a schedule, laid out as `.tiles` says
     total_rows,
     SIZES: tl.constexpr,  # whether splits are sizes
     NUM_GROUPS: tl.constexpr,
@@ -23,9 +24,10 @@ def schedule_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Offsets in [0, total_rows] that do not decrease, and each group's rows in m tiles of BLOCK_M. Grid: (G,).
+    """Offsets in [0, total_rows] that do not decrease, and the m tiles of BLOCK_M rows that each group has.
 
-    Sizes: their running sum, negative ones counting as 0. Offsets: their running maximum.
+    Offsets from sizes are their running sum, with negative sizes counted as 0; from offsets, their running maximum.
+    Grid: (G,).
     """
     wait_for_stream()
     group = tl.program_id(0)
@@ -49,8 +51,8 @@ def schedule_kernel(
         starts = tl.associative_scan(starts, 0, larger)
     starts, ends = starts.to(tl.int32), ends.to(tl.int32)
     tiles = tl.where(inside, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
-    tile_offsets_ptr = schedule_ptr + (NUM_GROUPS + 1)
-    tile_to_group_ptr = tile_offsets_ptr + (NUM_GROUPS + 1)
+    tile_offsets_ptr = tile_offsets(schedule_ptr, NUM_GROUPS)
+    tile_groups_ptr = tile_experts(schedule_ptr, NUM_GROUPS)
     before = tl.sum(tl.where(bins < group, tiles, 0))
     mine = tl.sum(tl.where(bins == group, tiles, 0))
     tl.store(schedule_ptr + group, tl.sum(tl.where(bins == group, starts, 0)))
@@ -60,4 +62,4 @@ def schedule_kernel(
         tl.store(tile_offsets_ptr + NUM_GROUPS, before + mine)
     for begin in range(0, mine, BLOCK):
         index = begin + tl.arange(0, BLOCK)
-        tl.store(tile_to_group_ptr + before + index, tl.zeros((BLOCK,), tl.int32) + group, mask=index < mine)
+        tl.store(tile_groups_ptr + before + index, tl.zeros((BLOCK,), tl.int32) + group, mask=index < mine)

@@ -1,10 +1,20 @@
-"""Reductions of the backward, in two steps of fixed order: partial sums per tile, then their sum. No atomics."""
+"""Reductions of the backward in a fixed order, without atomics: partial sums of each tile, then their sum."""
 
 import triton
 import triton.language as tl
 
 from .dependent import wait_for_stream
-from .tiles import find_row_tile, load_scales, num_row_tiles, source_rows, tile_rows
+from .tiles import (
+    end_of_rows,
+    find_expert,
+    load_bias,
+    load_scales,
+    num_row_tiles,
+    source_rows,
+    tile_offset,
+    tile_offsets,
+    tile_rows,
+)
 
 
 # Where the dots begin among those of the activation is aligned for some numbers of rows, and not for others.
@@ -23,23 +33,23 @@ def bias_grads_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """sums[tile] = sum over its rows r of scales[r] dy[r]; dots[n tile, r] = <dy[r], bias[e]> over its columns.
+    """sums[tile] = sum over the tile's rows r of scales[r] dy[r]; dots[n tile, r] = <dy[r], bias[e]> over its columns.
 
-    Grid: (max_tiles, n tiles). The caller guarantees a schedule made for BLOCK_M.
+    Grid: (max_tiles, n tiles).
+    The caller guarantees a schedule made for BLOCK_M.
     """
     wait_for_stream()
     tile = tl.program_id(0)
     n_tile = tl.program_id(1)
     if tile < num_row_tiles(schedule_ptr, NUM_EXPERTS):
-        expert = find_row_tile(tile, schedule_ptr, NUM_EXPERTS)
-        m_tile = tile - tl.load(schedule_ptr + (NUM_EXPERTS + 1) + expert)
+        expert = find_expert(tile, schedule_ptr, NUM_EXPERTS)
+        m_tile = tile - tile_offset(expert, schedule_ptr, NUM_EXPERTS)
         first_row, rows, row_mask = tile_rows(expert, m_tile, schedule_ptr, BLOCK_M)
         columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         dy_ptrs = dy_ptr + source_rows(rows, row_to_slot_ptr, TOP_K)[:, None] * stride_dt + columns[None, :]
         dy = tl.load(dy_ptrs, mask=row_mask[:, None] & (columns < N)[None, :], other=0.0).to(tl.float32)
         if dots_ptr is not None:
-            bias_ptrs = bias_ptr + expert.to(tl.int64) * stride_be + columns.to(tl.int64) * stride_bn
-            bias = tl.load(bias_ptrs, mask=columns < N, other=0.0).to(tl.float32)
+            bias = load_bias(bias_ptr + expert.to(tl.int64) * stride_be, stride_bn, columns, N)
             dots_ptrs = dots_ptr + n_tile.to(tl.int64) * stride_pn + first_row + tl.arange(0, BLOCK_M)
             tl.store(dots_ptrs, tl.sum(dy * bias[None, :], 1), mask=row_mask)
         if sums_ptr is not None:
@@ -60,11 +70,14 @@ def sum_tiles_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out[e] = sum over the m tiles of expert e of sums[tile], in order, or is added to out[e]. Grid: (E, n tiles)."""
+    """out[e] = sum over the m tiles of expert e of sums[tile], in order; with ACCUMULATE it is added to out[e].
+
+    Grid: (E, n tiles).
+    """
     wait_for_stream()
     expert = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tile_offsets_ptr = schedule_ptr + (NUM_EXPERTS + 1)
+    tile_offsets_ptr = tile_offsets(schedule_ptr, NUM_EXPERTS)
     end = tl.load(tile_offsets_ptr + expert + 1)
     acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     for start in tl.range(tl.load(tile_offsets_ptr + expert), end, BLOCK_R):
@@ -90,13 +103,16 @@ def sum_partials_kernel(
     ACCUMULATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[s] = sum of partials[:, row of s], in order, or is added to out[s]; 0 without a row. Grid: (slot blocks,)."""
+    """out[s] = sum of partials[:, row of s], in order, 0 for a slot without a row; with ACCUMULATE added to out[s].
+
+    Grid: (slot blocks,).
+    """
     wait_for_stream()
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slots < num_slots
     if slot_to_row_ptr is None:
         rows = slots
-        routed = inside & (rows >= tl.load(offsets_ptr)) & (rows < tl.load(offsets_ptr + NUM_EXPERTS))
+        routed = inside & (rows >= tl.load(offsets_ptr)) & (rows < end_of_rows(offsets_ptr, NUM_EXPERTS))
     else:
         rows = tl.load(slot_to_row_ptr + slots, mask=inside, other=-1)
         routed = rows >= 0

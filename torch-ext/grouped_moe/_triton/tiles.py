@@ -1,6 +1,12 @@
-"""What every grouped kernel shares: which expert and which rows a tile covers, and where a row comes from.
+"""Device functions that all grouped kernels share, Gluon's included: the layout of a schedule, tiles, loads and stores.
 
-Row offsets: a row index is int32 (fewer than 2^31 rows); the product with a stride is int64 (more than 2^31 elements).
+A schedule (`grouped_moe.schedule.Schedule`) is one int32 array of three parts:
+    expert offsets (E + 1,): the first row of each expert, and the row past the last expert's last one;
+    tile offsets (E + 1,): the number of m tiles before each expert, and the number of all m tiles;
+    tile experts: the expert of each m tile.
+Only the functions below know where the parts begin. A pointer to expert offsets alone serves where no tiles are needed.
+
+A row index is int32 (fewer than 2^31 rows); its product with a stride is int64 (2^31 elements or more).
 """
 
 import triton
@@ -8,53 +14,89 @@ import triton.language as tl
 
 
 @triton.jit
+def expert_rows(expert, schedule_ptr):
+    """(first row, the row past the last one) of an expert."""
+    return tl.load(schedule_ptr + expert), tl.load(schedule_ptr + expert + 1)
+
+
+@triton.jit
+def end_of_rows(schedule_ptr, NUM_EXPERTS: tl.constexpr):
+    """The row past the last expert's last one."""
+    return tl.load(schedule_ptr + NUM_EXPERTS)
+
+
+@triton.jit
+def tile_offsets(schedule_ptr, NUM_EXPERTS: tl.constexpr):
+    """Pointer to the tile offsets."""
+    return schedule_ptr + (NUM_EXPERTS + 1)
+
+
+@triton.jit
+def tile_offset(expert, schedule_ptr, NUM_EXPERTS: tl.constexpr):
+    """The number of m tiles before an expert."""
+    return tl.load(tile_offsets(schedule_ptr, NUM_EXPERTS) + expert)
+
+
+@triton.jit
+def expert_tiles(expert, schedule_ptr, NUM_EXPERTS: tl.constexpr):
+    """(number of m tiles before an expert, number of its m tiles)."""
+    tile_offsets_ptr = tile_offsets(schedule_ptr, NUM_EXPERTS)
+    before = tl.load(tile_offsets_ptr + expert)
+    return before, tl.load(tile_offsets_ptr + expert + 1) - before
+
+
+@triton.jit
+def tile_experts(schedule_ptr, NUM_EXPERTS: tl.constexpr):
+    """Pointer to the expert of each m tile."""
+    return schedule_ptr + (2 * NUM_EXPERTS + 2)
+
+
+@triton.jit
 def num_row_tiles(schedule_ptr, NUM_EXPERTS: tl.constexpr):
-    """How many m tiles there are. A schedule is laid out as `grouped_moe.schedule.Schedule` says."""
+    """The number of m tiles."""
     return tl.load(schedule_ptr + (2 * NUM_EXPERTS + 1))
 
 
 @triton.jit
-def find_row_tile(tile, schedule_ptr, NUM_EXPERTS: tl.constexpr):
-    """Number of an m tile -> its expert. The caller has checked that there is such a tile."""
-    return tl.load(schedule_ptr + (2 * NUM_EXPERTS + 2) + tile)
+def find_expert(m_tile, schedule_ptr, NUM_EXPERTS: tl.constexpr):
+    """The expert of an m tile, which must be less than num_row_tiles."""
+    return tl.load(tile_experts(schedule_ptr, NUM_EXPERTS) + m_tile)
 
 
 @triton.jit
 def find_tile(tile, schedule_ptr, NUM_EXPERTS: tl.constexpr, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
     """Tile number -> (expert, m tile within the expert, n tile).
 
-    Experts come in order. Within one, some m tiles go through the n tiles together, so that a weight tile is read
-    from L2 by its neighbours. The caller has checked that tile < num_row_tiles * NUM_N_TILES.
+    Experts come in order; `grouped_order` orders the tiles of one. The caller guarantees that
+    tile < num_row_tiles * NUM_N_TILES.
     """
-    tile_offsets_ptr = schedule_ptr + (NUM_EXPERTS + 1)
-    expert = find_row_tile(tile // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
-    first = tl.load(tile_offsets_ptr + expert)
-    num_m_tiles = tl.load(tile_offsets_ptr + expert + 1) - first
-    within = tile - first * NUM_N_TILES
-    m_tile, n_tile = grouped_order(within, num_m_tiles, NUM_N_TILES, GROUP_M)
+    expert = find_expert(tile // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
+    before, num_m_tiles = expert_tiles(expert, schedule_ptr, NUM_EXPERTS)
+    m_tile, n_tile = grouped_order(tile - before * NUM_N_TILES, num_m_tiles, NUM_N_TILES, GROUP_M)
     return expert, m_tile, n_tile
 
 
 @triton.jit
 def grouped_order(tile, num_m_tiles, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
-    """Tile number -> (m tile, n tile): GROUP_M m tiles go through the n tiles together.
+    """Number of a tile within its expert -> (m tile, n tile).
 
-    Those left over go with the group before them if they are fewer than half: they would read all weights again.
+    GROUP_M m tiles go through the n tiles together, so that they read a weight tile from L2. If fewer than half of
+    GROUP_M are left over, they go with the last group: on their own they would read all weights again.
     """
     last = tl.maximum((num_m_tiles + GROUP_M // 2) // GROUP_M - 1, 0)
     group = tl.minimum(tile // (GROUP_M * NUM_N_TILES), last)
     group_size = tl.where(group == last, num_m_tiles - last * GROUP_M, GROUP_M)
-    group_size = tl.maximum(group_size, 1)  # of no m tiles: what is returned then is not used
+    group_size = tl.maximum(group_size, 1)  # an expert without tiles: the result is not used
     within_group = tile - group * (GROUP_M * NUM_N_TILES)
     return group * GROUP_M + within_group % group_size, within_group // group_size
 
 
 @triton.jit
 def tile_rows(expert, m_tile, expert_offsets_ptr, BLOCK_M: tl.constexpr):
-    """Rows of a tile: (first row, rows in range, mask).
+    """(first row, rows, mask) of a tile.
 
-    Rows past the expert's last one repeat it, so that every address is valid; the mask keeps them out of every store
-    and out of loads, which would read that one row many times.
+    Rows past the expert's last one repeat it, so that every address is valid. The mask leaves them out of stores, and
+    out of loads, which would read that one row many times.
     """
     first = tl.load(expert_offsets_ptr + expert) + m_tile * BLOCK_M
     count = tl.load(expert_offsets_ptr + expert + 1) - first
@@ -64,26 +106,40 @@ def tile_rows(expert, m_tile, expert_offsets_ptr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def tile_ptrs(ptr, first_row, first_column, ROW_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pointers to a (BLOCK_M, BLOCK_N) tile of a contiguous (rows, ROW_SIZE) tensor: int64 to it, int32 within."""
+    """Pointers to a (BLOCK_M, BLOCK_N) tile of a contiguous (rows, ROW_SIZE) tensor; offsets in the tile are int32."""
     offsets = tl.arange(0, BLOCK_M)[:, None] * ROW_SIZE + tl.arange(0, BLOCK_N)[None, :]
     return ptr + (first_row.to(tl.int64) * ROW_SIZE + first_column) + offsets
 
 
 @triton.jit
 def add_bias(acc, bias_ptr, stride_bn, first_column, scales, N: tl.constexpr, BLOCK_N: tl.constexpr):
-    """acc plus BLOCK_N of an expert's N bias values, times the row's scale if given; acc itself without a bias."""
+    """acc plus BLOCK_N values of an expert's bias, (N,), each times the row's scale if given; acc without bias_ptr."""
     if bias_ptr is None:
         return acc
     else:
         columns = first_column + tl.arange(0, BLOCK_N)
-        bias = tl.load(bias_ptr + columns.to(tl.int64) * stride_bn, mask=columns < N, other=0.0)
-        bias = bias.to(tl.float32)[None, :]
+        bias = load_bias(bias_ptr, stride_bn, columns, N)[None, :]
         return acc + (bias if scales is None else scales[:, None] * bias)
 
 
 @triton.jit
+def load_bias(bias_ptr, stride_bn, columns, N: tl.constexpr):
+    """Values of an expert's bias, (N,), in fp32; 0 for columns from N on."""
+    return tl.load(bias_ptr + columns.to(tl.int64) * stride_bn, mask=columns < N, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_slots(row_to_slot_ptr, rows):
+    """The slot of each row; the row itself without row_to_slot_ptr."""
+    if row_to_slot_ptr is None:
+        return rows
+    else:
+        return tl.load(row_to_slot_ptr + rows)
+
+
+@triton.jit
 def load_scales(scales_ptr, rows):
-    """One fp32 factor per row."""
+    """One factor per row, in fp32."""
     return tl.load(scales_ptr + rows).to(tl.float32)
 
 
@@ -98,14 +154,33 @@ def store_columns(
 
 
 @triton.jit
-def column_halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The left and right half of a tile: an epilogue that takes them in turn keeps half the values in registers."""
-    return tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+def column_halves(acc):
+    """(left half, right half) of a tile. An epilogue that takes them one after the other needs fewer registers."""
+    return tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def column_pieces(acc, PIECES: tl.constexpr):
+    """A tile as a tuple of PIECES tiles of neighbouring columns."""
+    if PIECES == 1:
+        return (acc,)
+    else:
+        left, right = column_halves(acc)
+        return column_pieces(left, PIECES // 2) + column_pieces(right, PIECES // 2)
+
+
+@triton.jit
+def scale_rows(value, scales):
+    """value times one factor per row; value itself without scales."""
+    if scales is None:
+        return value
+    else:
+        return scales[:, None] * value
 
 
 @triton.jit
 def source_rows(rows, row_to_slot_ptr, TOP_K: tl.constexpr):
-    """Where routed rows are read: TOP_K == 0, in place; else at their token, slot // TOP_K."""
+    """The row of the operand that each routed row reads: its token, slot // TOP_K, or with TOP_K == 0 itself. int64."""
     if TOP_K == 0:
         return rows.to(tl.int64)
     else:
@@ -114,7 +189,7 @@ def source_rows(rows, row_to_slot_ptr, TOP_K: tl.constexpr):
 
 @triton.jit
 def load_weights(w_ptrs, k_mask, n_mask, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr):
-    """A (BLOCK_K, BLOCK_N) weight tile, 0 past either extent. An unneeded mask would cost vectorized loads."""
+    """A (BLOCK_K, BLOCK_N) weight tile, 0 where masked. A mask that is not needed would prevent vectorized loads."""
     if EVEN_K and EVEN_N:
         return tl.load(w_ptrs)
     elif EVEN_N:
@@ -128,7 +203,7 @@ def load_weights(w_ptrs, k_mask, n_mask, EVEN_K: tl.constexpr, EVEN_N: tl.conste
 @triton.jit
 def dot_tile(
     x_ptrs,  # (BLOCK_M, BLOCK_K) pointers at k = 0
-    row_mask,  # (BLOCK_M,) rows to read; the others, which point at the expert's last one, count as 0
+    row_mask,  # (BLOCK_M,) rows to read; the others count as 0
     stride_xk,
     w_ptrs,  # (BLOCK_K, BLOCK_N) pointers at k = 0
     stride_wk,
@@ -140,7 +215,7 @@ def dot_tile(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x @ w over K, in fp32. A K tail is masked in both operands."""
+    """x @ w over K, (BLOCK_M, BLOCK_N) fp32. The tail of K is masked in both operands."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -168,9 +243,9 @@ def dot_tile_tma(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The same by the tensor memory accelerator, which reads 0 past every extent.
+    """`dot_tile` with operands loaded by TMA, which reads 0 past every extent.
 
-    Rows past the expert's last one are the next expert's, or unwritten: the caller must not store their results.
+    Rows past the expert's last one are the next expert's or undefined: the caller must not store their results.
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):

@@ -5,6 +5,7 @@ Shapes are few on purpose: every new one compiles kernels.
 
 import importlib
 import sys
+import threading
 
 import pytest
 import torch
@@ -274,3 +275,16 @@ def test_on_a_device_that_is_not_the_current_one(grouped_moe, index):
     out = grouped_moe.combine_rows(rows, torch.ones_like(moved.top_k_weights), routing)
     local = ((moved.top_k_index >= 0) & (moved.top_k_index < BIAS.E)).sum(1, keepdim=True)
     assert_close("gathered and combined", out, local * moved.hidden_states.double(), torch.bfloat16)
+
+
+def test_first_call_of_a_thread(grouped_moe, device):
+    """Nothing else has been run on the GPU by that thread."""
+    case = MEDIUM._replace(T=2048)
+    inputs = make_inputs(case, torch.bfloat16, device)
+    with torch.no_grad():
+        want, got = call(grouped_moe, case, inputs), []
+        torch.cuda.synchronize()
+        thread = threading.Thread(target=lambda: got.append(call(grouped_moe, case, inputs).detach()))
+        thread.start()
+        thread.join()
+    assert torch.equal(got[0], want)

@@ -1,5 +1,6 @@
 """What the package needs to know of a device, and the device that launches go to."""
 
+import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,6 +10,15 @@ import torch
 from . import _compat
 
 _ALREADY_THERE = nullcontext()
+
+
+class _Thread(threading.local):
+    """The devices that launches of this thread have gone to."""
+
+    devices: frozenset = frozenset()
+
+
+_thread = _Thread()
 
 
 @dataclass(frozen=True, eq=False)  # by identity: there is one of each device, and it is part of many keys
@@ -84,6 +94,10 @@ def on_device(tensor: torch.Tensor):
     if device.type == "cpu":
         return _ALREADY_THERE
     backend = getattr(torch, device.type)
+    if device not in _thread.devices:
+        # A descriptor of the tensor memory accelerator needs a context in the thread, which PyTorch's first kernel makes.
+        torch.zeros(1, device=device)
+        _thread.devices = {*_thread.devices, device}
     return _ALREADY_THERE if backend.current_device() == device.index else backend.device(device)
 
 

@@ -4,9 +4,9 @@ from typing import Optional
 
 from torch import Tensor
 
-from ..._triton.hopper_gemm import hopper_gemm_kernel
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import hopper_gemm_config, persistent_grid
+from ..kernels.hopper_gemm import hopper_gemm_kernel
 from ..problems import GemmProblem
 from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel

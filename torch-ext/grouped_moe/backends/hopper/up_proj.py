@@ -4,11 +4,11 @@ from typing import Optional
 
 from torch import Tensor
 
-from ..._triton.hopper_experts import hopper_up_proj_kernel
-from ..._triton.hopper_gathered import hopper_gathered_up_proj_kernel
 from ...block import Block
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import GemmConfig, hopper_gathered_up_config, hopper_up_config, persistent_grid
+from ..kernels.hopper_experts import hopper_up_proj_kernel
+from ..kernels.hopper_gathered import hopper_gathered_up_proj_kernel
 from ..problems import BlockProblem
 from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel

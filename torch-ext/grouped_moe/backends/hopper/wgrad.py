@@ -4,9 +4,9 @@ from typing import Optional
 
 from torch import Tensor
 
-from ..._triton.hopper_wgrad import hopper_gathered_wgrad_kernel, hopper_wgrad_kernel
 from ...rows import Rows
 from ...tuning.heuristic import GemmConfig, hopper_wgrad_config
+from ..kernels.hopper_wgrad import hopper_gathered_wgrad_kernel, hopper_wgrad_kernel
 from ..problems import WgradProblem
 from ..triton.launch import Kernel
 from .descriptors import RaggedTmaBlock, TmaBlock

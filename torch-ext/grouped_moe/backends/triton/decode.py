@@ -6,10 +6,10 @@ from typing import NamedTuple, Tuple
 import torch
 from torch import Tensor
 
-from ..._triton.decode import slot_down_proj_kernel, slot_up_proj_kernel
 from ...block import Block
 from ...common.activation import Activation
 from ...rows import unit_rows
+from ..kernels.decode import slot_down_proj_kernel, slot_up_proj_kernel
 from .gemm import bias_and_strides
 from .launch import Kernel
 

@@ -5,10 +5,10 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..._triton.experts import down_dgrad_kernel
 from ...block import Block
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import dgrad_config, persistent_grid, triton_path
+from ..kernels.experts import down_dgrad_kernel
 from ..problems import BlockProblem
 from ..table import launcher_of
 from .descriptors import describe

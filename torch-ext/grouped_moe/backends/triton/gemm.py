@@ -5,10 +5,10 @@ from typing import Optional
 
 from torch import Tensor
 
-from ..._triton.gemm import grouped_gemm_kernel, zero_ungrouped_kernel
 from ...common.device import dot_precision, spec_of
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import gemm_config, persistent_grid, triton_path, wide_pays
+from ..kernels.gemm import grouped_gemm_kernel, zero_ungrouped_kernel
 from ..problems import GemmProblem
 from ..table import launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout

@@ -6,8 +6,8 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..._triton.rows import combine_grad_kernel, combine_kernel, gather_rows_kernel, sort_rows_kernel
 from ...rows import Rows, unit_rows
+from ..kernels.rows import combine_grad_kernel, combine_kernel, gather_rows_kernel, sort_rows_kernel
 from .gemm import zero_ungrouped
 from .launch import Kernel
 

@@ -6,8 +6,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..._triton.sums import bias_grads_kernel, sum_partials_kernel, sum_tiles_kernel
 from ...rows import Rows, max_tiles
+from ..kernels.sums import bias_grads_kernel, sum_partials_kernel, sum_tiles_kernel
 from .gemm import bias_and_strides
 from .launch import Kernel
 

@@ -4,11 +4,11 @@ from typing import Optional, Tuple
 
 from torch import Tensor
 
-from ..._triton.experts import up_proj_kernel
 from ...block import Block
 from ...common.device import dot_precision, spec_of
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import persistent_grid, triton_path, up_config
+from ..kernels.experts import up_proj_kernel
 from ..problems import BlockProblem
 from ..table import launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout

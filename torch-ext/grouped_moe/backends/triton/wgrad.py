@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ..._triton.gemm import wgrad_kernel
 from ...common.device import dot_precision, spec_of
 from ...rows import Rows, unit_rows
 from ...tuning.heuristic import rows_per_group, triton_path, wgrad_config
+from ..kernels.gemm import wgrad_kernel
 from ..problems import WgradProblem
 from ..table import launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, tma_strides

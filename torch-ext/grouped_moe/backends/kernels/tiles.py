@@ -1,6 +1,6 @@
 """Device functions that all grouped kernels share, Gluon's included: the layout of a schedule, tiles, loads and stores.
 
-A schedule (`grouped_moe.schedule.Schedule`) is one int32 array of three parts:
+A schedule (`grouped_moe.rows.Rows`) is one int32 array of three parts:
     expert offsets (E + 1,): the first row of each expert, and the row past the last expert's last one;
     tile offsets (E + 1,): the number of m tiles before each expert, and the number of all m tiles;
     tile experts: the expert of each m tile.

@@ -1,4 +1,4 @@
-"""Activations in registers: value and derivative, in fp32. The formulas are those of `grouped_moe.activation`."""
+"""Activations in registers: value and derivative, in fp32. `grouped_moe.common.activation` has the formulas."""
 
 import triton
 import triton.language as tl

@@ -39,7 +39,7 @@ def shared_layout(block, dtype):
 
 @gluon.jit
 def ragged_coordinates(row, end, column):
-    """Coordinates in a ragged descriptor (`descriptors.ragged_box`) of the block at (row, column).
+    """Coordinates in a ragged descriptor (`hopper.descriptors.RaggedTmaBlock`) of the block at (row, column).
 
     Rows from `end` on are read as 0 and are not written.
     """

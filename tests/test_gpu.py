@@ -279,7 +279,7 @@ def test_on_a_device_that_is_not_the_current_one(grouped_moe, index):
 
 def test_first_call_of_a_thread(grouped_moe, device):
     """Nothing else has been run on the GPU by that thread."""
-    case = MEDIUM._replace(T=2048)
+    case = WIDE
     inputs = make_inputs(case, torch.bfloat16, device)
     with torch.no_grad():
         want, got = call(grouped_moe, case, inputs), []

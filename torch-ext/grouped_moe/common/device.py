@@ -95,7 +95,7 @@ def on_device(tensor: torch.Tensor):
         return _ALREADY_THERE
     backend = getattr(torch, device.type)
     if device not in _thread.devices:
-        # A descriptor of the tensor memory accelerator needs a context in the thread, which any kernel of PyTorch makes.
+        # Descriptors of the tensor memory accelerator need a context in the thread, which any kernel of PyTorch makes.
         torch.zeros(1, device=device)
         _thread.devices = {*_thread.devices, device}
     return _ALREADY_THERE if backend.current_device() == device.index else backend.device(device)

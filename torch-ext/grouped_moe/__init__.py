@@ -7,6 +7,7 @@ E local experts, H hidden, I intermediate; M, N, K are GEMM dimensions.
 from . import layers, reference
 from .bias_grads import grouped_dbias_dscales
 from .common.activation import Activation
+from .common.flops import register_formulas
 from .experts import grouped_mm_experts
 from .grouped_linear import grouped_linear
 from .grouped_mlp import grouped_mlp
@@ -16,6 +17,8 @@ from .permute import combine_rows, gather_rows
 from .routing import Routing, route
 from .splits import GroupOffsets, GroupSizes
 from .warm_up import warm_up
+
+register_formulas()
 
 __all__ = [
     "Activation",

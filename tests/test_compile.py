@@ -289,3 +289,29 @@ def test_meta_tensors(grouped_moe):
     got, want = run(grouped_moe, case, meta), run(grouped_moe, case, inputs)
     for a, b in zip((got.out, *got.grads.values()), (want.out, *want.grads.values())):
         assert (a.device.type, a.shape, a.dtype) == ("meta", b.shape, b.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="AOTInductor needs a C++ compiler")
+@pytest.mark.parametrize("limit", [None, 7.0], ids=["no-limit", "limit"])
+def test_aot_inductor(grouped_moe, device, tmp_path, limit):
+    """A block is compiled, saved, loaded and called; without a limit, too, which is no number in what is saved."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = (
+                torch.nn.Parameter(torch.randn(shape, device=device)) for shape in ((4, 32, 16), (4, 16, 16))
+            )
+
+        def forward(self, x, ids, weights):
+            activation = grouped_moe.Activation(limit=limit)
+            return grouped_moe.grouped_mm_experts(x, ids, weights, self.up, self.down, activation=activation)
+
+    block, ids = Block().eval(), torch.randint(0, 5, (8, 2), device=device)
+    x, weights = torch.randn(8, 16, device=device), torch.rand(8, 2, device=device)
+    with torch.no_grad():
+        program = torch.export.export(block, (x, ids, weights))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "block.pt2"))
+        loaded = torch._inductor.aoti_load_package(path)
+        assert_bitwise("out", loaded(x, ids, weights), block(x, ids, weights))

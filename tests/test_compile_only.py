@@ -14,9 +14,9 @@ TARGETS = ("sm80", "sm90", "sm100", "sm120", "gfx942")
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_without_spilling(target):
-    """Three layers in one signature each, at the smallest and the largest row tile; without options it does all."""
+    """Two layers in one signature each, at the smallest and the largest row tile; without options it does all."""
     command = [sys.executable, "tools/compile_check.py", "--targets", target, "--dtypes", "bf16"]
-    command += ["--layers", "qwen3-30b,gpt-oss,nemotron-h", "--tokens", "1,4096"]
+    command += ["--layers", "qwen3-30b,gpt-oss", "--tokens", "1,4096"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(result.stdout)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -10,7 +10,7 @@ READY = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/ready)
 PIP = $(PYTHON) -m pip --python $(PY) install --disable-pip-version-check
 export SHOW_PACKAGES = import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")
 
-.PHONY: help venv build demo lint test test-gpu bench plots compile-check clean
+.PHONY: help venv build demo lint test test-gpu fuzz bench plots tune compile-check clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -50,17 +50,23 @@ test: build  ## everything a machine without a GPU can test
 test-gpu: build  ## the same tests on this machine's GPU, and those that need one
 	$(PYTEST) tests --ignore tests/interpreter
 
+MINUTES = 5
+SEED = 0
+
+fuzz: build  ## random cases on this machine's GPU or CPU: make fuzz MINUTES=30 SEED=7
+	$(PY) tools/fuzz.py --minutes $(MINUTES) --seed $(SEED)
+
 bench: build  ## speed, memory and how cost grows on this machine, beside every peer that can be had
 	$(PY) -m benchmarks
 
-# What layers.json lacks of peers is drawn from the first of these runs that has it.
-PEERS = sonicmoe_step_deepseek sonicmoe_step_mixtral sonicmoe_mixtral layers_27074e3 layers_26a7014 sonicmoe_balanced \
-	sonicmoe_steps sonicmoe_t4096 sonicmoe_deepseek_mixtral layers_olmoe layers_7f9b56b layers_df1819c
-RESULTS = benchmarks/results
+# Whose results are drawn, as in their names.
+GPU = h200
 
 plots: $(READY)  ## the figures of the recorded results
-	$(PY) benchmarks/plot.py $(RESULTS)/layers.json --peers $(PEERS:%=$(RESULTS)/%.json)
-	set -e; for run in decode growth linear; do $(PY) benchmarks/plot.py $(RESULTS)/$$run.json; done
+	$(PY) benchmarks/plot.py --gpu $(GPU)
+
+tune: build  ## the tiles that are fastest on this machine's GPU, as its file in the package's configs
+	$(PY) benchmarks/tune.py
 
 compile-check: build  ## every kernel for every target, with registers, shared memory and spills
 	$(PY) tools/compile_check.py

@@ -1,6 +1,6 @@
-"""The experts block of one Qwen3-30B-A3B layer, for `kernels benchmark`: decode, a small batch, a long one, a step.
+"""The experts block of one Qwen3-30B-A3B layer, for `kernels benchmark`: decode, a long batch, sentinels, a step.
 
-Every workload is verified against the package's fp32 reference. Speed next to its peers: run_layers.py.
+Every workload is verified against the package's fp32 reference. run_experts.py measures next to peers.
 """
 
 import torch
@@ -74,9 +74,6 @@ class ExpertsBenchmark(Benchmark):
     def setup_decode(self) -> None:
         self.inputs(1)
 
-    def setup_small_batch(self) -> None:
-        self.inputs(128)
-
     def setup_long_batch(self) -> None:
         self.inputs(self.long_batch())
 
@@ -88,35 +85,14 @@ class ExpertsBenchmark(Benchmark):
         for tensor in (self.x, self.weights, self.up, self.down):
             tensor.requires_grad_()
 
-    def benchmark_decode(self) -> None:
-        self.forward()
-
-    def benchmark_small_batch(self) -> None:
-        self.forward()
-
-    def benchmark_long_batch(self) -> None:
-        self.forward()
-
-    def benchmark_sentinels(self) -> None:
-        self.forward()
+    benchmark_decode = benchmark_long_batch = benchmark_sentinels = forward
+    verify_decode = verify_long_batch = verify_sentinels = verify_forward
 
     def benchmark_training(self) -> None:
         """Forward and backward, all gradients; out is the gradient of the hidden states."""
         inputs = (self.x, self.weights, self.up, self.down)
         out = self.kernel.grouped_mm_experts(self.x, self.ids, *inputs[1:])
         self.out = torch.autograd.grad(out, inputs, self.dout)[0]
-
-    def verify_decode(self) -> torch.Tensor:
-        return self.verify_forward()
-
-    def verify_small_batch(self) -> torch.Tensor:
-        return self.verify_forward()
-
-    def verify_long_batch(self) -> torch.Tensor:
-        return self.verify_forward()
-
-    def verify_sentinels(self) -> torch.Tensor:
-        return self.verify_forward()
 
     def verify_training(self) -> torch.Tensor:
         inputs = [t.detach().float().requires_grad_() for t in (self.x, self.weights, self.up, self.down)]

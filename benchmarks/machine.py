@@ -1,8 +1,8 @@
-"""What every script shares: the package, the machine, the JSON that is rewritten after every cell, the options."""
+"""What every benchmark shares: the package, the machine, the options, and the JSON with its schema."""
 
 import argparse
 import faulthandler
-import gc
+import importlib.metadata
 import json
 import os
 import platform
@@ -16,15 +16,17 @@ from types import ModuleType
 from typing import Callable, List, NamedTuple, Optional
 
 import torch
-from timing import time_box
+from timing import Plan, time_box
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 GRACE_SECONDS, HANGING_SECONDS = 8.0, 30.0  # past the budget: a task is stopped, the process ends
-PACKAGES = ("torch", "triton", "transformers", "kernels", "nvidia-cutlass-dsl")
+PACKAGES = ("torch", "triton", "transformers", "kernels")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_kernel() -> ModuleType:
-    """The package as its users load it, by repo id and version of build.toml; a local build stands in for the Hub."""
+    """The package as its users load it, by repo id and version of build.toml. A local build stands in for the Hub."""
     import kernels
 
     text = (ROOT / "build.toml").read_text(encoding="utf-8")
@@ -35,7 +37,7 @@ def load_kernel() -> ModuleType:
 
 
 def command_output(*command: str) -> Optional[str]:
-    """Its stripped standard output, or None if it can't be had."""
+    """Its stripped standard output, or None if it failed."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=str(ROOT))
     except (OSError, subprocess.TimeoutExpired):
@@ -45,31 +47,68 @@ def command_output(*command: str) -> Optional[str]:
 
 def package_version(name: str) -> Optional[str]:
     """The version of an installed package, or None."""
-    import importlib.metadata
-
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def describe_machine(kernel: ModuleType, commit: Optional[str]) -> dict:
-    """Machine, versions, build and date: what a result needs to be compared with another."""
-    metadata = json.loads((Path(kernel.__file__).parent / "metadata.json").read_text(encoding="utf-8"))
+def build_id(kernel: ModuleType) -> str:
+    """The id in the metadata of a build."""
+    return json.loads((Path(kernel.__file__).parent / "metadata.json").read_text(encoding="utf-8"))["id"]
+
+
+def describe_machine() -> dict:
+    """Machine, versions and date: what a result needs to be compared with another."""
     cuda = torch.cuda.is_available()
     driver = command_output("nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader")
     return {
         "date_utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": commit or command_output("git", "rev-parse", "HEAD"),
-        "kernel": {key: metadata.get(key) for key in ("name", "version", "id")},
+        "commit": command_output("git", "rev-parse", "HEAD"),
         "gpu": torch.cuda.get_device_name() if cuda else None,
-        "gpu_memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1) if cuda else None,
         "driver_and_power_limit": driver.splitlines()[0] if driver and cuda else None,
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
         "python": sys.version.split()[0],
         "cuda": torch.version.cuda or torch.version.hip,
         **{name: package_version(name) for name in PACKAGES},
     }
+
+
+def result_name(benchmark: str, gpu: Optional[str]) -> str:
+    """File name of a result: the benchmark and the GPU, as in layers_h200.json; cpu.json for what has no GPU."""
+    model = gpu and gpu.replace("NVIDIA ", "").split()[0].lower()
+    return f"{benchmark}_{model}.json" if model else f"{benchmark}.json"
+
+
+def schema_error(results: dict) -> Optional[str]:
+    """Why `results` is not what a file of benchmarks/results holds, or None if it is.
+
+    Every file has benchmark, date_utc and triton as strings. A check's file has steps {name: what was found}. A
+    benchmark's file has build, machine, python and torch as strings, gpu as a string or None, and cells, a list.
+
+    A cell has name, a unique string; times {measure: {provider: entry}}, where an entry has median_ms > 0; and skipped
+    {provider: reason}, where "all" stands for the whole cell. It may have errors {provider: {tensor: relative error}},
+    wrong [provider], peak_mib and saved_mib {provider: MiB or None}, build and date_utc where they differ from the
+    file's, and whatever else identifies it.
+    """
+    strings = ("benchmark", "date_utc", "triton")
+    for key in strings if "steps" in results else (*strings, "build", "machine", "python", "torch"):
+        if not isinstance(results.get(key), str):
+            return f"{key}: expected a string, got {results.get(key)!r}"
+    if not isinstance(results.get("gpu"), (str, type(None))):
+        return "gpu: expected a string or None"
+    if "steps" in results:
+        return None if results["steps"] else "steps: expected what was found, by name"
+    names = [cell.get("name") for cell in results.get("cells", ())]
+    if not names or len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
+        return "cells: expected a list of cells with unique names"
+    for cell in results["cells"]:
+        entries = [entry for providers in cell["times"].values() for entry in providers.values()]
+        if not entries and not cell["skipped"]:
+            return f"{cell['name']}: neither times nor a reason why there are none"
+        if not all(isinstance(entry.get("median_ms"), float) and entry["median_ms"] > 0 for entry in entries):
+            return f"{cell['name']}: an entry without a positive median_ms"
+    return None
 
 
 def write(path: Optional[Path], results: dict) -> None:
@@ -85,85 +124,78 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:160]}"
 
 
-def make_parser(description: str, budget: float, cell_seconds: float) -> argparse.ArgumentParser:
-    """The options that all scripts have."""
+def make_parser(description: Optional[str], budget: float, seconds: float = 2.0) -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--commit", help="commit of the package, where git can't tell")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, also without a GPU")
-    parser.add_argument("--prepare", action="store_true", help="compile into the caches on disk, measure nothing")
-    parser.add_argument(
-        "--only", nargs="+", action="append", metavar="WORD",
-        help="cells with all these words in their name; given again: these cells, too",
-    )  # fmt: skip
-    parser.add_argument(
-        "--budget", type=float, default=budget, help=f"no cell starts past so many seconds ({budget:g})"
-    )
-    parser.add_argument("--cell-seconds", type=float, default=cell_seconds, help=f"of rounds ({cell_seconds:g})")
-    parser.add_argument("--warm-seconds", type=float, default=0.3, help="before the rounds (0.3)")
-    parser.add_argument("--rounds", type=int, default=7, help="of all in turn (7)")
+    add = parser.add_argument
+    add("--output", type=Path, help="JSON file to write")
+    add("--smoke", action="store_true", help="tiny sizes, also without a GPU")
+    add("--only", nargs="+", action="append", metavar="WORD", help="cells whose name has all these words; repeatable")
+    add("--budget", type=float, default=budget, help=f"seconds after which no cell starts ({budget:g})")
+    add("--seconds", type=float, default=seconds, help=f"of one measurement, past all orders once ({seconds:g})")
+    add("--warm-seconds", type=float, default=0.3, help="before each measurement (0.3)")
+    add("--rounds", type=int, default=7, help="in which all providers take their turn (7)")
+    add("--first-seconds", type=float, default=200, help="for a first call, which may compile or tune (200)")
     return parser
 
 
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """The plan that the options ask for."""
+    if arguments.smoke:
+        return Plan(0.0, 2, 0.0, 1e-4, 1, 2)
+    return Plan(arguments.warm_seconds, arguments.rounds, arguments.seconds)
+
+
 class Task(NamedTuple):
-    """A cell of results[key]: what identifies it, what fills it in, and what only compiles for it."""
+    """What fills in one cell, or the cells that take turns with each other."""
 
-    key: str
-    cell: dict
-    title: str
-    measure: Callable[[], dict]
-    prepare: Callable[[], None]
+    name: str
+    measure: Callable[[], List[dict]]
 
 
-def wanted(title: str, only: Optional[List[List[str]]]) -> bool:
-    """Whether a cell's name has all the words of one of the lists, if there are any."""
-    return not only or any(all(word in title for word in words) for words in only)
+def wanted(name: str, only: Optional[List[List[str]]]) -> bool:
+    """Whether a name has all the words of one of the lists, if there are any."""
+    return not only or any(all(word in name for word in words) for words in only)
 
 
-def prepare_tasks(tasks: List[Task], arguments: argparse.Namespace) -> None:
-    """Compiles into the caches on disk what the tasks need, as far as the budget goes."""
-    begun = time.monotonic()
-    for task in tasks:
-        left = arguments.budget - (time.monotonic() - begun)
-        if left > 0 and wanted(task.title, arguments.only):
-            try:
-                with time_box(left):
-                    task.prepare()
-            except Exception as error:  # it will show again where it is measured
-                print(f"{task.title}: {first_line(error)}", flush=True)
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # others prepare at the same time
+def summary(cell: dict) -> str:
+    """A cell in one line: its times in ms, what is wrong, and what was skipped."""
+    said = []
+    for measure, entries in cell["times"].items():
+        times = ", ".join(f"{name} {entry['median_ms']:.4g}" for name, entry in entries.items())
+        said.append(f"{measure}: {times}")
+    said += [f"{name} IS WRONG: {cell['errors'][name]}" for name in cell.get("wrong", ())]
+    return "; ".join(said + [f"{name} skipped: {reason}" for name, reason in cell["skipped"].items()])
 
 
-def run_tasks(results: dict, tasks: List[Task], arguments: argparse.Namespace, progress: Callable) -> dict:
-    """Runs tasks in order of importance until the budget is over; writes and prints after each.
+def run_tasks(results: dict, tasks: List[Task], arguments: argparse.Namespace) -> dict:
+    """Runs tasks until the budget is over; after each one, prints its cells and writes the JSON.
 
-    A task that is under way then is stopped a little later; a process that hangs ends, with what it has written.
+    A task that is under way when the budget ends is stopped a little later. A process that hangs is ended; what it has
+    written stays.
     """
-    if arguments.prepare:
-        prepare_tasks(tasks, arguments)
-        return results
-    begun = time.monotonic()
-    faulthandler.dump_traceback_later(arguments.budget + HANGING_SECONDS, exit=True)
+    begun, results["cells"] = time.monotonic(), []
+    faulthandler.dump_traceback_later(arguments.budget + HANGING_SECONDS, exit=True, file=sys.__stderr__)
     for task in tasks:
-        results.setdefault(task.key, [])
-        if not wanted(task.title, arguments.only):
+        if not wanted(task.name, arguments.only):
             continue
-        start = time.monotonic()
-        left = arguments.budget - (start - begun)
-        if left <= 0:
-            results[task.key].append({**task.cell, "skipped": f"past the budget of {arguments.budget:.0f} s"})
-            continue
+        left = arguments.budget - (time.monotonic() - begun)
         try:
+            if left <= 0:
+                raise TimeoutError(f"past the budget of {arguments.budget:.0f} s")
             with time_box(left + GRACE_SECONDS):
-                found = {**task.cell, **task.measure()}
+                cells = task.measure()
         except Exception as error:  # one cell's failure is a result, too
-            found = {**task.cell, "skipped": first_line(error)}
-        results[task.key].append({**found, "seconds": time.monotonic() - start})
-        results["seconds"] = time.monotonic() - begun
+            cells = [{"name": task.name, "times": {}, "skipped": {"all": first_line(error)}}]
+        results["cells"] += cells
+        results["seconds"] = round(time.monotonic() - begun, 1)
         write(arguments.output, results)
-        print(progress(task.title, results[task.key][-1]), flush=True)
+        for cell in cells:
+            print(f"{cell['name']}: {summary(cell)}", flush=True)
     faulthandler.cancel_dump_traceback_later()
-    write(arguments.output, results)
     return results
+
+
+def main_of(benchmark: str, arguments: argparse.Namespace, kernel: ModuleType, tasks: List[Task]) -> dict:
+    """What the main function of a benchmark ends with."""
+    return run_tasks({"benchmark": benchmark, "build": build_id(kernel), **describe_machine()}, tasks, arguments)

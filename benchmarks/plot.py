@@ -1,10 +1,8 @@
-"""Draws what the scripts measured, into the folder of their JSON:
+"""Draws what is recorded of one GPU into the folder of the results:
 
-    python benchmarks/plot.py benchmarks/results/layers.json [--output FOLDER] [--peers JSON...]
+    python benchmarks/plot.py [--gpu h200] [--results benchmarks/results]
 
-layers.json: speedup.png, sentinels.png, memory.png. decode.json: decode.png. By the name of the JSON, growth.json:
-growth.png, linear.json: linear_speedup.png. Lines differ by dash and marker, bars by hatch: the figures read without
-colour.
+Lines differ by dash and marker, bars by shade and hatch, so the figures read without colour.
 """
 
 import argparse
@@ -17,85 +15,84 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from report import (  # noqa: E402
-    BATCHED,
-    CALLS,
-    COMPILED,
-    DECODE,
-    DENSE,
-    EAGER,
-    GRAPH,
-    GROWTH,
-    HOST,
-    LAYERS,
-    LINEAR,
-    LOOP,
-    OURS,
-    OVER_LINE,
-    RECOMPUTE,
-    SCATTERMOE,
-    SONICMOE,
-    STEP,
-    TORCH,
-    local,
-    measured,
-    mib,
-    milliseconds,
-    over_line,
-    speedup,
-)
+from machine import RESULTS  # noqa: E402
+from providers import BATCHED, DENSE, GROUPED, OURS, RECOMPUTE, SONICMOE  # noqa: E402
+from workload import fraction  # noqa: E402
 
-PATTERNS = {"balanced": "o", "zipf": "s", "half": "^"}
+LOOP, OVER_LINE = "loop", 1.10  # growth past this multiple of the line between neighbours is marked
 # Shade and hatch of a provider's bars; dash, marker and shade of its lines.
 BARS = {
-    OURS: ("0.15", ""), RECOMPUTE: ("0.4", ".."), EAGER: ("0.9", "//"), COMPILED: ("1.0", "xx"),
-    BATCHED: ("0.9", "||"), SCATTERMOE: ("0.75", "\\\\"), SONICMOE: ("0.6", "--"), DENSE: ("1.0", ""),
+    OURS: ("0.15", ""), RECOMPUTE: ("0.4", ".."), GROUPED: ("0.9", "//"), SONICMOE: ("0.6", "--"), DENSE: ("1.0", ""),
 }  # fmt: skip
 LINES = {
-    OURS: ("-", "o", "0.0"), EAGER: ("--", "s", "0.3"), COMPILED: ("-.", "D", "0.3"), BATCHED: (":", "v", "0.3"),
-    SONICMOE: ("--", "^", "0.5"), DENSE: (":", "x", "0.5"),
+    OURS: ("-", "o", "0.0"), GROUPED: ("--", "s", "0.3"), BATCHED: (":", "v", "0.3"),
 }  # fmt: skip
 
 
-def add_peers(results: dict, other: dict) -> None:
-    """Adds providers of another run's cells to the same cells of results where they lack them.
+def ms(cell: dict, name: str, measure: Optional[str] = None) -> Optional[float]:
+    """A provider's median in a measure, by default the cell's first one; None where it is missing."""
+    measures = cell.get("times", {})
+    entries = measures.get(measure or next(iter(measures), ""), {})
+    return entries.get(name, {}).get("median_ms")
 
-    Their time is ours here times what theirs was of ours there: what a figure then shows was measured side by side.
+
+def ratio(cell: dict, over: str, of: str = OURS, measure: Optional[str] = None) -> Optional[float]:
+    """How many times `of` is faster than `over`, or None where one is missing."""
+    slow, fast = ms(cell, over, measure), ms(cell, of, measure)
+    return slow / fast if slow and fast else None
+
+
+def add_peers(cells: List[dict], others: List[dict]) -> None:
+    """Adds the providers of another run's cells to the same cells where they lack them.
+
+    Their time is ours here times what theirs was of ours there, so that a figure shows what was measured side by side.
     """
-    results["others"] = True
-    cells = {cell_key(cell): cell for cell in measured(results)}
-    for theirs in measured(other):
-        cell = cells.get(cell_key(theirs), {})
-        ours = milliseconds(cell, OURS)
-        for name, entry in theirs["providers"].items():
-            ratio = speedup(theirs, name)
-            if ours and ratio and milliseconds(cell, name) is None:
-                cell["providers"][name] = {**entry, "median_ms": ours * ratio}
+    by_name = {cell["name"]: cell for cell in cells}
+    for theirs in others:
+        cell = by_name.get(theirs["name"], {})
+        for measure, entries in theirs["times"].items():
+            for name in entries:
+                factor = ratio(theirs, name, OURS, measure)
+                if factor and ms(cell, OURS, measure) and not ms(cell, name, measure):
+                    cell["times"][measure][name] = {"median_ms": ms(cell, OURS, measure) * factor}
+                    for what in ("peak_mib", "saved_mib"):
+                        if name in theirs.get(what, {}):
+                            cell.setdefault(what, {})[name] = theirs[what][name]
 
 
-def cell_key(cell: dict) -> Tuple[str, bool, int, float]:
-    """What a cell measures."""
-    return cell["layer"], cell["backward"], cell["tokens"], cell["local"]
+def over_line(points: Sequence[Tuple[float, float]], skew: bool = False) -> List[Optional[float]]:
+    """Each point's time over that of the straight line between its neighbours, both axes logarithmic.
+
+    skew: over the time of the first point, the balanced routing.
+    """
+    if skew:
+        return [None] + [time / points[0][1] for _, time in points[1:]]
+    found: List[Optional[float]] = [None] * len(points)
+    for i in range(1, len(points) - 1):
+        (x0, t0), (x1, t1), (x2, t2) = points[i - 1 : i + 2]
+        share = (math.log(x1) - math.log(x0)) / (math.log(x2) - math.log(x0))
+        found[i] = t1 / (t0 ** (1 - share) * t2**share)
+    return found
 
 
-def origin(results: dict) -> str:
-    """Where the numbers come from, in a line."""
-    versions = ", ".join(f"{name} {results[name]}" for name in ("torch", "triton", "transformers"))
-    where = f"{results['gpu'] or 'CPU'}, {versions}, {results['date_utc'][:10]}"
-    others = "; peers that it lacks from other runs, times relative to ours there" if results.get("others") else ""
-    return f"{results['benchmark']}, bf16, {where}{others}"
+def panels_of(rows: int, columns: int, size: Tuple[float, float], **options) -> Tuple[plt.Figure, List[plt.Axes]]:
+    """A figure with its panels in a row-major list."""
+    figure, panels = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
+    return figure, [axes for row in panels for axes in row]
 
 
-def save(figure: plt.Figure, panels: Sequence[plt.Axes], results: dict, path: Path, columns: int = 4) -> None:
-    """What all figures share: one legend, the origin."""
+def save(figure: plt.Figure, panels: Sequence[plt.Axes], results: dict, path: Path) -> None:
+    """One legend, and a title that says where the numbers come from."""
     labels: Dict[str, object] = {}
     for axes in panels:
         handles, names = axes.get_legend_handles_labels()
         labels.update(zip(names, handles))
-    if labels:
-        figure.legend(labels.values(), labels, loc="outside lower center", ncols=columns, fontsize="x-small")
-    figure.suptitle(origin(results), fontsize="small")
-    figure.savefig(path, dpi=150)
+    figure.legend(labels.values(), labels, loc="outside lower center", ncols=6, fontsize="x-small")
+    versions = ", ".join(f"{name} {results[name]}" for name in ("torch", "triton", "transformers"))
+    where = results["gpu"] or results["machine"]
+    said = (results["benchmark"], where, versions, results["date_utc"][:10], results.get("origin"))
+    figure.suptitle(", ".join(filter(None, said)), fontsize="small")
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
@@ -104,8 +101,6 @@ def logarithmic(axes: plt.Axes, x: bool = False) -> None:
     for axis, scale in ((axes.yaxis, axes.set_yscale), (axes.xaxis, axes.set_xscale))[: 2 if x else 1]:
         scale("log", base=2)
         axis.set_major_formatter(lambda value, _: f"{value:g}")
-    if x:
-        axes.tick_params(axis="x", labelsize="small")
     axes.set_axisbelow(True)
     axes.grid(True, axis="both" if x else "y", color="0.9")
 
@@ -124,199 +119,161 @@ def draw_bars(
     axes.set_xticks(range(len(groups)), [label for label, _ in groups], fontsize="x-small")
 
 
+def draw_lines(axes: plt.Axes, points: Dict[str, List[tuple]]) -> None:
+    """A line per provider, of the points that have a value."""
+    for name, pairs in points.items():
+        dash, marker, shade = LINES[name]
+        pairs = [pair for pair in pairs if pair[1]]
+        if pairs:
+            axes.plot(*zip(*pairs), linestyle=dash, marker=marker, color=shade, label=name, markersize=4)
+    logarithmic(axes, x=True)
+
+
 def draw_speedup(results: dict, path: Path) -> None:
-    """Speed of every provider relative to grouped_mm eager; a panel per mode, T and local share."""
-    keys = sorted({(c["backward"], c["tokens"], -c["local"]) for c in measured(results)})
-    figure, panels = plt.subplots(
-        -(-len(keys) // 3),
-        min(3, len(keys)),
-        figsize=(15, 3.3 * -(-len(keys) // 3)),
-        layout="constrained",
-        squeeze=False,
-    )
-    panels = [axes for row in panels for axes in row]
-    ran = {name for cell in measured(results) for name in cell["providers"] if milliseconds(cell, name)}
-    names = [name for name in (OURS, COMPILED, SCATTERMOE, SONICMOE, DENSE) if name in ran]
+    """Speed of every provider relative to grouped_mm; a panel per mode, T and local share."""
+    key_of = lambda cell: (cell["backward"], cell["tokens"], -cell["local"])  # noqa: E731
+    keys = sorted(set(map(key_of, results["cells"])))
+    rows = -(-len(keys) // 3)
+    figure, panels = panels_of(rows, min(3, len(keys)), (15, 3.3 * rows))
     for axes, key in zip(panels, keys):
-        cells = [c for c in measured(results) if (c["backward"], c["tokens"], -c["local"]) == key]
+        cells = [cell for cell in results["cells"] if key_of(cell) == key]
         groups = [(cell["layer"].replace(" ", "\n").replace("-", "-\n", 1), cell) for cell in cells]
-        draw_bars(axes, groups, names, lambda cell, name: speedup(cell, EAGER, name))
+        draw_bars(axes, groups, (OURS, SONICMOE, DENSE), lambda c, name: ratio(c, GROUPED, name))
         axes.axhline(1, color="0.0", linewidth=0.8)
         logarithmic(axes)
-        axes.set_ylabel("times grouped_mm's speed", fontsize="x-small")
         mode = "forward and backward" if key[0] else "forward"
-        axes.set_title(f"{mode}, T={key[1]}, local {local({'local': -key[2]})}", fontsize="small")
+        axes.set_title(f"{mode}, T={key[1]}, local {fraction(-key[2])}: times grouped_mm's speed", fontsize="small")
     for axes in panels[len(keys) :]:
         axes.set_visible(False)
-    save(figure, panels[:1] + panels, results, path, 5)
-
-
-def draw_sentinels(results: dict, path: Path) -> None:
-    """Time over that with all slots local, by the local share; forward at the largest T, a panel per layer."""
-    cells = [cell for cell in measured(results) if not cell["backward"]]
-    most = max(cell["tokens"] for cell in cells)
-    layers = list(dict.fromkeys(cell["layer"] for cell in cells))
-    figure, panels = plt.subplots(
-        1, len(layers), figsize=(3 * len(layers), 3.8), sharey=True, layout="constrained", squeeze=False
-    )
-    for axes, layer in zip(panels[0], layers):
-        shares = {c["local"]: c for c in cells if c["layer"] == layer and c["tokens"] == most}
-        for name, (dash, marker, shade) in LINES.items():
-            whole = milliseconds(shares.get(1.0, {}), name)
-            points = [(s, milliseconds(c, name)) for s, c in sorted(shares.items())]
-            points = [(s, ms / whole) for s, ms in points if ms and whole]
-            if points:
-                axes.plot(*zip(*points), linestyle=dash, marker=marker, color=shade, label=name, markersize=4)
-        axes.plot((1 / 8, 1), (1 / 8, 1), color="0.8", linewidth=0.8)
-        logarithmic(axes, x=True)
-        axes.set_xticks(sorted(shares), [local({"local": share}) for share in sorted(shares)])
-        axes.minorticks_off()
-        axes.set_title(layer, fontsize="small")
-        axes.set_xlabel("share of slots that is local", fontsize="x-small")
-    panels[0][0].set_ylabel(f"time, relative to all local (T={most})", fontsize="x-small")
-    save(figure, panels[0], results, path, 6)
+    save(figure, panels, results, path)
 
 
 def draw_memory(results: dict, path: Path) -> None:
     """Saved for the backward, and the peak of a step, all slots local."""
-    cells = [cell for cell in measured(results) if cell["backward"] and cell["local"] == 1]
-    titles = {"saved_mib": "saved for backward", "peak_mib": "peak of forward and backward, gradients included"}
-    names = (OURS, RECOMPUTE, EAGER, COMPILED, SCATTERMOE, SONICMOE)
-    figure, panels = plt.subplots(2, 1, figsize=(10, 7), layout="constrained")
+    cells = [cell for cell in results["cells"] if cell["backward"] and cell["local"] == 1]
+    titles = {"saved_mib": "saved for backward, MiB", "peak_mib": "peak of a step, gradients included, MiB"}
+    figure, panels = panels_of(2, 1, (10, 7))
     for axes, (what, title) in zip(panels, titles.items()):
         groups = [(f"{cell['layer']}\nT={cell['tokens']}", cell) for cell in cells]
-        draw_bars(axes, groups, names, lambda cell, name, what=what: mib(cell, name, what))
-        axes.set_ylabel("MiB")
+        names = (OURS, RECOMPUTE, GROUPED, SONICMOE)
+        draw_bars(axes, groups, names, lambda cell, name, what=what: cell.get(what, {}).get(name))
         axes.set_title(title, fontsize="small")
-    save(figure, panels, results, path, 6)
+    save(figure, panels, results, path)
 
 
 def draw_decode(results: dict, path: Path) -> None:
-    """Time per call by T: replays of a graph, eager calls, host; of the first layer. And tokens/s of generate()."""
-    cells = sorted(measured(results), key=lambda cell: cell["tokens"])
-    layer = measured(results)[0]["layer"] if cells else ""
-    cells = [cell for cell in cells if cell["layer"] == layer]
-    figure, panels = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
-    for axes, part in zip(panels, (GRAPH, CALLS, HOST)):
-        for name in (OURS, EAGER, BATCHED):
-            dash, marker, shade = LINES[name]
-            points = [(c["tokens"], milliseconds(c[part], name)) for c in cells]
-            points = [point for point in points if point[1]]
-            if points:
-                axes.plot(*zip(*points), linestyle=dash, marker=marker, color=shade, label=name, markersize=4)
-        if part == GRAPH and cells:
-            axes.plot(*zip(*((c["tokens"], c["floor_hot_ms"]) for c in cells)), color="0.7", label="floor")
-        logarithmic(axes, x=True)
-        axes.set_title(f"{layer}: {part}", fontsize="small")
-        axes.set_xlabel("tokens per call, T", fontsize="x-small")
-        axes.set_ylabel("ms", fontsize="x-small")
-    cases = measured(results, "generate")
-    groups = [(f"batch {c['batch']}\n{'static, compiled' if c['static'] else 'eager'}", c) for c in cases]
-    draw_bars(panels[3], groups, (OURS, EAGER), lambda c, name: c["providers"].get(name, {}).get("tokens_per_s"))
-    panels[3].set_title("generate(), tokens/s, next to the default", fontsize="small")
-    save(figure, panels, results, path, 5)
+    """Time by T of the first layer: replays of a graph, eager calls, the host's time."""
+    layer = results["cells"][0]["layer"]
+    cells = sorted((c for c in results["cells"] if c["layer"] == layer), key=lambda cell: cell["tokens"])
+    figure, panels = panels_of(1, 3, (12, 4))
+    for axes, measure in zip(panels, ("forward, graph", "forward", "forward, host")):
+        names = (OURS, GROUPED, BATCHED)
+        draw_lines(axes, {name: [(c["tokens"], ms(c, name, measure)) for c in cells] for name in names})
+        if measure == "forward, graph":
+            axes.plot(*zip(*((c["tokens"], c["floor_ms"]) for c in cells)), color="0.7", label="floor")
+        title = measure if "," in measure else f"{measure}, eager"
+        axes.set_title(f"{layer}: {title}, ms by T", fontsize="small")
+    save(figure, panels, results, path)
 
 
 def draw_growth(results: dict, path: Path) -> None:
-    """A panel per series: time and floor; a ring around what is over the line between its neighbours."""
-    every = measured(results, "series")
-    kinds = list(dict.fromkeys(series["x"] for series in every))
-    figure, panels = plt.subplots(1, len(kinds), figsize=(4 * len(kinds), 4.2), layout="constrained", squeeze=False)
-    for axes, kind in zip(panels[0], kinds):
-        for series in (s for s in every if s["x"] == kind):
-            dash, shade = ("--", "0.3") if series["backward"] else ("-", "0.0")
-            label = "forward and backward" if series["backward"] else "forward"
-            points = [p for p in series["points"] if p.get("median_ms")]
-            x = [p["value"] for p in points]
-            axes.plot(x, [p["median_ms"] for p in points], dash, color=shade, marker="o", markersize=3, label=label)
-            axes.plot(x, [p["floor_hot_ms"] for p in points], ":", color="0.6", label="floor")
-            far = [p for p, over in zip(series["points"], over_line(series)) if over and over > OVER_LINE]
-            axes.plot(
-                [p["value"] for p in far], [p["median_ms"] for p in far], "o", markersize=10, color="0.0",
-                markerfacecolor="none", label=f"more than {OVER_LINE - 1:.0%} over the line",
-            )  # fmt: skip
-        if kind == "skew":
-            axes.set_xticks(x, [p["pattern"] for p in points], fontsize="small")
-            axes.set_ylim(bottom=0)
+    """A panel per series: time and floor, in ms; a ring around what is over the line between its neighbours."""
+    series = list(dict.fromkeys(cell["series"] for cell in results["cells"]))
+    kinds = list(dict.fromkeys(name.split()[0] for name in series))
+    figure, panels = panels_of(1, len(kinds), (4 * len(kinds), 4.2))
+    for name in series:
+        axes, step = panels[kinds.index(name.split()[0])], name.endswith("step")
+        cells = [cell for cell in results["cells"] if cell["series"] == name and ms(cell, OURS)]
+        points = [(cell["value"], ms(cell, OURS)) for cell in cells]
+        style = {"linestyle": "--" if step else "-", "color": "0.3" if step else "0.0", "marker": "o", "markersize": 3}
+        axes.plot(*zip(*points), **style, label="forward and backward" if step else "forward")
+        axes.plot([x for x, _ in points], [c["floor_ms"] for c in cells], ":", color="0.6", label="floor")
+        far = [p for p, over in zip(points, over_line(points, "skew" in name)) if over and over > OVER_LINE]
+        ring = {"markersize": 10, "color": "0.0", "markerfacecolor": "none", "label": "more than 10 % over the line"}
+        axes.plot([x for x, _ in far], [time for _, time in far], "o", **ring)
+        axes.set_title(f"ms by {name.split()[0]}", fontsize="small")
+        if "skew" in name:
+            axes.set_xticks(range(len(cells)), [cell["pattern"] for cell in cells], fontsize="small")
         else:
             logarithmic(axes, x=True)
-        if kind == "local":
-            axes.set_xticks(x, [local({"local": value}) for value in x])
+        if "local" in name:
+            axes.set_xticks([x for x, _ in points], [fraction(x) for x, _ in points])
             axes.minorticks_off()
-        axes.set_title(f"time by {kind}", fontsize="small")
-        axes.set_ylabel("ms", fontsize="x-small")
-    save(figure, panels[0], results, path)
-
-
-def finish_speedup(figure: plt.Figure, panels: Sequence[plt.Axes], results: dict, path: Path) -> None:
-    """What figures of speed-ups share: the line at 1, the scale, one legend, the origin."""
-    for axes in panels:
-        axes.axhline(1, color="0.0", linewidth=0.8)
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    panels[0].set_ylabel("speed-up of grouped_moe (times)")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="x-small")
-    figure.suptitle(origin(results), fontsize="small")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, panels, results, path)
 
 
 def draw_linear(results: dict, path: Path) -> None:
-    """A panel per shape; along it groups within rows; a marker per pattern, filled over the loop."""
-    shapes = sorted({(cell["k"], cell["n"]) for cell in results["cells"]}, key=math.prod)
-    columns = sorted({(cell["rows"], cell["groups"]) for cell in results["cells"]})
-    figure, panels = plt.subplots(
-        1, len(shapes), figsize=(4.5 * len(shapes), 4.8), sharey=True, layout="constrained", squeeze=False
-    )
-    for axes, shape in zip(panels[0], shapes):
-        cells = [cell for cell in results["cells"] if (cell["k"], cell["n"]) == shape]
-        for shift, (pattern, marker) in enumerate(PATTERNS.items()):
-            for peer, face in ((LOOP, "0.25"), (TORCH, "white")):
-                points = [
-                    (columns.index((c["rows"], c["groups"])) + 0.2 * (shift - 1), speedup(c.get(STEP, {}), peer))
-                    for c in cells
-                    if c["pattern"] == pattern
-                ]
-                points = [point for point in points if point[1] is not None] or [(math.nan, math.nan)]
-                axes.plot(
-                    *zip(*points), linestyle="", marker=marker, color="0.0", markerfacecolor=face,
-                    label=f"{pattern}, over {peer}",
-                )  # fmt: skip
+    """Speed of a step relative to both peers. A panel per shape; along it rows and groups; a marker per pattern."""
+    cells = [cell for cell in results["cells"] if cell["times"]]
+    shapes = sorted({(cell["k"], cell["n"]) for cell in cells}, key=math.prod)
+    columns = sorted({(cell["rows"], cell["groups"]) for cell in cells})
+    figure, panels = panels_of(1, len(shapes), (4.5 * len(shapes), 4.8), sharey=True)
+    for axes, shape in zip(panels, shapes):
+        for shift, (pattern, marker) in enumerate({"balanced": "o", "zipf": "s", "half": "^"}.items()):
+            some = [c for c in cells if (c["k"], c["n"], c["pattern"]) == (*shape, pattern)]
+            places = [columns.index((c["rows"], c["groups"])) + 0.2 * (shift - 1) for c in some]
+            for peer, face in ((LOOP, "0.25"), (GROUPED, "white")):
+                style = {"marker": marker, "color": "0.0", "markerfacecolor": face, "linestyle": ""}
+                speeds = [ratio(c, peer, OURS, "step") for c in some]
+                axes.plot(places, speeds, **style, label=f"{pattern}, over {peer}")
+        axes.axhline(1, color="0.0", linewidth=0.8)
+        logarithmic(axes)
         axes.set_xticks(range(len(columns)), [f"{rows}\nG={groups}" for rows, groups in columns], fontsize="small")
-        axes.set_xlabel("rows, groups")
-        axes.set_title("K={}, N={}".format(*shape))
-        axes.grid(True, axis="y", color="0.9")
-    finish_speedup(figure, panels[0], {**results, "benchmark": results["benchmark"] + " step"}, path)
+        axes.set_title("K={}, N={}: times a peer's speed".format(*shape), fontsize="small")
+    save(figure, panels, results, path)
 
 
-def draw(results_path: Path, folder: Path, peers: Sequence[Path] = ()) -> None:
-    """Writes the figures of a script's JSON into folder, if it has any. peers: see `add_peers`, the first one first."""
-    results, *others = (json.loads(path.read_text(encoding="utf-8")) for path in (results_path, *peers))
-    for other in others:
-        add_peers(results, other)
-    folder.mkdir(parents=True, exist_ok=True)
-    figures = {
-        LINEAR: {f"{results_path.stem}_speedup.png": draw_linear},
-        LAYERS: {"speedup.png": draw_speedup, "sentinels.png": draw_sentinels, "memory.png": draw_memory},
-        DECODE: {"decode.png": draw_decode},
-        GROWTH: {f"{results_path.stem}.png": draw_growth},
-        "products": {},
-    }[results["benchmark"]]
-    for name, function in figures.items():
-        function(results, folder / name)
+def draw_new_shapes(results: dict, path: Path) -> None:
+    """ms of a call until the GPU is idle again, with new and seen numbers of tokens; a panel per op and direction."""
+    cells = [cell for cell in results["cells"] if "new, wall" in cell["times"]]
+    kinds = list(dict.fromkeys((cell["op"], cell["backward"]) for cell in cells))
+    figure, panels = panels_of(2, -(-len(kinds) // 2), (14, 7))
+    for axes, (op, backward) in zip(panels, sorted(kinds, key=lambda kind: kind[1])):
+        some = [cell for cell in cells if (cell["op"], cell["backward"]) == (op, backward)]
+        for k, (name, age) in enumerate((name, age) for name in (OURS, GROUPED) for age in ("new", "seen")):
+            values = [ms(cell, name, f"{age}, wall") or math.nan for cell in some]
+            places, hatch = [i + 0.2 * (k - 1.5) for i in range(len(some))], "//" if age == "new" else ""
+            shade = {"color": "0.35" if name == OURS else "0.9", "edgecolor": "0.0", "hatch": hatch}
+            axes.bar(places, values, width=0.2, label=f"{name}, T {age}", **shade)
+        axes.set_xticks(range(len(some)), [f"T around {cell['tokens']}" for cell in some], fontsize="x-small")
+        axes.set_title(f"{op}, {'forward and backward' if backward else 'forward'}, ms", fontsize="small")
+    save(figure, panels, results, path)
+
+
+FIGURES = {
+    "layers": {"speedup.png": draw_speedup, "memory.png": draw_memory},
+    "decode": {"decode.png": draw_decode},
+    "growth": {"growth.png": draw_growth},
+    "linear": {"linear_speedup.png": draw_linear},
+    "new_shapes": {"new_shapes.png": draw_new_shapes},
+}
+
+
+def draw(folder: Path, gpu: str) -> None:
+    """Writes the figures of what there is. Layers show the peers of another run, too, relative to ours there."""
+
+    def read(benchmark: str) -> Optional[dict]:
+        path = folder / (f"{benchmark}_{gpu}.json" if gpu else f"{benchmark}.json")
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    for benchmark, figures in FIGURES.items():
+        results = read(benchmark)
+        if not results or not any(cell["times"] for cell in results["cells"]):
+            continue
+        others = read("sonicmoe") if benchmark == "layers" else None
+        if others:
+            add_peers(results["cells"], others["cells"])
+            results["origin"] = "SonicMoE from another run, relative to ours there"
+        for name, function in figures.items():
+            function(results, folder / name)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="JSON that a script wrote")
-    parser.add_argument("--output", type=Path, help="folder of the figures, by default that of the JSON")
-    parser.add_argument(
-        "--peers", type=Path, nargs="+", default=(), metavar="JSON",
-        help="of other runs of run_layers.py: peers that this one lacks, by their time relative to ours there",
-    )  # fmt: skip
+    parser.add_argument("--gpu", default="h200", help="as in the names of the results (h200)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of results and figures")
     arguments = parser.parse_args()
-    draw(arguments.results, arguments.output or arguments.results.parent, arguments.peers)
+    draw(arguments.results, arguments.gpu)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Timing in turn, peak memory, CUDA graphs and time limits: nothing here knows what is measured."""
+"""Timing in turn, CUDA graphs, memory and time limits. Nothing here knows what is measured."""
 
 import contextlib
 import gc
@@ -6,30 +6,37 @@ import math
 import signal
 import statistics
 import time
-from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, TypeVar
+from typing import Callable, Dict, Hashable, Iterator, List, NamedTuple, Optional, Sequence, TypeVar
 
 import torch
 from torch import Tensor
 
 Call = Callable[[int], Sequence[Tensor]]
-Name = TypeVar("Name")
+Name = TypeVar("Name", bound=Hashable)
+
+# How a call is measured: by events around calls in a row, as replays of a CUDA graph, as the host's time to issue it.
+EAGER, GRAPH, HOST = "eager", "graph", "host"
+HOST_CALLS = 50  # issued in a row to an idle GPU; more could fill its queue
 
 
 class Plan(NamedTuple):
-    """How long to measure: seconds of warming up, rounds, seconds that a sample takes if so many calls are enough.
+    """How long to measure. rounds: of all in turn. seconds: after which no further set of orders begins.
 
-    least_calls: in a sample, however long they take; several in a row let the host run ahead of the GPU.
+    A sample takes sample_seconds if that is between least_calls and most_calls calls.
     """
 
-    warm_seconds: float = 0.4
-    rounds: int = 9
+    warm_seconds: float = 0.3
+    rounds: int = 7
+    seconds: float = 2.0
     sample_seconds: float = 5e-3
-    most_calls: int = 64
     least_calls: int = 1
+    most_calls: int = 64
 
 
 def capture(call: Call, sets: int) -> Call:
-    """The call as one CUDA graph per input set."""
+    """The call as one CUDA graph per input set; without CUDA the call itself."""
+    if not torch.cuda.is_available():
+        return call
     graphs, results = [], []
     for i in range(sets):
         call(i)
@@ -48,7 +55,7 @@ def capture(call: Call, sets: int) -> Call:
 
 @contextlib.contextmanager
 def time_box(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after so many seconds, or after those of a box around this one."""
+    """Raises TimeoutError in the block after `seconds`, or when an enclosing box expires."""
 
     def expire(*_) -> None:
         raise TimeoutError(f"not done after {seconds:.0f} s")
@@ -66,24 +73,40 @@ def time_box(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begun), 1e-3))
 
 
-def issue(call: Call, calls: int, cuda: bool) -> float:
-    """ms per call that the host takes to issue so many calls in a row to an idle GPU, without waiting for their end."""
-    if cuda:
+@contextlib.contextmanager
+def without_gc() -> Iterator[None]:
+    """The block runs after a collection of garbage and without one."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def synchronize() -> None:
+    """Waits for the GPU, if there is one."""
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def issue(call: Call, calls: int) -> float:
+    """ms per call that the host takes to issue `calls` calls to an idle GPU, without waiting for their end."""
+    synchronize()
     start = time.perf_counter()
     for i in range(calls):
         call(i)
     return (time.perf_counter() - start) * 1e3 / calls
 
 
-def sample(call: Call, calls: int, cuda: bool) -> float:
-    """ms per call over so many calls in a row, by CUDA events on a GPU.
+def sample(call: Call, calls: int) -> float:
+    """ms per call over `calls` calls in a row, by CUDA events on a GPU.
 
-    One more call goes before the first event: else the GPU would wait for the host to issue the first, which counts
-    against long host times once per sample, however much of them the calls hide.
+    One untimed call goes before the first event. Otherwise the GPU would wait for the host to issue the first timed
+    call, and that wait would count once per sample.
     """
-    if not cuda:
-        return issue(call, calls, cuda)
+    if not torch.cuda.is_available():
+        return issue(call, calls)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     call(0)
     start.record()
@@ -95,11 +118,10 @@ def sample(call: Call, calls: int, cuda: bool) -> float:
 
 
 def orders(names: Sequence[Name]) -> List[List[Name]]:
-    """Orders in each of which all take part once, and within which each follows each other one equally often.
+    """Orders of all names in which each name follows each other name equally often (Williams, 1949).
 
-    On a card at its power limit the one before decides at what clock a call runs: turns that only begin with another
-    one leave most the same neighbour. The square of Williams (1949); for an odd number its rows in turn with the same
-    ones backwards.
+    On a card at its power limit the previous call decides the clock at which a call runs. Rotating one order would
+    leave most calls the same neighbour. An odd number of names needs every row backwards as well.
     """
     n = len(names)
     first = [(i + 1) // 2 if i % 2 else -(i // 2) % n for i in range(n)]
@@ -108,54 +130,49 @@ def orders(names: Sequence[Name]) -> List[List[Name]]:
 
 
 def time_in_turn(
-    calls: Dict[str, Call],
-    plan: Plan,
-    seconds: float,
-    cuda: bool,
-    sampler: Callable[[Call, int, bool], float] = sample,
-) -> Dict[str, dict]:
-    """Median, min and max ms of each, over as many rounds as planned or a few more, so that all `orders` come up alike.
+    calls: Dict[Name, Call], plan: Plan, sampler: Callable[[Call, int], float] = sample
+) -> Dict[Name, List[float]]:
+    """Samples in ms per call, for whole sets of `orders`: at least plan.rounds, unless plan.seconds are over.
 
-    A round takes all in turn, after a sample of the first one that does not count. Ends early when so many seconds are
-    over, but only where all orders have come up alike. sampler: `sample` or `issue`.
+    A round takes all calls in turn, after one sample of the first call that is not counted. sampler: `sample` or
+    `issue`.
     """
+    if not calls:
+        return {}
     names, turns, counts = list(calls), orders(list(calls)), {}
-    times: Dict[str, List[float]] = {name: [] for name in names}
-    deadline = time.monotonic() + seconds
-    warm_until = time.monotonic() + plan.warm_seconds
+    times: Dict[Name, List[float]] = {name: [] for name in names}
+    deadline, warm_until = time.monotonic() + plan.seconds, time.monotonic() + plan.warm_seconds
     while time.monotonic() < warm_until or not counts:
         for name in names:
-            per_call = sampler(calls[name], 4, cuda)
-            enough = plan.sample_seconds * 1e3 / max(per_call, 1e-6)
+            enough = plan.sample_seconds * 1e3 / max(sampler(calls[name], 4), 1e-6)
             counts[name] = max(plan.least_calls, math.ceil(min(enough, plan.most_calls)))
-    gc.collect()
-    gc.disable()
-    try:
+    with without_gc():
         for done in range(-(-plan.rounds // len(turns)) * len(turns)):
             place = done % len(turns)
             if done and place == 0 and time.monotonic() > deadline:
                 break
-            turn = turns[place]
-            sampler(calls[turn[0]], 1, cuda)
-            for name in turn:
-                times[name].append(sampler(calls[name], counts[name], cuda))
-    finally:
-        gc.enable()
-    return {
-        name: {
-            "median_ms": statistics.median(times[name]),
-            "min_ms": min(times[name]),
-            "max_ms": max(times[name]),
-            "rounds": len(times[name]),
-            "calls_per_round": counts[name],
-        }
-        for name in names
-    }
+            sampler(calls[turns[place][0]], 1)
+            for name in turns[place]:
+                times[name].append(sampler(calls[name], counts[name]))
+    return times
 
 
-def peak_mib(call: Call, cuda: bool) -> Optional[float]:
-    """MiB that a call allocates at its peak, results included; None off the GPU."""
-    if not cuda:
+def time_way(calls: Dict[Name, Call], way: str, plan: Plan) -> Dict[Name, List[float]]:
+    """Samples of calls measured as EAGER, GRAPH (calls that were captured) or HOST."""
+    if way != HOST:
+        return time_in_turn(calls, plan)
+    return time_in_turn(calls, plan._replace(sample_seconds=math.inf, most_calls=HOST_CALLS), issue)
+
+
+def described(samples: Sequence[float]) -> dict:
+    """A provider's times as they are in the JSON."""
+    spread = {"min_ms": min(samples), "max_ms": max(samples)}
+    return {"median_ms": statistics.median(samples), **spread, "samples": len(samples)}
+
+
+def peak_mib(call: Call) -> Optional[float]:
+    """MiB that a call allocates at its peak, results included. None without a GPU."""
+    if not torch.cuda.is_available():
         return None
     gc.collect()
     torch.cuda.synchronize()
@@ -170,7 +187,7 @@ def peak_mib(call: Call, cuda: bool) -> Optional[float]:
 
 
 def saved_mib(forward: Callable[[], Tensor], parameters: Sequence[Tensor]) -> float:
-    """MiB that a forward keeps for the backward: unique storages, parameters left out and inputs not."""
+    """MiB that a forward keeps for the backward: unique storages, without those of the parameters."""
     known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     kept: Dict[int, int] = {}
 

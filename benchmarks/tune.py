@@ -1,12 +1,11 @@
 """Times candidate tiles of every grouped GEMM on this GPU and writes those that win as configs/<device>.json.
 
-    python benchmarks/tune.py --output torch-ext/grouped_moe/configs/nvidia_h200.json [--budget SECONDS]
+    python benchmarks/tune.py [--output FILE] [--budget SECONDS]
     python benchmarks/tune.py --quick --output quick.json           # one layer, one step away from the tiles in use
     python benchmarks/tune.py --layers Mixtral OLMoE --rows 32 128  # these layers, so many rows per expert
     python benchmarks/tune.py --products up down --rows 1 4         # these products, of small batches
 
-Without --output the JSON is printed. `make build` packs the file with the package; tiles that were not timed stay those
-of the file that is there, or else of the heuristic.
+`make build` packs the file with the package; tiles that were not timed stay those that the GPU has now.
 
 From the tile in use, a search looks at those that differ in one field and goes on from the best until none is better.
 Candidates run through the package's launchers, for several layers and row counts each; processes compile them ahead,
@@ -16,62 +15,244 @@ are medians of CUDA graph replays in turn; the smallest geometric mean over the 
 
 import argparse
 import contextlib
+import functools
 import gc
+import json
 import math
 import multiprocessing
 import os
 import statistics
 import sys
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from unittest import mock
 
+import timing
 import torch
-from machine import first_line
-from tiles import Case, Gpu, Key, Table, Tile, as_json, compile_case, make_products, module, neighbours, short
-from timing import orders
+from machine import ROOT, first_line, load_kernel
 from torch import Tensor
-from workload import LAYERS, QWEN3_30B
+from workload import LAYERS, Cell, Layer, draw_ids
 
-ROWS = (16, 32, 64, 128, 256, 1024)  # per expert
-QUICK_ROWS = (32, 256)
+sys.path.insert(0, str(ROOT / "tools"))
+
+import compile_check  # noqa: E402
+
+PRODUCTS = ("up", "down", "down dgrad", "dx", "up wgrad", "down wgrad", "linear wgrad", "linear wgrad fp32")
+ROWS, QUICK_ROWS = (16, 32, 64, 128, 256, 1024), (32, 256)  # per expert
 WON = 0.98  # of the time of the tile in use
-ROUNDS, SAMPLE_MS, WARM_SECONDS = 7, 3.0, 0.15
+PLAN = timing.Plan(warm_seconds=0.15, rounds=7, seconds=0.0, sample_seconds=3e-3)
 TOLERANCE = 1e-2  # between results of two tiles, by norm: the order of their sums differs
+FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m", "programs_per_sm")
+
+Key = Tuple[str, int]  # kernel and size, as in a file
+Tile = Optional[Dict[str, int]]  # all fields; None: not by this kernel
+
+
+class Gpu(NamedTuple):
+    """What processes without it compile for: its target and its DeviceSpec, as tuples."""
+
+    target: Tuple[str, object, int]
+    spec: tuple
+
+
+class Case(NamedTuple):
+    """A product of a layer's forward or backward with so many rows per expert, all local."""
+
+    layer: Layer
+    rows: int
+    product: str
+
+
+class Tiles:
+    """The tiles that the package takes. base: those it has. asked: what it has asked for since the last change."""
+
+    def __init__(self, package: compile_check.Package, spec):
+        self.base, self.asked, self.current = dict(package["tuning.files"].tiles_of(spec)), [], {}
+        configs = [value for name, value in vars(package["tuning.heuristic"]).items() if name.endswith("_config")]
+        self.caches = [package["backends.table"].launcher_of, *configs]
+
+    def take(self, changes: Dict[Key, Tile]) -> None:
+        """From here on the package takes the tiles that it has, but for these changes."""
+        self.current = {**self.base, **changes}
+        self.asked.clear()
+        for cached in self.caches:
+            cached.cache_clear()
+
+
+@contextlib.contextmanager
+def replaced(package: compile_check.Package, spec) -> Iterator[Tiles]:
+    """Within, the package takes tiles from here, in place of those in its files."""
+    tiles, heuristic = Tiles(package, spec), package["tuning.heuristic"]
+    choose = heuristic.choose_tile
+
+    def recorded(kernel, size, *rest):
+        chosen = choose(kernel, size, *rest)
+        tile = None if chosen is None else {name: getattr(chosen, name) for name in FIELDS}
+        tiles.asked.append(((kernel, size), tile))
+        return chosen
+
+    with (
+        mock.patch.object(heuristic, "choose_tile", recorded),
+        mock.patch.object(heuristic, "tiles_of", lambda _: tiles.current),
+    ):
+        tiles.take({})
+        yield tiles
+    tiles.take({})  # leaves nothing of it in the caches
+
+
+def make_products(
+    package: compile_check.Package, layer: Layer, rows_per_expert: int, device: str
+) -> Dict[str, Callable[[int], List[Tensor]]]:
+    """The grouped GEMMs of a layer's forward and backward, on the GPU with numbers, on a CPU with unwritten memory."""
+    kernels, real = package["backends.triton"], device != "cpu"
+    e, h, i, top_k, t = layer.experts, layer.hidden, layer.intermediate, layer.top_k, layer.gpt_oss
+    tokens = max(1, rows_per_expert * e // top_k)
+
+    def tensor(*shape: int, scale: float = 1.0) -> Tensor:
+        made = torch.empty(shape, device=device, dtype=torch.bfloat16)
+        return made.normal_().mul_(scale) if real else made
+
+    up = tensor(*((e, h, 2 * i) if t else (e, 2 * i, h)), scale=h**-0.5)
+    down = tensor(*((e, i, h) if t else (e, h, i)), scale=i**-0.5)
+    activation = package["common.activation"].Activation("silu", *((1.702, 7.0, 1.0) if t else ()))
+    biases = (tensor(e, 2 * i), tensor(e, h)) if t else (None, None)
+    block = package["block"].Block(up, down, *biases, activation, True, t, t, False)
+    ids = draw_ids(Cell(layer, tokens), device) if real else torch.empty((tokens, top_k), dtype=torch.int64)
+    rows = kernels.route(ids, e, torch.bfloat16)
+    x, dout, act, preact = tensor(tokens, h), tensor(tokens, h), tensor(ids.numel(), i), tensor(ids.numel(), 2 * i)
+    x_rows, weights = tensor(ids.numel(), h), torch.ones(tokens, top_k, device=device)
+    dup, ddown, wide = (torch.empty_like(w, dtype=d) for w, d in ((up, None), (down, None), (up, torch.float32)))
+    dgrad = {"needs_dpreact": True, "needs_act": True, "needs_dots": True, "more_dots": 0, "overwrite": False}
+
+    def down_dgrad(_: int) -> List[Tensor]:
+        dpreact, a, dots = kernels.down_dgrad(block, dout, rows, weights, preact, **dgrad)
+        return [dpreact, a, dots.sum(0) if real else dots]
+
+    def wgrad(lhs: Tensor, rhs: Tensor, out: Tensor, **gathered: bool) -> Callable[[int], List[Tensor]]:
+        def call(_: int) -> List[Tensor]:
+            kernels.wgrad(lhs, rhs, rows, out.transpose(1, 2) if t else out, **gathered)
+            return [out]
+
+        return call
+
+    calls = (
+        lambda _: [kernels.up_proj(block, x, rows, None, save=False, activate=True)[1]],
+        lambda _: [kernels.gemm(act, down, rows, transposed=t, bias=block.down_bias)],
+        down_dgrad,
+        lambda _: [kernels.gemm(preact, up, rows, transposed=not t)],
+        wgrad(preact, x, dup, rhs_of_tokens=True),
+        wgrad(dout, act, ddown, lhs_of_tokens=True),
+        wgrad(preact, x_rows, dup),
+        wgrad(preact, x_rows, wide),
+    )
+    return dict(zip(PRODUCTS, calls))
+
+
+@functools.lru_cache(maxsize=1)
+def unwritten(gpu: Gpu, layer: Layer, rows: int) -> tuple:
+    """(package, DeviceSpec, products on a CPU) for a process that compiles."""
+    package = compile_check.Package(load_kernel())
+    spec = package["common.device"].DeviceSpec(*gpu.spec)
+    with compile_check.compiling_for(package, compile_check.GPUTarget(*gpu.target), spec, lambda *_: None):
+        return package, spec, make_products(package, layer, rows, "cpu")
+
+
+def compile_case(gpu: Gpu, case: Case, changes: Dict[Key, Tile]) -> Tuple[str, List[Tuple[Key, Tile]]]:
+    """Compiles into the cache on disk. Returns the error, if any, and which tiles were asked for."""
+    package, spec, products = unwritten(gpu, case.layer, case.rows)
+    target = compile_check.GPUTarget(*gpu.target)
+    with replaced(package, spec) as tiles:
+        tiles.take(changes)
+        try:
+            with compile_check.compiling_for(package, target, spec, lambda *_: None):
+                products[case.product](0)
+        except Exception as error:  # no more than one candidate less
+            return first_line(error), []
+        return "", list(tiles.asked)
+
+
+def neighbours(key: Key, tile: Dict[str, int], shared_memory: int) -> List[Tile]:
+    """The tiles that differ from this one in one field and may fit; for a Gluon kernel also None."""
+    kernel, wgrad, found = key[0], key[0].startswith("wgrad"), []
+    near = {name: (tile[name] // 2, 2 * tile[name]) for name in ("block_n", "block_k", "num_warps", "block_m")}
+    choices = {"num_stages": (tile["num_stages"] - 1, tile["num_stages"] + 1)}
+    if "hopper" in kernel:  # their blocks are those of the kernels
+        choices["group_m"] = (1, 4, 8, 16)
+    else:
+        choices.update({name: near[name] for name in near if wgrad or name != "block_m"})
+        choices["programs_per_sm"] = (0, 1, 2) if wgrad else (1, 2, 3)
+        choices.update({"group_m": (4, 8, 16)} if kernel.startswith("up_proj") else {})
+    limits = {"block_m": (64, 128), "block_n": (32, 256), "block_k": (32, 128), "num_warps": (4, 8)}
+    for name, values in choices.items():
+        low, high = limits.get(name, (2, 8) if name == "num_stages" else (0, 16))
+        others = [{**tile, name: value} for value in values if low <= value <= high and value != tile[name]]
+        found += [other for other in others if fits(kernel, other, shared_memory)]
+    return found + ([None] if "hopper" in kernel else [])
+
+
+def fits(kernel: str, tile: Dict[str, int], shared_memory: int) -> bool:
+    """Whether its buffers have room, for a Gluon kernel beside results, and its sums 128 registers of each thread."""
+    columns = tile["block_n"] * (2 if "gated" in kernel else 1)
+    buffers = tile["num_stages"] * tile["block_k"] * (tile["block_m"] + columns) * 2
+    if kernel.startswith("wgrad_hopper"):  # a whole tile of them
+        return buffers + tile["block_m"] * columns * (4 if kernel.endswith("fp32") else 2) <= shared_memory
+    if "hopper" in kernel:  # two staging tiles of 64 columns
+        return buffers + 2 * tile["block_m"] * 64 * 2 <= shared_memory
+    return buffers <= shared_memory and tile["block_m"] * columns <= 128 * 32 * tile["num_warps"]
+
+
+def as_json(package: compile_check.Package, table) -> str:
+    """A file of the package, a tile a line, without what `files.read_table` fills in."""
+    files, lines = package["tuning.files"], {}
+    for kernel in files.KERNELS:
+        fields = FIELDS if kernel.startswith("wgrad") else FIELDS[1:]
+        for size, tile in sorted((key[1], tile) for key, tile in table.tiles.items() if key[0] == kernel):
+            given = tile and {name: tile[name] for name in fields if tile[name] != files.DEFAULTS.get(name)}
+            lines.setdefault(kernel, []).append(f'      "{size}": {json.dumps(given)}')
+    kernels = ",\n".join(f'    "{kernel}": {{\n' + ",\n".join(of) + "\n    }" for kernel, of in lines.items())
+    head = "".join(f'  "{name}": {json.dumps(getattr(table, name))},\n' for name in table._fields if name != "tiles")
+    return f'{{\n{head}  "tiles": {{\n{kernels}\n  }}\n}}\n'
 
 
 class Bench:
     """Runs cases on the GPU."""
 
-    def __init__(self, gpu: Gpu):
-        self.table = Table(gpu.spec)
-        self.made: Tuple[object, dict] = (None, {})
+    def __init__(self, package: compile_check.Package, tiles: Tiles):
+        self.package, self.tiles, self.made = package, tiles, (None, {})
 
-    def products(self, case: Case):
-        """Of the case's layer and rows; one set of inputs is held at a time."""
-        if self.made[0] != case[:2]:
+    def times(self, case: Case, key: Key, candidates: List[Tile]) -> List[float]:
+        """Median ms of a call with each; infinity for what is wrong. The first one's results are what is right."""
+        if self.made[0] != case[:2]:  # one set of inputs is held at a time
             self.made = (None, {})
             gc.collect()
             torch.cuda.empty_cache()
-            self.table.take({})
-            self.made = (case[:2], make_products(case.layer, case.rows, "cuda"))
-        return self.made[1]
-
-    def times(self, case: Case, current: Dict[Key, Tile], candidates: List[Dict[Key, Tile]]) -> List[float]:
-        """Median ms of a call with the current tiles and with each of the candidates; infinity for what is wrong."""
-        call, graphs, pool = self.products(case)[case.product], [], torch.cuda.graph_pool_handle()
+            self.made = (case[:2], make_products(self.package, *case[:2], "cuda"))
+        call, calls = self.made[1][case.product], {}
         wanted: List[Tensor] = []
-        for changes in (current, *candidates):
-            self.table.take(changes)
+        for number, tile in enumerate(candidates):
+            self.tiles.take({key: tile})
             try:
-                results = call()
+                results = call(0)
                 wanted = wanted or [result.clone() for result in results]
-                graphs.append(capture(call, pool) if all(map(agrees, results, wanted)) else None)
+                if all(map(agrees, results, wanted)):
+                    calls[number] = timing.capture(call, 1)
             except Exception as error:
                 print(f"  {case.product}: {first_line(error)}", flush=True)
-                graphs.append(None)
-        return replay_in_turn(graphs)
+        samples = timing.time_in_turn(calls, PLAN)
+        return [statistics.median(samples.get(number, [math.inf])) for number in range(len(candidates))]
+
+    def ratios(self, key: Key, tile: Tile, candidates: List[Tile], cases: List[Case]) -> List[float]:
+        """Time of each candidate over the tile's, geometric mean over the cases; infinity for what is out."""
+        logs = [0.0] * len(candidates)
+        for case in cases:
+            alive = [number for number, total in enumerate(logs) if total < math.inf]
+            now, *others = self.times(case, key, [tile, *(candidates[number] for number in alive)])
+            for number, taken in zip(alive, others):
+                logs[number] += math.log(taken / now) if now < math.inf else math.inf
+        return [math.exp(total / len(cases)) for total in logs]
 
 
 def agrees(got: Tensor, wanted: Tensor) -> bool:
@@ -80,177 +261,87 @@ def agrees(got: Tensor, wanted: Tensor) -> bool:
     return bool(norm(got - wanted, dtype=torch.float32) <= TOLERANCE * norm(wanted, dtype=torch.float32))
 
 
-def capture(call: Callable, pool) -> torch.cuda.CUDAGraph:
-    """A graph of one call, whose results nobody reads: all share one memory."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        call()
-    return graph
-
-
-def replay_in_turn(graphs: List[Optional[torch.cuda.CUDAGraph]]) -> List[float]:
-    """Median ms of each, infinity for None. Every round takes all in turn, in another one of `timing.orders`."""
-    alive = [index for index, graph in enumerate(graphs) if graph is not None]
-    counts: Dict[int, int] = {}
-    times: Dict[int, List[float]] = {index: [] for index in alive}
-
-    def sample(index: int, calls: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            graphs[index].replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / calls
-
-    warm_until = time.monotonic() + WARM_SECONDS
-    while time.monotonic() < warm_until or not counts:
-        counts = {index: max(1, min(64, math.ceil(SAMPLE_MS / max(sample(index, 2), 1e-3)))) for index in alive}
-        if not alive:
+def search(
+    key: Key, tile: Tile, cases: List[Case], bench: Bench, compile_all: Callable, shared_memory: int, steps: int
+) -> Tuple[Tile, float]:  # fmt: skip
+    """The tile that a search ends at, and its time over the first one's. What wins a step is measured twice."""
+    gain = 1.0
+    for _ in range(steps):
+        found = neighbours(key, tile, shared_memory)
+        compile_all([(case, {key: candidate}) for case in cases for candidate in found])
+        ratio, best = min(zip(bench.ratios(key, tile, found, cases), range(len(found))), default=(math.inf, 0))
+        if ratio < WON:
+            (ratio,) = bench.ratios(key, tile, [found[best]], cases)
+        if not ratio < WON:
             break
-    turns = orders(alive)
-    for turn in range(ROUNDS if alive else 0):
-        for index in turns[turn % len(turns)]:
-            times[index].append(sample(index, counts[index]))
-    return [statistics.median(times[index]) if index in times else math.inf for index in range(len(graphs))]
+        tile, gain = found[best], gain * ratio
+        if tile is None:
+            break
+    return tile, gain
 
 
-class Search:
-    """Goes from the tiles in use to better ones, a kernel and size at a time."""
-
-    def __init__(self, gpu: Gpu, bench: Bench, pool: ProcessPoolExecutor, deadline: float):
-        self.gpu, self.bench, self.pool, self.deadline = gpu, bench, pool, deadline
-        self.groups: Dict[Key, List[Case]] = {}
-        self.first: Dict[Key, Tile] = {}
-        self.found: Dict[Key, Tile] = {}
-        self.compiled: Dict[tuple, Future] = {}
-
-    def compile(self, case: Case, changes: Dict[Key, Tile]) -> Future:
-        """Begins to, once."""
-        key = case, repr(changes)
-        if key not in self.compiled:
-            self.compiled[key] = self.pool.submit(compile_case, self.gpu, case, changes)
-        return self.compiled[key]
-
-    def group(self, cases: List[Case]) -> None:
-        """Which tile each case takes, the last one that it asks for."""
-        futures = [self.compile(case, {}) for case in cases]
-        for case, future in zip(cases, futures):
-            error, asked = future.result()
-            if error or not asked or asked[-1][1] is None:
-                print(f"{case.layer.name} {case.rows} {case.product}: {error or 'no tile'}", flush=True)
-                continue
-            key, tile = asked[-1]
-            self.groups.setdefault(key, []).append(case)
-            self.first.setdefault(key, tile)
-        for key, group in self.groups.items():
-            self.candidates(key, self.first[key], group)
-
-    def candidates(self, key: Key, tile: Dict[str, int], group: List[Case]) -> List[Tile]:
-        """The neighbours; they begin to be compiled."""
-        found = neighbours(key, tile, self.gpu.spec[1])
-        for candidate in found:
-            for case in group:
-                self.compile(case, {key: candidate})
-        return found
-
-    def ratios(self, key: Key, tile: Tile, candidates: List[Tile], group: List[Case]) -> List[float]:
-        """Time of each candidate over the tile's, geometric mean over the cases; infinity for what is out."""
-        logs = [0.0] * len(candidates)
-        for case in group:
-            usable = [not self.compile(case, {key: candidate}).result()[0] for candidate in candidates]
-            alive = [index for index, good in enumerate(usable) if good and logs[index] < math.inf]
-            now, *others = self.bench.times(case, {key: tile}, [{key: candidates[index]} for index in alive])
-            if now == math.inf:
-                return [math.inf] * len(candidates)
-            found = dict(zip(alive, (math.log(other / now) for other in others)))
-            logs = [total + found.get(index, math.inf) for index, total in enumerate(logs)]
-        return [math.exp(total / len(group)) for total in logs]
-
-    def step(self, key: Key, tile: Dict[str, int], group: List[Case]) -> Tuple[Tile, float]:
-        """The best of the tile and its neighbours, and its time over the tile's, both by a second measurement."""
-        found = self.candidates(key, tile, group)
-        first = self.ratios(key, tile, found, group)
-        best = min(range(len(found)), key=first.__getitem__, default=None)
-        if best is None or first[best] >= WON:
-            return tile, 1.0
-        (again,) = self.ratios(key, tile, [found[best]], group)
-        return (found[best], again) if again < WON else (tile, 1.0)
-
-    def run(self, steps: int, write: Callable[[Dict[Key, Tile]], None]) -> None:
-        """Writes after every kernel and size, so that a run that is cut short leaves what it has."""
-        for key, group in self.groups.items():
-            tile, gain = self.first[key], 1.0
-            for _ in range(steps):
-                if time.monotonic() > self.deadline:
-                    print("past the budget", flush=True)
-                    return
-                best, ratio = self.step(key, tile, group)
-                if best == tile:
-                    break
-                tile, gain = best, gain * ratio
-                if tile is None:
-                    break
-            self.found[key] = tile
-            write(self.found)
-            cases = ", ".join(sorted({f"{case.layer.name} {case.product}" for case in group}))
-            print(f"{key[0]} {key[1]}: {short(tile)}, {1 / gain:.3f} times as fast ({cases})", flush=True)
-
-
-def describe_gpu() -> Gpu:
-    """This machine's GPU, as torch, Triton and the package see it."""
-    from triton.runtime import driver
-
-    target = driver.active.get_current_target()
-    spec = module("tuning").device_spec("cuda", torch.cuda.current_device())
-    return Gpu(spec.name, (target.backend, target.arch, target.warp_size), tuple(spec))
+def group(cases: List[Case], compiled: Iterable[Tuple[str, list]]) -> Dict[Key, Tuple[Tile, List[Case]]]:
+    """The tile in use and the cases by kernel and size: that which a case, compiled as it is, asks for last."""
+    groups: Dict[Key, Tuple[Tile, List[Case]]] = {}
+    for case, (error, asked) in zip(cases, compiled):
+        if error or not asked or asked[-1][1] is None:
+            print(f"{case.layer.name} {case.rows} {case.product}: {error or 'no tile'}", flush=True)
+        else:
+            groups.setdefault(asked[-1][0], (asked[-1][1], []))[1].append(case)
+    return groups
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--output", type=Path, help="JSON file to write (this GPU's in the package's source)")
     parser.add_argument("--budget", type=float, default=1800, help="no search starts past so many seconds (1800)")
     parser.add_argument("--layers", nargs="+", metavar="WORD", help="layers of workload.py with one of these words")
     parser.add_argument("--rows", nargs="+", type=int, help=f"per expert ({' '.join(map(str, ROWS))})")
-    parser.add_argument("--products", nargs="+", metavar="NAME", help="of tiles.make_products, 'down dgrad' for one")
+    parser.add_argument("--products", nargs="+", choices=PRODUCTS, metavar="NAME", help=f"of {', '.join(PRODUCTS)}")
     parser.add_argument("--steps", type=int, help="of the search, for a kernel and size (6)")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="that compile")
-    parser.add_argument("--quick", action="store_true", help="one layer, few row counts, one step, no fp32 results")
+    parser.add_argument("--quick", action="store_true", help="one layer, few row counts, one step, no linear layers")
     return parser.parse_args()
 
 
 def main() -> int:
-    arguments = parse()
+    arguments, begun = parse(), time.monotonic()
     if not torch.cuda.is_available():
         print("tune.py: no GPU that torch.cuda sees: nothing to tune", file=sys.stderr)
         return 1
-    begun, gpu = time.monotonic(), describe_gpu()
-    words = arguments.layers or ["Qwen3-30B" if arguments.quick else ""]
-    layers = [layer for layer in LAYERS if any(word in layer.name for word in words)]
-    rows = arguments.rows or (QUICK_ROWS if arguments.quick else ROWS)
-    bench = Bench(gpu)
-    products = list(make_products(QWEN3_30B, 16, "cpu"))
-    names = arguments.products or [name for name in products if not (arguments.quick and "linear" in name)]
-    if not set(names) <= set(products):
-        print(f"tune.py: --products: expected some of {', '.join(products)}", file=sys.stderr)
+    package, target = compile_check.Package(load_kernel()), compile_check.driver.active.get_current_target()
+    files, spec = package["tuning.files"], package["common.device"].device_spec("cuda", torch.cuda.current_device())
+    if not spec.bandwidth:
+        print("tune.py: expected a GPU whose driver tells the memory's clock and width", file=sys.stderr)
         return 1
+    gpu = Gpu((target.backend, target.arch, target.warp_size), astuple(spec))
+    words = arguments.layers or (["Qwen3-30B"] if arguments.quick else [""])
+    layers = [layer for layer in LAYERS if any(word in layer.name for word in words)]
+    names = arguments.products or PRODUCTS[: -2 if arguments.quick else None]
+    rows = arguments.rows or (QUICK_ROWS if arguments.quick else ROWS)
     cases = [Case(layer, row, name) for layer in layers for row in rows for name in names]
+    output = arguments.output or ROOT / "torch-ext" / "grouped_moe" / "configs" / files.file_of(spec.name).name
+    print(f"{spec.name}: {len(cases)} cases of {', '.join(layer.name for layer in layers)}", flush=True)
+    spawn, found = multiprocessing.get_context("spawn"), {}
+    with ProcessPoolExecutor(arguments.workers, mp_context=spawn) as pool, replaced(package, spec) as tiles:
+        bench = Bench(package, tiles)
 
-    def write(found: Dict[Key, Tile]) -> None:
-        if arguments.output:
-            arguments.output.write_text(as_json(gpu.name, {**bench.table.base, **found}), encoding="utf-8")
+        def compile_all(jobs: List[tuple]) -> list:
+            return list(pool.map(functools.partial(compile_case, gpu), *zip(*jobs)))
 
-    print(f"{gpu.name}: {len(cases)} cases of {', '.join(layer.name for layer in layers)}", flush=True)
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(arguments.workers, mp_context=spawn) as pool, contextlib.ExitStack() as stack:
-        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-        search = Search(gpu, bench, pool, begun + arguments.budget)
-        search.group(cases)
-        search.run(arguments.steps or (1 if arguments.quick else 6), write)
-    if not arguments.output:
-        print(as_json(gpu.name, {**bench.table.base, **search.found}), end="")
-    print(f"{len(search.found)} of {len(search.groups)} kernels and sizes in {time.monotonic() - begun:.0f} s")
+        groups = group(cases, compile_all([(case, {}) for case in cases]))
+        for key, (tile, of_key) in groups.items():
+            if time.monotonic() - begun > arguments.budget:
+                print("past the budget", flush=True)
+                break
+            steps = arguments.steps or (1 if arguments.quick else 6)
+            found[key], gain = search(key, tile, of_key, bench, compile_all, spec.shared_memory, steps)
+            # Written after each, so that a run that is cut short leaves what it has.
+            table = files.Table(spec.name, spec.capability, spec.num_sms, spec.bandwidth, {**tiles.base, **found})
+            output.write_text(as_json(package, table), encoding="utf-8")
+            said = ", ".join(sorted({f"{case.layer.name} {case.product}" for case in of_key}))
+            print(f"{key[0]} {key[1]}: {found[key]}, {1 / gain:.3f} times as fast ({said})", flush=True)
+    print(f"{len(found)} of {len(groups)} kernels and sizes in {time.monotonic() - begun:.0f} s: {output}")
     return 0
 
 

@@ -3,15 +3,17 @@
 Legend: T tokens, E local experts, H hidden, I intermediate, R routed rows (slots whose expert is local).
 """
 
+from itertools import accumulate
+from random import Random
 from typing import Dict, List, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Measured on an H200: a large copy, bytes read plus bytes written, and a large bf16 product on a cool and on a hot
-# card. The card is power-capped, so a series of measurements runs at the hot rate.
+# Measured on an H200: a large copy, bytes read plus bytes written, and a large bf16 product on a hot card. The card is
+# power-capped: a product on a cool card runs at up to 790 TFLOP/s, a series of measurements at about this rate.
 BYTES_PER_SECOND = 4.3e12
-FLOPS_COOL, FLOPS_HOT = 790e12, 655e12
+FLOPS_PER_SECOND = 655e12
 ITEM = 2  # bytes of a bf16 number
 
 
@@ -66,10 +68,10 @@ SMOKE_GPT_OSS = Layer("smoke-oss", experts=8, top_k=2, hidden=64, intermediate=6
 
 
 class Cell(NamedTuple):
-    """One measurement. local: the share of slots whose expert is on this rank; the others are sentinels.
+    """One measurement of the block. local: the share of slots whose expert is on this rank; the others are sentinels.
 
-    pattern: random (distinct experts, all alike), balanced (as many rows for every expert), zipf (distinct, chances by
-    1 / rank), half (one expert takes half of the slots).
+    pattern: random (distinct experts, equally likely), balanced (as many rows for every expert), zipf (distinct, with
+    chances of 1 / rank), half (one expert takes half of the slots).
     """
 
     layer: Layer
@@ -77,16 +79,19 @@ class Cell(NamedTuple):
     local: float = 1.0
     backward: bool = False
     pattern: str = "random"
+    dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
-        mode = "forward+backward" if self.backward else "forward"
-        skew = "" if self.pattern == "random" else f" {self.pattern}"
-        return f"{self.layer.name} T={self.tokens} local={fraction(self.local)}{skew} {mode}"
+        said = f"{self.layer.name} T={self.tokens} local={fraction(self.local)}"
+        said += "" if self.pattern == "random" else f" {self.pattern}"
+        said += "" if self.dtype == torch.bfloat16 else f" {str(self.dtype)[6:]}"
+        return f"{said} {'step' if self.backward else 'forward'}"
 
     def described(self) -> dict:
         """What identifies the cell in the JSON."""
         layer = self.layer._asdict()
-        return {**self._asdict(), "layer": layer.pop("name"), "sizes": layer}
+        cell = {**self._asdict(), "layer": layer.pop("name"), "dtype": str(self.dtype)[6:]}
+        return {"name": str(self), **cell, "sizes": layer}
 
 
 class Inputs(NamedTuple):
@@ -130,18 +135,16 @@ def draw_ids(cell: Cell, device: str) -> Tensor:
 
 
 def make_inputs(cell: Cell, device: str) -> Inputs:
-    """Unit-scale bf16 inputs."""
+    """Unit-scale inputs."""
     layer = cell.layer
     ids = draw_ids(cell, device)
     remote = ids >= layer.experts
     weights = torch.rand(ids.shape, device=device) + 0.1
-    weights = (weights / weights.sum(1, keepdim=True)).masked_fill(remote, 0.0)
-    shape = (cell.tokens, layer.hidden)
-    x, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
-    tensors = x, weights.to(torch.bfloat16)
-    for tensor in tensors:
+    weights = (weights / weights.sum(1, keepdim=True)).masked_fill(remote, 0.0).to(cell.dtype)
+    x, dout = (torch.randn((cell.tokens, layer.hidden), device=device, dtype=cell.dtype) for _ in range(2))
+    for tensor in (x, weights):
         tensor.requires_grad_(cell.backward)
-    return Inputs(tensors[0], ids.masked_fill(remote, layer.experts), tensors[1], dout)
+    return Inputs(x, ids.masked_fill(remote, layer.experts), weights, dout)
 
 
 def count(layer: Layer, sets: List[Inputs]) -> Counts:
@@ -153,51 +156,70 @@ def count(layer: Layer, sets: List[Inputs]) -> Counts:
     return Counts(*(sum(column) / len(sets) for column in zip(*parts)))
 
 
-def expected_counts(cell: Cell) -> Counts:
-    """What `count` gives on average for random routing, with slots taken as independent."""
-    layer = cell.layer
-    chosen = 1 - (1 - cell.local * layer.top_k / layer.experts) ** cell.tokens
-    tokens = cell.tokens * (1 - (1 - cell.local) ** layer.top_k)
-    return Counts(cell.tokens * layer.top_k * cell.local, tokens, layer.experts * chosen)
+def floor(moved: float, flops: float) -> Dict[str, float]:
+    """Bytes, FLOPs, and the time in ms that the larger of the two takes on a hot card."""
+    times = moved / BYTES_PER_SECOND, flops / FLOPS_PER_SECOND
+    return {"bytes": moved, "flops": flops, "floor_ms": max(times) * 1e3}
 
 
-def described(counts: Counts) -> Dict[str, float]:
-    """As in the JSON."""
-    return {"routed_rows": counts.rows, "tokens_with_rows": counts.tokens, "experts_with_rows": counts.experts}
+def facts(cell: Cell, counts: Counts) -> Dict[str, float]:
+    """What a cell's routing asks for, and the floor of its bytes and FLOPs.
 
-
-def flops(layer: Layer, counts: Counts, backward: bool) -> float:
-    """Two per multiply-add of the products of a row; the backward has two products for each of the forward's."""
-    return (3 if backward else 1) * 2 * counts.rows * layer.weights_per_expert
-
-
-def bytes_moved(cell: Cell, counts: Counts) -> float:
-    """The fewest that a call can move: every input read once, every result written once, by each direction.
-
-    Read: hidden rows of tokens with a row, weights of experts with a row, routing. Written: the output. For training
-    also the pre-activation between the directions (once each way), and in the backward the output's gradient and again
-    the hidden rows and weights are read, the gradients of hidden states and of all E experts are written.
+    FLOPs: two per multiply-add of the products of a row; the backward has two products for each of the forward's.
+    Bytes: every input read once and every result written once, by each direction. Read: hidden rows of tokens with a
+    row, weights of experts with a row, routing. Written: the output. Training also writes and reads the pre-activation
+    between the directions, and in the backward reads the output's gradient and again the hidden rows and weights, and
+    writes the gradients of the hidden states and of all E experts.
     """
     layer = cell.layer
-    h, p = layer.hidden, layer.preact_width
-    rows_in, rows_out = counts.tokens * h * ITEM, cell.tokens * h * ITEM
+    rows_in, rows_out = counts.tokens * layer.hidden * ITEM, cell.tokens * layer.hidden * ITEM
     per_expert = layer.weights_per_expert * ITEM
     routing = cell.tokens * layer.top_k * (8 + ITEM)
-    total = rows_in + counts.experts * per_expert + routing + rows_out
+    moved = rows_in + counts.experts * per_expert + routing + rows_out
     if cell.backward:
-        total += 2 * counts.rows * p * ITEM
-        total += 2 * rows_in + counts.experts * per_expert + routing + rows_out + layer.experts * per_expert
-    return total
+        moved += 2 * counts.rows * layer.preact_width * ITEM
+        moved += 2 * rows_in + counts.experts * per_expert + routing + rows_out + layer.experts * per_expert
+    flops = (3 if cell.backward else 1) * 2 * counts.rows * layer.weights_per_expert
+    return {"routed_rows": counts.rows, "experts_with_rows": counts.experts, **floor(moved, flops)}
 
 
-def floors(cell: Cell, counts: Counts) -> Dict[str, float]:
-    """Times in ms that no implementation can go much below."""
-    moved, operations = bytes_moved(cell, counts), flops(cell.layer, counts, cell.backward)
-    bytes_ms = moved / BYTES_PER_SECOND * 1e3
-    return {
-        "bytes": moved,
-        "flops": operations,
-        "bytes_ms": bytes_ms,
-        "floor_ms": max(bytes_ms, operations / FLOPS_COOL * 1e3),
-        "floor_hot_ms": max(bytes_ms, operations / FLOPS_HOT * 1e3),
-    }
+class LinearCell(NamedTuple):
+    """One grouped linear layer: weight (groups, n, k), x (rows, k), rows split by a pattern."""
+
+    groups: int
+    k: int
+    n: int
+    rows: int
+    pattern: str
+
+    def __str__(self) -> str:
+        return f"G={self.groups} {self.k}x{self.n} rows={self.rows} {self.pattern}"
+
+    def sizes(self) -> List[int]:
+        """Rows per group. half: balanced over the first half of the rows; the second half belongs to no group."""
+        shares, rows = [1.0] * self.groups, self.rows // 2 if self.pattern == "half" else self.rows
+        if self.pattern == "zipf":
+            shares = [1 / rank for rank in range(1, self.groups + 1)]
+            Random(0).shuffle(shares)
+        ends = [round(rows * end / sum(shares)) for end in accumulate(shares)]
+        return [end - start for start, end in zip([0, *ends], ends)]
+
+    def described(self) -> dict:
+        """What identifies the cell in the JSON, and the floors of its parts.
+
+        Bytes: x, y and their gradients in the rows of groups, weights of groups with rows, the gradients of all
+        weights. The backward of a step reads its three inputs once.
+        """
+        sizes = self.sizes()
+        used, weight = sum(sizes), self.k * self.n * ITEM
+        x, y, read, dw = (
+            used * self.k * ITEM,
+            used * self.n * ITEM,
+            sum(map(bool, sizes)) * weight,
+            self.groups * weight,
+        )
+        moved = {"forward": x + read + y, "dgrad": y + read + x, "wgrad": x + y + dw}
+        moved["step"] = moved["forward"] + (y + x + read) + (x + dw)
+        flops = {part: 2 * used * self.k * self.n * (3 if part == "step" else 1) for part in moved}
+        floors = {part: floor(moved[part], flops[part]) for part in moved}
+        return {"name": str(self), **self._asdict(), "used_rows": used, "floors": floors}

@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("checkpoint", help="folder with a model of quickstart.py")
     checkpoint = parser.parse_args().checkpoint
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # a warning says that the plan's rules for dense layers match nothing here: so it is
+    logging.set_verbosity_error()  # hides a warning: the plan has rules for dense layers, and this model has none
     implementation = load_package().register_experts_implementation()
 
     text = python_reference()

@@ -1,8 +1,9 @@
-"""The benchmarks' inputs are what they say, their providers agree with the reference, and growth is flagged."""
+"""The benchmarks' inputs are what they say, their providers agree with the reference, and all of them run."""
 
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -13,11 +14,17 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import peers  # noqa: E402
-import report  # noqa: E402
-import run_products  # noqa: E402
+import compare_builds  # noqa: E402
+import machine  # noqa: E402
+import problems  # noqa: E402
+import providers  # noqa: E402
+import run_experts  # noqa: E402
+import run_linear  # noqa: E402
+import run_new_shapes  # noqa: E402
 import timing  # noqa: E402
 from workload import SMOKE, SMOKE_GPT_OSS, SMOKE_UNGATED, Cell, count, draw_ids, make_inputs  # noqa: E402
+
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
 
 def rows_of(pattern):
@@ -45,34 +52,64 @@ def test_local_share():
 @pytest.mark.parametrize("local", [1.0, 0.5])
 def test_providers_agree(grouped_moe, layer, local):
     pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    cell = Cell(layer, 200, local, backward=True)
-    block, inputs = peers.make_block(layer, "cpu"), make_inputs(cell, "cpu")
-    names = (report.OURS, report.RECOMPUTE, report.EAGER, report.BATCHED, report.SCATTERMOE)
-    functions, absent = peers.Providers(grouped_moe).make(block, cell, names)
-    assert list(absent) == [report.SCATTERMOE]  # a kernel for GPUs
-    wanted = peers.expected(grouped_moe, block, cell, inputs)
-    for function in functions.values():
-        checked = peers.check(peers.make_call(function, block, [inputs], True)(0), wanted, inputs)
-        assert checked["ok"], checked
+    names = (providers.OURS, providers.RECOMPUTE, providers.GROUPED, providers.BATCHED, providers.SONICMOE)
+    experts = run_experts.Experts({providers.OURS: grouped_moe}, names, "cpu")
+    (problem,) = experts.problems([{"cell": Cell(layer, 200, local, backward=True)}])
+    assert list(problem.absent) == [providers.SONICMOE]  # a kernel for GPUs
+    for name in names[:-1]:
+        errors, good = problem.check(name)
+        assert good and len(errors) >= 5, errors
 
 
 def test_workers_can_import_a_kernel(grouped_moe, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # puts it back in the end
     command = [sys.executable, "-c", f"import {grouped_moe.__name__}.reference"]
     assert subprocess.run(command, stderr=subprocess.DEVNULL).returncode
-    peers.show_to_workers(grouped_moe, str(tmp_path))
+    providers.show_to_workers(grouped_moe, str(tmp_path))
     assert not subprocess.run(command).returncode
 
 
 def test_a_lost_row_is_wrong(grouped_moe):
     torch.manual_seed(0)
     cell = Cell(SMOKE, 200)
-    block, inputs = peers.make_block(SMOKE, "cpu"), make_inputs(cell, "cpu")
-    wanted = peers.expected(grouped_moe, block, cell, inputs)
+    block, inputs = providers.make_block(SMOKE, "cpu"), make_inputs(cell, "cpu")
+    wanted = providers.expected(grouped_moe, block, cell, inputs)
     lost = wanted[0].clone()
     lost[7] = 0
-    assert not peers.check([lost], wanted, inputs)["ok"]
+    assert not providers.check([lost], wanted, inputs)[1]
+
+
+def options_of(*words):
+    return machine.make_parser(None, budget=60).parse_args(["--smoke", *words])
+
+
+def problem_of(**calls):
+    """One part; a provider's call returns whether it is right, or raises."""
+    return problems.Problem({"name": "a"}, {"step": calls}, lambda name: ({"out": 0.0}, calls[name](0)), {"b": "why"})
+
+
+def test_wrong_and_failing_providers_are_recorded():
+    def fail(_):
+        raise RuntimeError("no such kernel\nmore")
+
+    (cell,) = problems.run_group(
+        [problem_of(ours=lambda _: True, peer=lambda _: False, other=fail)], ("eager",), options_of()
+    )
+    assert cell["wrong"] == ["peer"] and cell["skipped"] == {"b": "why", "other": "RuntimeError: no such kernel"}
+    assert cell["times"]["step"].keys() == {"ours", "peer"}
+
+
+def test_a_failing_task_and_a_budget_that_is_over(tmp_path):
+    def fail():
+        raise ValueError("here")
+
+    tasks = [machine.Task("one", fail), machine.Task("two", fail)]
+    output = tmp_path / "out.json"
+    machine.run_tasks({}, tasks, options_of("--output", str(output), "--only", "one"))
+    (cell,) = json.loads(output.read_text(encoding="utf-8"))["cells"]
+    assert cell == {"name": "one", "times": {}, "skipped": {"all": "ValueError: here"}}
+    late = machine.run_tasks({}, tasks, options_of("--budget", "0"))["cells"]
+    assert all("past the budget" in cell["skipped"]["all"] for cell in late)
 
 
 @pytest.mark.parametrize("rounds, seconds", [(1, math.inf), (25, 0.0)], ids=["planned", "cut-short"])
@@ -80,11 +117,9 @@ def test_a_lost_row_is_wrong(grouped_moe):
 def test_everyone_follows_everyone_equally_often(number, rounds, seconds):
     """Over all that runs; what comes first in a round follows itself."""
     sampled, calls = [], {f"provider {i}": f"call {i}" for i in range(number)}
-    found = timing.time_in_turn(
-        calls, timing.Plan(0.0, rounds), seconds, False, lambda call, calls, cuda: sampled.append(call) or 1.0
-    )  # fmt: skip
+    found = timing.time_in_turn(calls, timing.Plan(0.0, rounds, seconds), lambda call, n: sampled.append(call) or 1.0)
     sampled = sampled[number:]  # after the warm-up
-    counted = sum(one["rounds"] for one in found.values())
+    counted = sum(map(len, found.values()))
     assert len(sampled) == counted + counted // number
     followed = Counter(zip(sampled, sampled[1:]))
     for first in range(0, len(sampled), number + 1):  # what comes before a sample that does not count
@@ -93,69 +128,141 @@ def test_everyone_follows_everyone_equally_often(number, rounds, seconds):
     assert len(+followed) == number**2 and len(set((+followed).values())) == 1
 
 
-def test_over_line():
-    def series(times):
-        return {"x": "tokens", "points": [{"value": 2**n, "median_ms": ms} for n, ms in enumerate(times)]}
-
-    assert report.over_line(series([1, 2, 4])) == [None, pytest.approx(1.0), None]
-    assert report.over_line(series([1, 2.5, 4]))[1] == pytest.approx(1.25)
-    assert report.over_line(series([1, None, 4])) == [None, None, None]
-
-
-def test_kernels_of_a_step_go_to_products():
-    """Kernels that share a name come in the order of a step; all others, and those past it, are the rest."""
-    names = "place_slots up_proj gemm combine sort_rows down_dgrad gemm combine wgrad wgrad wgrad".split()
-    sums = run_products.total([(f"hopper_{name}_kernel", 2.0**place) for place, name in enumerate(names)])
-    at = {name: 2.0**place for name, place in zip(run_products.PRODUCTS, (1, 2, 5, 6, 8, 9))}
-    assert sums == {**at, run_products.REST: 2.0**11 - 1 - sum(at.values())}
+@pytest.mark.parametrize("smoke", [True, False])
+@pytest.mark.parametrize("suite", run_experts.SUITES)
+def test_cells_have_names_of_their_own(suite, smoke):
+    groups = run_experts.cells_of(suite, smoke)
+    names = [{**entry["cell"].described(), **entry}["name"] for group in groups.values() for entry in group]
+    assert names and len(set(names)) == len(names)
 
 
-def test_calls_of_a_trace():
-    """Calls take turns, some repetitions of each in a row; one whose mark is lost would shift all that come after."""
-    calls, rounds = 3, 2
-    spans = []
-    for number in range(rounds * calls * run_products.CALLS):
-        spans += [("void at::cuda::spin_kernel(long)", 0.1), (f"kernel {number}", 1.0), (f"second {number}", 2.0)]
-    numbers = [[int(one[0][0].split()[1]) for one in call] for call in run_products.by_call(spans, calls, rounds)]
-    assert numbers == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
-    with pytest.raises(RuntimeError, match="the trace has 11 calls of 12"):
-        run_products.by_call(spans[:3] + spans[4:], calls, rounds)
+def test_new_shapes_take_each_size_once_before_they_repeat():
+    """Every provider, in every pass; what compiles ahead has none of the sizes."""
+    seen = []
+    calls = {name: lambda case, name=name: seen.append((name, case)) for name in ("ours", "peer")}
+    sizes = {8: 80, 11: 110, 14: 140}
+    times = run_new_shapes.measure(calls, sizes, 3, warm=[90])
+    assert seen[:2] == [("ours", 90), ("peer", 90)]
+    for number in range(3):
+        passed = seen[2 + 6 * number : 8 + 6 * number]
+        assert sorted(passed) == sorted((name, size) for name in calls for size in sizes.values())
+    assert times["new, wall"]["ours"]["samples"] == 3 and times["seen, host"]["peer"]["samples"] == 6
+
+
+def check_smoke(results):
+    assert machine.schema_error(results) is None
+    assert not [name for cell in results["cells"] for name in cell.get("wrong", ())]
+    reasons = {reason for cell in results["cells"] for reason in cell["skipped"].values()}
+    assert reasons <= {"needs a GPU", "saves nothing in a forward"}
+
+
+SMOKE_MAINS = {
+    **{name: lambda options, name=name: run_experts.main([name, *options]) for name in ("layers", "decode", "growth")},
+    "cpu": lambda options: run_experts.main(["cpu", *options]),
+    "linear": run_linear.main,
+    "new_shapes": run_new_shapes.main,
+}
+
+
+@pytest.mark.parametrize("name", SMOKE_MAINS)
+def test_smoke(name, tmp_path):
+    pytest.importorskip("transformers")
+    results = SMOKE_MAINS[name](["--smoke", "--output", str(tmp_path / "out.json")])
+    check_smoke(results)
+    assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == results
+
+
+def test_two_builds(grouped_moe, tmp_path, capsys):
+    """Copies of the build under other ids: each measurement has a ratio. A build compared with itself is refused."""
+    pytest.importorskip("transformers")
+    own = machine.build_id(grouped_moe).removeprefix("_grouped_moe_").split("_", 1)[1]
+    for name in ("one", "two"):
+        shutil.copytree(ROOT / "build", tmp_path / name)
+        for path in (tmp_path / name).glob("torch-*/*.*"):
+            if path.name in ("_ops.py", "metadata.json"):
+                path.write_text(path.read_text(encoding="utf-8").replace(own, f"{own}_{name}"), encoding="utf-8")
+    folders = ["--before", str(tmp_path / "one"), "--after", str(tmp_path / "two")]
+    results = compare_builds.main(["--smoke", "--only", "skew", "forward", "--only", "linear", "half", *folders])
+    with pytest.raises(SystemExit, match="different ids"):
+        compare_builds.load({"before": tmp_path / "one", "after": tmp_path / "one"})
+    check_smoke(results)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("after / before: median")
+    assert len(results["cells"]) == 6
+    assert all(entries.keys() == {"before", "after"} for c in results["cells"] for entries in c["times"].values())
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_recorded_results(path):
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert machine.schema_error(results) is None
+    assert path.name == machine.result_name(results["benchmark"], results.get("gpu"))
+    assert not [(cell["name"], name) for cell in results.get("cells", ()) for name in cell.get("wrong", ())]
 
 
 @pytest.mark.parametrize(
-    "options, last",
-    [((), "nothing measured"), (("--only", "none of them"), "nothing measured"), (("--prepare",), None)],
-)
-def test_products_without_a_gpu(options, last, tmp_path):
-    """All of it runs there but the trace, and the JSON says why there are no times."""
-    script, output = ROOT / "benchmarks" / "run_products.py", tmp_path / "products.json"
-    done = subprocess.run(
-        [sys.executable, str(script), "--smoke", "--output", str(output), *options],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert (done.stdout.splitlines() or [None])[-1] == last
-    if not options:
-        (cell,) = json.loads(output.read_text(encoding="utf-8"))["cells"]
-        assert cell["skipped"] == "needs a GPU"
+    "change",
+    [
+        {"date_utc": None}, {"gpu": 3}, {"cells": []}, {"cells": [{"name": "a", "times": {}, "skipped": {}}]},
+        {"cells": 2 * [{"name": "a", "times": {}, "skipped": {"all": "why"}}]},
+        {"cells": [{"name": "a", "times": {"step": {"ours": {"median_ms": 0.0}}}, "skipped": {}}]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_the_schema_refuses(change):
+    results = json.loads((ROOT / "benchmarks" / "results" / "cpu.json").read_text(encoding="utf-8"))
+    assert machine.schema_error(results) is None
+    assert machine.schema_error({**results, **change})
+
+
+def test_over_line():
+    pytest.importorskip("matplotlib")
+    import plot
+
+    assert plot.over_line([(1, 1), (2, 2), (4, 4)]) == [None, pytest.approx(1.0), None]
+    assert plot.over_line([(1, 1), (2, 2.5), (4, 4)])[1] == pytest.approx(1.25)
+    assert plot.over_line([(0, 2), (1, 3)], skew=True) == [None, 1.5]
+
+
+def test_figures_of_the_recorded_results(tmp_path):
+    pytest.importorskip("matplotlib")
+    import plot
+
+    for path in RESULTS:
+        shutil.copy(path, tmp_path)
+    plot.draw(tmp_path, "h200")
+    drawn = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.png")}
+    assert drawn <= {path.name for path in tmp_path.glob("*.png")}
 
 
 def test_peers_of_other_runs():
     pytest.importorskip("matplotlib")
     import plot
 
-    def run(tokens, **times):
-        cell = dict(layer="a", backward=False, tokens=tokens, local=1.0)
-        return {"cells": [{**cell, "providers": {name: {"median_ms": t, "peak_mib": t} for name, t in times.items()}}]}
+    def run(name, **times):
+        entries = {name: {"median_ms": ms} for name, ms in times.items()}
+        return [{"name": name, "times": {"step": entries}, "peak_mib": dict(times)}]
 
-    results = run(8, ours=2.0, dense=1.0)
-    plot.add_peers(results, run(8, ours=4.0, dense=8.0, peer=6.0))
-    plot.add_peers(results, run(8, ours=1.0, peer=9.0))  # the first one that has it counts
-    plot.add_peers(results, run(16, ours=1.0, other=1.0))  # another cell
-    plot.add_peers(results, run(8, third=1.0))  # not next to ours
-    assert {name: tuple(entry.values()) for name, entry in results["cells"][0]["providers"].items()} == {
-        "ours": (2.0, 2.0),
-        "dense": (1.0, 1.0),
-        "peer": (3.0, 6.0),
-    }
-    assert len(results["cells"]) == 1
+    cells = run("a", ours=2.0, dense=1.0)
+    plot.add_peers(cells, run("a", ours=4.0, dense=8.0, peer=6.0))
+    plot.add_peers(cells, run("a", ours=1.0, peer=9.0))  # the first one that has it counts
+    plot.add_peers(cells, run("b", ours=1.0, other=1.0))  # another cell
+    plot.add_peers(cells, run("a", third=1.0))  # not next to ours
+    assert cells == [
+        {
+            "name": "a",
+            "times": {"step": {name: {"median_ms": ms} for name, ms in (("ours", 2.0), ("dense", 1.0), ("peer", 3.0))}},
+            "peak_mib": {"ours": 2.0, "dense": 1.0, "peer": 6.0},
+        }
+    ]
+
+
+def test_linear_check_sees_a_wrong_group_and_unwritten_padding(grouped_moe):
+    cell = run_linear.LinearCell(3, 16, 24, 40, "half")
+    torch.manual_seed(0)
+    x, weight, dout = torch.randn(40, 16), torch.randn(3, 24, 16), torch.randn(40, 24)
+    ours = run_linear.make_providers({"ours": grouped_moe}, cell, weight, dout)["ours"]
+    assert run_linear.check(ours, cell, x, weight)[1]
+    wrong = ours._replace(forward=lambda x, w: ours.forward(x, w) + (torch.arange(40) == 2)[:, None])
+    assert not run_linear.check(wrong, cell, x, weight)[1]
+    padded = ours._replace(forward=lambda x, w: ours.forward(x, w) + (torch.arange(40) == 39)[:, None])
+    assert run_linear.check(padded, cell, x, weight)[0]["padding"] == 24

@@ -1,6 +1,5 @@
 """torch.library.opcheck of every op, and torch.compile: whole graphs, equal to eager, no recompiles for dynamic T."""
 
-import math
 import shutil
 import sys
 
@@ -9,6 +8,7 @@ import torch
 from block import Result, assert_same, call, run, with_leaves
 from cases import BY_ID, Case, Inputs, make_ids, make_inputs
 from compare import assert_bitwise, assert_close
+from poison import poisoned_allocations
 from torch._dynamo.testing import CompileCounterWithBackend
 
 some_cases = pytest.mark.parametrize("case_id", ["silu", "gpt-oss", "relu2-not-gated"])
@@ -27,6 +27,12 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
+def opcheck(op, arguments):
+    """`torch.library.opcheck` of an op some of whose results are partly unwritten: that holds the same each time."""
+    with poisoned_allocations():
+        torch.library.opcheck(op, arguments)
+
+
 def _local(case_id, device):
     """Inputs without sentinels: opcheck compares every output, and rows past R are unspecified."""
     case = BY_ID[case_id]._replace(sentinels=0.0)
@@ -36,13 +42,13 @@ def _local(case_id, device):
 @pytest.fixture
 def kind(grouped_moe):
     """The case's kind as the ops take it."""
-    pack_kind = sys.modules[grouped_moe.__name__ + ".experts"].pack_kind
+    kind_arguments = sys.modules[grouped_moe.__name__ + ".block"].kind_arguments
 
-    def pack(case, recompute):
+    def arguments(case, recompute):
         activation = grouped_moe.Activation(*case.activation)
-        return pack_kind(activation, case.gated, case.interleaved, case.transposed, recompute)
+        return kind_arguments(activation, case.gated, case.interleaved, case.transposed, recompute)
 
-    return pack
+    return arguments
 
 
 @some_cases
@@ -50,12 +56,14 @@ def kind(grouped_moe):
 def test_opcheck_experts(ops, kind, device, case_id, recompute):
     case, inputs = _local(case_id, device)
     tensors = with_leaves(inputs)[:-1]
-    torch.library.opcheck(ops.experts.default, (*tensors, *kind(case, recompute), True))
+    torch.library.opcheck(ops.experts.default, (*tensors, *kind(case, recompute), None))
+    opcheck(ops.experts_forward.default, (*inputs[:-1], *kind(case, recompute), None))
 
 
 def test_opcheck_experts_without_gradient(ops, kind, device):
     case, inputs = _local("silu", device)
-    torch.library.opcheck(ops.experts.default, (*inputs[:-1], *kind(case, False), False))
+    for op in (ops.experts, ops.experts_inference):
+        torch.library.opcheck(op.default, (*inputs[:-1], *kind(case, False), None))
 
 
 @some_cases
@@ -64,12 +72,13 @@ def test_opcheck_experts_without_gradient(ops, kind, device):
 def test_opcheck_experts_backward(ops, kind, device, case_id, recompute, wanted):
     case, inputs = _local(case_id, device)
     x, ids, weights, up, down, up_bias, down_bias, dout = inputs
-    _, preact, *indices = ops.experts(*inputs[:-1], *kind(case, recompute), True)
+    arguments = *kind(case, recompute), None
+    _, *saved = ops.experts_forward(*inputs[:-1], *arguments)
     biases = up_bias is not None
-    needs = {"all": [True] * 4 + [biases] * 2, "hidden_states": [True] + [False] * 5}
-    needs["weights"] = [False, False, True, True, biases, False]
-    tensors = (dout, x, weights, up, down, up_bias, down_bias, preact, *indices)
-    torch.library.opcheck(ops.experts_backward.default, (*tensors, *kind(case, recompute), needs[wanted]))
+    needs = {"all": [True, True, False, True, True, biases, biases], "hidden_states": [True] + [False] * 6}
+    needs["weights"] = [False, False, False, True, True, biases, False]
+    tensors = (dout, x, weights, up, down, up_bias, down_bias)
+    torch.library.opcheck(ops.experts_backward.default, (*tensors, *arguments, *saved, needs[wanted]))
 
 
 def test_opcheck_route(ops, device):
@@ -86,12 +95,16 @@ def test_opcheck_grouped_linear(ops, device, transposed, bias_kind):
     offsets = torch.tensor([0, 7, 7, 15], device=device)
     torch.library.opcheck(ops.grouped_linear.default, (x, weight, offsets, bias, scales, transposed))
     tensors = [t if t is None else t.detach() for t in (x, weight, offsets, bias, scales)]
-    for needs in (
-        [True, True, bias is not None, scales is not None],
-        [True] + [False] * 3,
-        [False, True, False, False],
-    ):
-        torch.library.opcheck(ops.grouped_linear_backward.default, (dy, *tensors, transposed, needs))
+    opcheck(ops.grouped_linear_forward.default, (*tensors, transposed))
+    _, schedule = ops.grouped_linear_forward(*tensors, transposed)
+    x, weight, _, bias, scales = tensors
+    for splits in (offsets, schedule):
+        for needs in ((True, True), (True, False), (False, True)):
+            given = (dy, x, weight, splits, transposed, *needs)
+            torch.library.opcheck(ops.grouped_linear_backward.default, given)
+        for needs_bias in (True, False) if scales is not None else (True,) if bias is not None else ():
+            given = (dy, splits, 3, None if scales is None else bias, scales, needs_bias)
+            torch.library.opcheck(ops.grouped_linear_bias_backward.default, given)
     dw = torch.zeros(3, 24, 16, device=device)
     for overwrite in (False, True):
         torch.library.opcheck(ops.accumulate_wgrad.default, (dw, dy, tensors[0], offsets[1:], overwrite))
@@ -106,18 +119,17 @@ def test_opcheck_dbias_dscales(ops, device):
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
-def test_opcheck_grouped_mlp(ops, grouped_moe, device, recompute):
+def test_opcheck_grouped_mlp(ops, kind, device, recompute):
     shapes = ((20, 16), (20,), (20,), (3, 24, 16), (3, 16, 12), (3, 24), (3, 16))
     x, act_scales, bias_scales, up, down, up_bias, down_bias = (torch.randn(shape, device=device) for shape in shapes)
     leaves = [t.requires_grad_() for t in (act_scales, bias_scales, up, down, up_bias, down_bias)]
-    splits, kind = (
-        torch.tensor([7, 0, 13], device=device),
-        ("silu", [1.0, math.inf, 0.0], [True, False, False, recompute]),
-    )
-    torch.library.opcheck(ops.grouped_mlp.default, (x.requires_grad_(), splits, *leaves, *kind, not recompute))
-    leaves = [t.detach() for t in leaves]
-    preact = torch.randn(20, 24, device=device)
-    given = (torch.randn(20, 16, device=device), x.detach(), splits, *leaves, preact, *kind, [True] * 7)
+    splits, arguments = torch.tensor([7, 0, 13], device=device), (*kind(BY_ID["silu"], recompute), None)
+    torch.library.opcheck(ops.grouped_mlp.default, (x.requires_grad_(), splits, *leaves, *arguments))
+    x, *leaves = (t.detach() for t in (x, *leaves))
+    for save in (True, False):
+        opcheck(ops.grouped_mlp_forward.default, (x, splits, *leaves, *arguments, save))
+    _, *saved = ops.grouped_mlp_forward(x, splits, *leaves, *arguments, not recompute)
+    given = (torch.randn(20, 16, device=device), x, *leaves, *arguments, *saved, [True] * 7)
     torch.library.opcheck(ops.grouped_mlp_backward.default, given)
 
 
@@ -127,11 +139,14 @@ def test_opcheck_permute(ops, grouped_moe, device):
     x, y = torch.randn(9, 16, device=device), torch.randn(18, 16, device=device)
     weights = torch.rand(9, 2, device=device)
     leaves = [t.clone().requires_grad_() for t in (x, y, weights)]
-    torch.library.opcheck(ops.gather_rows.default, (leaves[0], offsets, row_to_slot, slot_to_row, 2))
-    torch.library.opcheck(ops.gather_rows_backward.default, (y, slot_to_row, 2))
-    torch.library.opcheck(ops.combine_rows.default, (leaves[1], leaves[2], offsets, slot_to_row))
+    maps = offsets, row_to_slot, slot_to_row, 2
+    torch.library.opcheck(ops.gather_rows.default, (leaves[0], *maps))
+    torch.library.opcheck(ops.gather_rows_forward.default, (x, *maps))
+    torch.library.opcheck(ops.combine_rows.default, (*leaves[1:], *maps))
+    for factors in (weights, None):
+        torch.library.opcheck(ops.combine_rows_forward.default, (y, factors, *maps))
     for rows, needs_dy in ((y, True), (None, True), (y, False)):
-        torch.library.opcheck(ops.combine_rows_backward.default, (x, rows, weights, offsets, slot_to_row, needs_dy))
+        torch.library.opcheck(ops.combine_rows_backward.default, (x, rows, weights, *maps, needs_dy))
 
 
 def _as_inputs(tensors):
@@ -274,3 +289,29 @@ def test_meta_tensors(grouped_moe):
     got, want = run(grouped_moe, case, meta), run(grouped_moe, case, inputs)
     for a, b in zip((got.out, *got.grads.values()), (want.out, *want.grads.values())):
         assert (a.device.type, a.shape, a.dtype) == ("meta", b.shape, b.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="AOTInductor needs a C++ compiler")
+@pytest.mark.parametrize("limit", [None, 7.0], ids=["no-limit", "limit"])
+def test_aot_inductor(grouped_moe, device, tmp_path, limit):
+    """A block is compiled, saved, loaded and called; without a limit, too, which is no number in what is saved."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = (
+                torch.nn.Parameter(torch.randn(shape, device=device)) for shape in ((4, 32, 16), (4, 16, 16))
+            )
+
+        def forward(self, x, ids, weights):
+            activation = grouped_moe.Activation(limit=limit)
+            return grouped_moe.grouped_mm_experts(x, ids, weights, self.up, self.down, activation=activation)
+
+    block, ids = Block().eval(), torch.randint(0, 5, (8, 2), device=device)
+    x, weights = torch.randn(8, 16, device=device), torch.rand(8, 2, device=device)
+    with torch.no_grad():
+        program = torch.export.export(block, (x, ids, weights))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "block.pt2"))
+        loaded = torch._inductor.aoti_load_package(path)
+        assert_bitwise("out", loaded(x, ids, weights), block(x, ids, weights))

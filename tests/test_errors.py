@@ -161,7 +161,7 @@ def test_gate_takes_both_biases(grouped_moe, device, missing):
 @pytest.mark.parametrize(
     "value, error, message",
     [
-        ("swish", ValueError, "expected one of silu, gelu, gelu_tanh, relu, relu2, got 'swish'"),
+        ("mish", ValueError, "expected one of silu, gelu, gelu_tanh, relu, relu2, got 'mish'"),
         ("", ValueError, "expected one of .*, got ''"),
         (None, TypeError, "expected a name or an Activation, got NoneType"),
         (torch.nn.SiLU(), TypeError, "expected a name or an Activation, got SiLU"),
@@ -183,13 +183,28 @@ def test_activation(grouped_moe, device, value, error, message):
         (("silu", 1.0, 0.0), "limit must be positive or None, got 0.0"),
         (("silu", 1.0, -7.0), "limit must be positive or None, got -7.0"),
         (("gelu", 1.0, float("nan")), "limit must be positive or None, got nan"),
-        (("swish", 2.0), "expected one of .*, got 'swish'"),
+        (("mish", 2.0), "expected one of .*, got 'mish'"),
+        (("gelu_new", 2.0), "alpha applies to silu only, got alpha=2.0 with 'gelu_tanh'"),
+        (("quick_gelu", 2.0), "alpha applies to silu only, got alpha=2.0 with 'quick_gelu'"),
     ],
     ids=str,
 )
 def test_activation_parameters(grouped_moe, device, fields, message):
     given = {**arguments(device), "activation": grouped_moe.Activation(*fields)}
     raises(ValueError, f"^activation: {message}", grouped_moe.grouped_mm_experts, **given)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, 0, None, torch.tensor(True)], ids=repr)
+@pytest.mark.parametrize("name", ["gated", "interleaved", "transposed", "recompute"])
+def test_flags_are_bools(grouped_moe, device, name, value):
+    given = {**arguments(device), name: value}
+    raises(TypeError, f"^{name}: expected True or False, got ", grouped_moe.grouped_mm_experts, **given)
+    mlp = {"x": given.pop("hidden_states"), "splits": given.pop("top_k_index"), "activation_scales": None, **given}
+    del mlp["top_k_weights"]
+    raises(TypeError, f"^{name}: expected True or False, got ", grouped_moe.grouped_mlp, **mlp)
+    if name == "transposed":
+        linear = (mlp["x"], mlp["gate_up_proj"], torch.tensor([1, 2, 3, 0], device=device))
+        raises(TypeError, "^transposed: expected True or False", grouped_moe.grouped_linear, *linear, transposed=value)
 
 
 def test_options_are_keyword_only(grouped_moe, device):

@@ -59,11 +59,13 @@ def test_more_steps_than_the_ring_has(grouped_moe, gated, device):
 
 def need_shared_tiles(grouped_moe, rows: int, groups: int, n: int, k: int) -> None:
     """Two warp groups share the tiles of such a grouped GEMM on a Hopper; other GPUs have no such tiles."""
-    tuning = importlib.import_module(f"{grouped_moe.__name__}.tuning")
-    spec = tuning.device_spec("cuda", torch.cuda.current_device())
+    heuristic = importlib.import_module(f"{grouped_moe.__name__}.tuning.heuristic")
+    device = importlib.import_module(f"{grouped_moe.__name__}.common.device")
+    spec = device.device_spec("cuda", torch.cuda.current_device())
     if not spec.hopper:
         pytest.skip("other tiles on this GPU")
-    config, _ = tuning.hopper_gemm_config(128, rows, groups, n, k, spec, True)
+    wide = heuristic.wide_pays(rows, groups, n, k, spec)
+    config = heuristic.hopper_gemm_config(128, n, k, spec, wide)
     assert config.block_n == 256
 
 

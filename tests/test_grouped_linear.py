@@ -234,3 +234,25 @@ def test_autocast_leaves_fp64(grouped_moe):
     x, weight, offsets, bias, _ = make(LINEARS[1], torch.float64, "cpu")
     with torch.autocast("cpu", torch.bfloat16):
         assert grouped_moe.grouped_linear(x, weight, offsets, bias).dtype == torch.float64
+
+
+def test_lists_may_leave_rows_to_no_group(grouped_moe, device):
+    x, weight, *_ = make(LINEARS[0], torch.float32, device)
+    sizes = torch.tensor(LINEARS[0].sizes, device=device)
+    want = grouped_moe.grouped_linear(x, weight, sizes)
+    assert LINEARS[0].tail and not want[sizes.sum() :].any()
+    assert_bitwise("y", grouped_moe.grouped_linear(x, weight, list(LINEARS[0].sizes)), want)
+
+
+@pytest.mark.parametrize("sizes", [[8, 8, 8, 8], [17, 0, 0, 0], [5, -1, 5, 5], [2**63, 0, 0, 0], [20, -10, 0, 0]])
+def test_lists_that_do_not_fit_the_rows(grouped_moe, device, sizes):
+    x, weight, bias = (torch.randn(shape, device=device) for shape in ((16, 8), (4, 8, 8), (4, 8)))
+    calls = (
+        lambda: grouped_moe.grouped_linear(x, weight, sizes),
+        lambda: grouped_moe.grouped_mlp(x, tuple(sizes), None, weight, weight, gated=False),
+        lambda: grouped_moe.GroupedLinear(4, 8, 8, device=device)(x, sizes),
+        lambda: grouped_moe.grouped_dbias_dscales(x, x[:, 0], bias, sizes),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="^splits: expected sizes of at least 0 and together at most the 16 rows"):
+            call()

@@ -3,7 +3,7 @@
 Their results are those of Triton's kernels, so that only speed would tell if they were not taken.
 """
 
-import sys
+import importlib
 
 import pytest
 import torch
@@ -12,15 +12,16 @@ ROWS, TOP_K, EXPERTS, HIDDEN = 4096, 2, 4, 256
 
 
 @pytest.fixture
-def names(grouped_moe):
+def names(grouped_moe, monkeypatch):
     """The names of the kernels for the up-projection, of gathered rows and in place, and for the dgrad in place."""
     pytest.importorskip("triton")
 
     def module(name):
-        return sys.modules[f"{grouped_moe.__name__}.{name}"]
+        return importlib.import_module(f"{grouped_moe.__name__}.{name}")
 
-    spec = module("tuning").DeviceSpec(132, 232448, hopper=True, name="stub")
-    device = torch.device("cpu")
+    spec = module("common.device").DeviceSpec(132, 232448, hopper=True, name="stub")
+    monkeypatch.setattr(module("common.device"), "device_spec", lambda device_type, index: spec)
+    launcher_of, problem_of = module("backends.table").launcher_of, module("backends.triton.up_proj").problem_of
 
     def find(n: int, gated: bool = True, activation: str = "silu", **changes) -> tuple:
         transposed, interleaved = (changes.get(name, False) for name in ("transposed", "interleaved"))
@@ -28,22 +29,17 @@ def names(grouped_moe):
         up, down = (EXPERTS, p, HIDDEN), (EXPERTS, HIDDEN, n)
         if transposed:
             up, down = (EXPERTS, HIDDEN, p), (EXPERTS, n, HIDDEN)
-        form = module("plan").unwritten
-        x, up, down = (form(torch.bfloat16, *shape) for shape in ((ROWS, HIDDEN), up, down))
-        kind = module("block").Kind(gated, interleaved, module("activation").Activation(activation), "ieee")
-        sizes = (EXPERTS, 128, ROWS // 128 + EXPERTS)
-        found = []
-        for top_k in (TOP_K, 0):
-            given = (True, True, bool(top_k))
-            launch = module("fused").up_launch(
-                x, up, None, None, given, ROWS, n, top_k, transposed, kind, sizes, spec, device
-            )  # fmt: skip
-            found.append(launch.kernel.kernel.__name__)
-        given = (True, True, True, False)
-        launch, _ = module("fused").dgrad_launch(
-            x, down, None, given, ROWS, n, 0, transposed, kind, sizes, spec, device
-        )  # fmt: skip
-        return (*found, launch.kernel.kernel.__name__)
+        x, up, down = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((ROWS, HIDDEN), up, down))
+        kind = grouped_moe.Activation(activation), gated, interleaved, transposed, False
+        block = module("block").Block(up, down, None, None, *kind)
+        in_place = module("rows").Rows(torch.empty(0), EXPERTS, ROWS, block_m=128)
+        routed = in_place._replace(top_k=TOP_K)
+        found = [
+            launcher_of("up_proj", problem_of(block, x, up, routed, True, transposed)),
+            launcher_of("up_proj", problem_of(block, x, up, in_place, True, transposed)),
+            launcher_of("down_dgrad", problem_of(block, x, down, in_place, False, not transposed)),
+        ]
+        return tuple(launcher.kernel.function.__name__ for launcher in found)
 
     return find
 

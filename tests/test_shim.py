@@ -55,6 +55,37 @@ def test_registers_once_or_twice(grouped_moe):
     assert callable(ALL_EXPERTS_FUNCTIONS["grouped_moe"])
 
 
+def test_registers_again_with_another_capacity(grouped_moe, device):
+    """The last capacity holds."""
+    name = grouped_moe.register_experts_implementation("again", capacity=1e-9)
+    experts, inputs = make_experts(device, name), make_inputs(device)
+    if device == "cpu":
+        with pytest.raises(RuntimeError, match="^capacity: "):
+            experts(*inputs)
+    assert grouped_moe.register_experts_implementation("again") == name
+    want = make_experts(device, grouped_moe.register_experts_implementation())
+    want.load_state_dict(experts.state_dict())
+    assert torch.equal(experts(*inputs), want(*inputs))
+
+
+def test_names_of_transformers_are_refused(grouped_moe, device):
+    """All that it has, and the ones that it does not keep in its registries; they stay what they were."""
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    grouped_moe.register_experts_implementation("of_another_test")
+    registries = ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS
+    theirs = {
+        name: function for registry in registries for name, function in registry.items()
+        if getattr(function, "__module__", "").startswith("transformers.")
+    }  # fmt: skip
+    assert {"grouped_mm", "batched_mm", "deepgemm_megamoe"} <= theirs.keys()
+    for name in ("", "eager", *theirs):
+        with pytest.raises(ValueError, match=f"^name: expected one that transformers does not use .*, got '{name}'$"):
+            grouped_moe.register_experts_implementation(name)
+    assert all(function in (registry.get(name) for registry in registries) for name, function in theirs.items())
+
+
 @pytest.mark.parametrize("name", [0.25, None])
 def test_a_name_is_a_string(grouped_moe, name):
     with pytest.raises(TypeError, match="^name: expected a string, got"):
@@ -99,23 +130,6 @@ def test_capacity_that_is_no_share(grouped_moe, value, error):
         grouped_moe.register_experts_implementation("with_capacity", capacity=value)
 
 
-def test_fp8_experts_raise_a_clear_error(implementation):
-    """Where transformers puts FP8 experts into a model, and they run."""
-    from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
-    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, replace_with_fp8_linear
-
-    config = Qwen3MoeConfig(num_experts=NUM_EXPERTS, hidden_size=128, moe_intermediate_size=128, num_hidden_layers=1)
-    with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config)
-    model.set_experts_implementation(implementation)
-    replace_with_fp8_linear(model, ["lm_head"], FineGrainedFP8Config())
-    experts = model.model.layers[0].mlp.experts
-    ids, weights = torch.zeros(TOKENS, TOP_K, dtype=torch.int64), torch.ones(TOKENS, TOP_K)
-    assert implementation in ALL_FP8_EXPERTS_FUNCTIONS and "FP8" in type(experts).__name__
-    with pytest.raises(ValueError, match="FP8 experts are not supported.*choose another experts_implementation"):
-        experts(torch.zeros(TOKENS, 128), ids, weights)
-
-
 def test_without_transformers_raises_a_clear_error(hub):
     code = LOAD.format(hub.repo_id, hub.version) + WITHOUT_TRANSFORMERS
     result = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=120)
@@ -142,40 +156,6 @@ def test_output_has_the_dtype_of_hidden_states(dtype, implementation, device):
     experts = make_experts(device, implementation).to(torch.bfloat16)
     x, ids, weights = make_inputs(device)
     assert experts(x.to(dtype), ids, weights).dtype == dtype
-
-
-@pytest.fixture
-def expert_mesh(device):
-    """Two ranks, of which this is the first, without the second: nothing here communicates."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield init_device_mesh(device, (2,))
-    torch.distributed.destroy_process_group()
-
-
-def test_expert_parallel_dtensors(implementation, expert_mesh, device):
-    """A rank's half of the experts as DTensors, as transformers shards them: as without, and DTensor gradients."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    experts = make_experts(device, implementation, num_experts=NUM_EXPERTS // 2)
-    inputs = make_inputs(device, num_experts=NUM_EXPERTS // 2)
-    cotangent = torch.randn(TOKENS, HIDDEN, device=device)
-    parameters = dict(experts.named_parameters())
-    expected = experts(*inputs)
-    grads = torch.autograd.grad(expected, (inputs[0], inputs[2], *parameters.values()), cotangent)
-    for name, parameter in parameters.items():
-        sharded = DTensor.from_local(parameter.detach(), expert_mesh, [Shard(0)], run_check=False)
-        setattr(experts, name, torch.nn.Parameter(sharded))
-    leaves = (inputs[0], inputs[2], *experts.parameters())
-    actual = experts(*inputs)
-    actual_grads = torch.autograd.grad(actual, leaves, cotangent)
-    assert torch.equal(actual, expected)
-    for leaf, grad, reference in zip(leaves, actual_grads, grads):
-        assert isinstance(grad, DTensor) == isinstance(leaf, DTensor) and grad.shape == leaf.shape
-        assert torch.equal(grad.to_local() if isinstance(grad, DTensor) else grad, reference)
-    assert experts.gate_up_proj.shape[0] == NUM_EXPERTS
 
 
 def kernelize(experts: torch.nn.Module, grouped_moe, device: str) -> torch.nn.Module:
@@ -210,7 +190,7 @@ def test_runs_cold_on_fake_tensors(grouped_moe, implementation):
     """As an exporter calls it: the gate is probed on real values all the same."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    sys.modules[grouped_moe.__name__ + ".transformers_shim"]._probe_gate.cache_clear()
+    sys.modules[grouped_moe.__name__ + ".integrations.transformers_gate"]._probe_gate.cache_clear()
     experts, inputs = make_experts("cpu", implementation), make_inputs("cpu")
     with FakeTensorMode(allow_non_fake_inputs=True):
         out = experts(*inputs)
@@ -262,3 +242,24 @@ def test_quantized_weights_are_named(implementation, device):
     experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj.to(torch.uint8), requires_grad=False)
     with pytest.raises(TypeError, match="^gate_up_proj: expected one of .*, got torch.uint8"):
         experts(*make_inputs(device))
+
+
+def test_activations_by_the_names_of_transformers(grouped_moe, device):
+    """Each name of ACT2FN that is accepted computes that function; alone and in an Activation."""
+    from transformers.activations import ACT2FN
+
+    x, one = torch.linspace(-6.0, 6.0, 64, device=device)[:, None], torch.ones(64, 1, device=device)
+    ids, eye = torch.zeros(64, 1, dtype=torch.int64, device=device), torch.ones(1, 1, 1, device=device)
+    accepted = set()
+    for name in ACT2FN:
+        for activation in (name, grouped_moe.Activation(name)):
+            try:
+                y = grouped_moe.grouped_mm_experts(x, ids, one, eye, eye, activation=activation, gated=False)
+            except ValueError:
+                continue
+            torch.testing.assert_close(y.double(), ACT2FN[name](x.double()), rtol=1e-5, atol=1e-6)
+            accepted.add(name)
+    assert accepted >= {"swish", "quick_gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu2", "gelu_python"}
+    with_alpha = grouped_moe.Activation("swish", alpha=2.0)
+    y = grouped_moe.grouped_mm_experts(x, ids, one, eye, eye, activation=with_alpha, gated=False)
+    torch.testing.assert_close(y, x * torch.sigmoid(2.0 * x), rtol=1e-5, atol=1e-6)

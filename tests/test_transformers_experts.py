@@ -28,8 +28,8 @@ UNFUSED = {"MuseSparkExperts", "Inkling2Experts"}
 
 # The names in ACT2FN whose functions the fused block has.
 FUSED_ACTIVATIONS = {
-    "silu", "swish", "quick_gelu", "gelu", "gelu_python", "gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "relu",
-    "relu2",
+    "silu", "swish", "quick_gelu", "gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate",
+    "gelu_pytorch_tanh", "gelu_python_tanh", "relu", "relu2",
 }  # fmt: skip
 
 # A limit and an alpha that no class has by default. |pre-activation| ~ N(0, 1), so 0.6 clamps more than a half.

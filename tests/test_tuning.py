@@ -1,54 +1,58 @@
 """Tuned tiles: read, checked, and taken where they are; the heuristic elsewhere; and what the log says of it."""
 
-import importlib.util
+import importlib
 import itertools
 import json
 import logging
 import math
 import sys
-from concurrent.futures import Future
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from conftest import ROOT
 
+pytest.importorskip("triton")
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import tiles  # noqa: E402
 import tune  # noqa: E402
 from workload import QWEN3_30B, SMOKE, SMOKE_GPT_OSS  # noqa: E402
 
-H200 = (132, 232448, 32, True, True, True)  # a DeviceSpec without its name
-A100 = (108, 166912, 32, False, True, False)
-MI300 = (304, 65536, 64, False, True, False)
-NAME = "NVIDIA H200"
+H200 = {"num_sms": 132, "shared_memory": 232448, "hopper": True, "bandwidth": 4917}
+A100 = {"num_sms": 108, "shared_memory": 166912, "wide_tiles": False, "capability": (8, 0)}
+MI300 = {"num_sms": 304, "shared_memory": 65536, "warp_size": 64, "wide_tiles": False, "capability": (9, 4)}
+NAME, GPU = "NVIDIA H200", "Some GPU"
 TILE = {"block_n": 64, "block_k": 32, "num_warps": 4, "num_stages": 2}
+HEAD = {"device": GPU, "capability": [9, 0], "num_sms": 132, "bandwidth": 4917}
 
 
 @pytest.fixture
-def tuning(module):
-    return module("tuning")
+def package(grouped_moe):
+    return tune.compile_check.Package(grouped_moe)
 
 
 @pytest.fixture
-def tuned(module, tmp_path, monkeypatch):
+def tuning(package):
+    return package["tuning.heuristic"]
+
+
+@pytest.fixture
+def device_spec(package):
+    return package["common.device"].DeviceSpec
+
+
+@pytest.fixture
+def files(package, tmp_path, monkeypatch):
     """The module that reads the files, which it looks for in tmp_path."""
-    found = module("tuned")
+    found = package["tuning.files"]
     monkeypatch.setattr(found, "CONFIGS", tmp_path)
-    found.tiles_of.cache_clear()
     yield found
-    found.tiles_of.cache_clear()
+    found.read_table.cache_clear()
 
 
-@pytest.fixture
-def gpu(request):
-    """A name of its own for each test: choices are kept by it."""
-    return request.node.name
-
-
-def write(path, tiles):
-    path.write_text(json.dumps({"device": "Some GPU", "tiles": tiles}))
+def write(path, tiles, **head):
+    path.write_text(json.dumps({**HEAD, **head, "tiles": tiles}))
 
 
 def all_configs(tuning, spec, dtype):
@@ -62,8 +66,8 @@ def all_configs(tuning, spec, dtype):
                 found["dgrad", block_m, n, flag, tma] = tuning.dgrad_config(block_m, n, dtype, spec, flag, tma)
         for tma in (False, True) if by_descriptor and block_m >= 64 else (False,):
             found["gemm", block_m, n, tma] = tuning.gemm_config(block_m, n, dtype, spec, tma)
-        for rows, k in itertools.product((1024, 65536), (2048, 8192)):
-            found["hopper", block_m, rows, n, k] = tuning.hopper_gemm_config(block_m, rows, 8, n, k, spec, False)
+        for wide, k in itertools.product((False, True), (2048, 8192)):
+            found["hopper", block_m, wide, n, k] = tuning.hopper_gemm_config(block_m, n, k, spec, wide)
     for rows, flag, m in itertools.product((16, 32, 64, 128, 256, 512, 1024), (False, True), (32, 2048)):
         found["wgrad", rows, flag, m] = tuning.wgrad_config(m, 768, rows, dtype, spec, flag)
         for size in (2, 4):
@@ -74,89 +78,90 @@ def all_configs(tuning, spec, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_file_of_the_h200_holds_the_heuristic(tuning, dtype):
+def test_the_file_of_the_h200_holds_the_heuristic(tuning, device_spec, dtype):
     """It was tuned on one. A file that `benchmarks/tune.py` wrote anew would change this."""
-    plain = all_configs(tuning, tuning.DeviceSpec(*H200), dtype)
-    tuned = all_configs(tuning, tuning.DeviceSpec(*H200, NAME), dtype)
+    plain = all_configs(tuning, device_spec(**H200), dtype)
+    tuned = all_configs(tuning, device_spec(**H200, name=NAME), dtype)
     assert tuned == plain
     assert not any(config.tuned for key, config in plain.items() if config and key[0] != "hopper")
     if dtype == torch.bfloat16:
         assert all(config.tuned for key, config in tuned.items() if config and key[0] != "hopper")
 
 
-def test_files_of_the_package_are_valid(module):
-    tuned = module("tuned")
-    files = list(tuned.CONFIGS.glob("*.json"))
-    assert files
-    for path in files:
-        assert tuned.file_of(json.loads(path.read_text())["device"]) == path
-        assert tuned.read_tiles(path)
+def test_files_of_the_package_are_valid(package):
+    files = package["tuning.files"]
+    paths = list(files.CONFIGS.glob("*.json"))
+    assert paths
+    for path in paths:
+        table = files.read_table(path)
+        assert table.tiles and files.file_of(table.device) == path
 
 
-def test_files_are_found_through_links(grouped_moe, tmp_path):
+def test_files_are_found_through_links(grouped_moe, tmp_path, monkeypatch):
     """As the Hub's cache has them: a snapshot of links to files of other names elsewhere."""
-    package = Path(grouped_moe.__file__).parent
+    source = Path(grouped_moe.__file__).parent
     blobs, copy = tmp_path / "blobs", tmp_path / "snapshots" / "linked_package"
     blobs.mkdir()
-    for number, path in enumerate(path for path in sorted(package.rglob("*")) if path.suffix in (".py", ".json")):
-        link = copy / path.relative_to(package)
+    for number, path in enumerate(path for path in sorted(source.rglob("*")) if path.suffix in (".py", ".json")):
+        link = copy / path.relative_to(source)
         link.parent.mkdir(parents=True, exist_ok=True)
         (blobs / str(number)).write_bytes(path.read_bytes())
         link.symlink_to(blobs / str(number))
-    spec = importlib.util.spec_from_file_location("linked_tuned", copy / "tuned.py")
-    linked = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(linked)
-    assert linked.tiles_of(NAME)
+    linked = ModuleType("linked_package")  # whose __init__ would register the ops once more
+    linked.__path__ = [str(copy)]
+    monkeypatch.setitem(sys.modules, "linked_package", linked)
+    files = importlib.import_module("linked_package.tuning.files")
+    assert files.tiles_of(importlib.import_module("linked_package.common.device").DeviceSpec(**H200, name=NAME))
 
 
-def test_tune_writes_the_files_as_they_are(module, monkeypatch):
-    tuned = module("tuned")
-    monkeypatch.setattr(tiles, "module", module)
-    for path in tuned.CONFIGS.glob("*.json"):
-        text = path.read_text()
-        assert tiles.as_json(json.loads(text)["device"], tuned.read_tiles(path)) == text
+def test_tune_writes_the_files_as_they_are(package):
+    files = package["tuning.files"]
+    for path in files.CONFIGS.glob("*.json"):
+        assert tune.as_json(package, files.read_table(path)) == path.read_text()
 
 
-def test_candidates_are_valid_entries(module, monkeypatch, tmp_path):
+def test_candidates_are_valid_entries(package, files, device_spec, tmp_path):
     """Each differs in one field from the tile, and can be written to a file."""
-    tuned = module("tuned")
-    monkeypatch.setattr(tiles, "module", module)
-    for key, tile in tuned.tiles_of(NAME).items():
-        for candidate in tiles.neighbours(key, tile, H200[1]) if tile else ():
-            (tmp_path / "file.json").write_text(tiles.as_json("x", {key: candidate}))
-            assert tuned.read_tiles(tmp_path / "file.json") == {key: candidate}
+    ours = files.read_table(Path(files.__file__).parent.parent / "configs" / "nvidia_h200.json")
+    for key, tile in ours.tiles.items():
+        for number, candidate in enumerate(tune.neighbours(key, tile, H200["shared_memory"]) if tile else ()):
+            path = tmp_path / f"{key[0]}_{key[1]}_{number}.json"
+            path.write_text(tune.as_json(package, ours._replace(tiles={key: candidate})))
+            assert files.read_table(path) == ours._replace(tiles={key: candidate})
             assert candidate is None or sum(candidate[name] != tile[name] for name in tile) == 1
 
 
-class Inline:
-    """A pool whose compiler takes all but tiles of 32 columns; every case but "dx" asks for the same kernel."""
+class Pretended(tune.Bench):
+    """Times in ms from a formula: deeper is faster, 4 stages are wrong, 32 columns do not compile."""
 
-    def submit(self, function, gpu, case, changes):
-        future, key = Future(), ("gemm", 64)
-        tile = changes.get(key, {"block_m": 64, **TILE, "group_m": 8, "programs_per_sm": 1})
-        asked = [] if case.product == "dx" else [(key, tile)]
-        future.set_result(("does not fit" if tile["block_n"] == 32 else "", asked))
-        return future
+    def __init__(self):
+        self.asked = []
 
-
-class Pretended:
-    """Times in ms from a formula: deeper is faster, 4 stages are wrong."""
-
-    def times(self, case, current, candidates):
-        given = [tile for changes in (current, *candidates) for tile in changes.values()]
-        return [math.inf if tile["num_stages"] == 4 else 1 / tile["block_k"] for tile in given]
+    def times(self, case, key, candidates):
+        self.asked.append((case, len(candidates)))
+        wrong = (tile["num_stages"] == 4 or tile["block_n"] == 32 for tile in candidates)
+        return [math.inf if bad else 1 / tile["block_k"] for bad, tile in zip(wrong, candidates)]
 
 
-@pytest.mark.parametrize("seconds, depth", [(100, 128), (-1, None)], ids=["to the end", "past the budget"])
-def test_search_goes_to_the_fastest(seconds, depth):
-    gpu = tiles.Gpu("x", ("cuda", 90, 32), (*H200, "x"))
-    search = tune.Search(gpu, Pretended(), Inline(), tune.time.monotonic() + seconds)
-    search.group([tiles.Case(SMOKE, 64, "up"), tiles.Case(SMOKE, 64, "dx"), tiles.Case(SMOKE, 64, "down")])
-    written = []
-    search.run(6, lambda found: written.append(dict(found)))
-    tile = search.found.get(("gemm", 64))
-    assert (tile and tile["block_k"]) == depth and written == ([search.found] if depth else [])
-    assert tile is None or tile["num_stages"] == 2
+@pytest.mark.parametrize("steps, depth", [(6, 128), (1, 64), (0, 32)])
+def test_search_goes_to_the_fastest(steps, depth):
+    """Over all cases; what was found wrong in one is not timed in the next one."""
+    tile, bench = {"block_m": 64, **TILE, "num_stages": 3, "group_m": 8, "programs_per_sm": 1}, Pretended()
+    cases, compiled = [tune.Case(SMOKE, 64, "up"), tune.Case(SMOKE, 64, "down")], []
+    found, gain = tune.search(("gemm", 64), tile, cases, bench, compiled.extend, H200["shared_memory"], steps)
+    assert found == {**tile, "block_k": depth} and gain == pytest.approx(32 / depth)
+    assert bool(compiled) == bool(steps) == bool(bench.asked)
+    if steps:
+        first = len([job for job in compiled if job[0] == cases[0]][: bench.asked[0][1] - 1])
+        assert bench.asked[0] == (cases[0], first + 1) and bench.asked[1] == (cases[1], first + 1 - 2)
+
+
+def test_cases_are_grouped_by_the_tile_that_they_take(capsys):
+    cases = [tune.Case(SMOKE, 64, name) for name in ("up", "dx", "down", "up wgrad")]
+    wide, gemm = (("gemm_hopper_wide", 128), None), (("gemm", 64), TILE)
+    compiled = [("", [wide, gemm]), ("", []), ("", [gemm]), ("does not fit", [])]
+    assert tune.group(cases, compiled) == {gemm[0]: (TILE, [cases[0], cases[2]])}
+    assert capsys.readouterr().out == "smoke 64 dx: no tile\nsmoke 64 up wgrad: does not fit\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would tune")
@@ -166,80 +171,121 @@ def test_tune_says_that_there_is_no_gpu(monkeypatch, capsys):
     assert "no GPU" in capsys.readouterr().err
 
 
-@pytest.fixture
-def tables(module, monkeypatch):
-    """`tiles.Table`, of which the package knows nothing when the test is over."""
-    tuning = module("tuning")
-    for name in ("choose_tile", "tiles_of", "device_spec"):
-        monkeypatch.setattr(tuning, name, getattr(tuning, name))
-    monkeypatch.setattr(tiles, "module", module)
-    return tiles.Table
-
-
-WITHOUT_TILES = "hopper_gathered_up_proj_kernel"  # of choice
+WITHOUT_TILES = {"hopper_gathered_up_proj_kernel", "hopper_down_dgrad_kernel"}  # of choice
 
 
 @pytest.mark.parametrize("limits", [H200, A100], ids=["sm90", "sm80"])
 @pytest.mark.parametrize(
     "layer, rows", [(SMOKE, 64), (SMOKE_GPT_OSS, 64), (QWEN3_30B, 256)], ids=["smoke", "oss", "large"]
 )
-def test_products_ask_for_their_tiles(module, tables, monkeypatch, layer, rows, limits):
-    """And launch once. What a GPU would run, on a CPU, without running it. Another table is asked again."""
-    launched = []
-    monkeypatch.setattr(module("launch").Launch, "__call__", lambda launch, _: launched.append(launch))
+def test_products_ask_for_their_tiles(package, device_spec, monkeypatch, layer, rows, limits):
+    """What a GPU would run, on a CPU, without running it. Another table is asked again, and what it says is taken."""
+    launched, spec = [], device_spec(**limits, name=GPU)
+    launch = package["backends.triton.launch"]
+    monkeypatch.setattr(package["common.device"], "device_spec", lambda *_: spec)
+    monkeypatch.setattr(launch.Kernel, "__call__", lambda kernel, *_: launched.append(kernel))
+    products = tune.make_products(package, layer, rows, "cpu")
+    assert tuple(products) == tune.PRODUCTS
     for _ in range(2):
-        table = tables((*limits, "products"))
-        for name, call in tiles.make_products(layer, rows, "cpu").items():
-            table.asked.clear()
-            table.take({}, tiles.Case(layer, rows, name))
-            call()
-            kernel = launched.pop().kernel.kernel.__name__
-            asked = table.asked[-1][0][0] if table.asked else None
-            assert not launched and (asked is None) == (kernel == WITHOUT_TILES), (name, kernel, asked)
-            assert asked is None or asked.split("_")[0] in kernel and ("hopper" in asked) == ("hopper" in kernel), name
+        with tune.replaced(package, spec) as tiles:
+            for name, call in products.items():
+                tiles.take({})
+                call(0)
+                kernel = launched.pop().function.__name__
+                asked, tile = tiles.asked[-1] if tiles.asked else (None, None)
+                assert (asked is None) == (kernel in WITHOUT_TILES), (name, kernel, asked)
+                if asked is None:
+                    continue
+                assert asked[0].split("_")[0] in kernel and ("hopper" in asked[0]) == ("hopper" in kernel), name
+                changed = next(t for t in tune.neighbours(asked, tile, 10**6) if t and t["group_m"] == tile["group_m"])
+                tiles.take({asked: changed})
+                call(0)
+                assert tiles.asked[-1] == (asked, changed) and launched.pop().function.__name__ == kernel
+
+
+def test_a_case_is_compiled_with_its_tile(grouped_moe, package, device_spec, monkeypatch):
+    """Into Triton's cache, by the launchers; a tile that cannot be compiled is an error, not an end."""
+    monkeypatch.setattr(tune, "load_kernel", lambda: grouped_moe)
+    gpu, case = tune.Gpu(("cuda", 80, 32), tune.astuple(device_spec(**A100, name=GPU))), tune.Case(SMOKE, 64, "down")
+    error, ((key, tile),) = tune.compile_case(gpu, case, {})
+    assert error == "" and key == ("gemm", 64)
+    assert tune.compile_case(gpu, case, {key: {**tile, "block_k": 32}}) == ("", [(key, {**tile, "block_k": 32})])
+    error, asked = tune.compile_case(gpu, case, {key: {**tile, "block_k": 48}})
+    assert "Error" in error and asked == []
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layer", [SMOKE, SMOKE_GPT_OSS], ids=lambda layer: layer.name)
-def test_products_of_candidates_agree(module, tables, layer, device):
+def test_products_of_candidates_agree(package, layer, device):
     """With the tiles in use and with the first that fits beside them."""
-    table = tables(tuple(module("tuning").device_spec("cuda", 0)))
-    table.take({})
-    for name, call in tiles.make_products(layer, 64, device).items():
-        table.asked.clear()
-        table.take({}, tiles.Case(layer, 64, name))
-        wanted = [result.clone() for result in call()]
-        key, tile = table.asked[-1]
-        table.take({key: tiles.neighbours(key, tile, table.spec.shared_memory)[0]})
-        assert all(map(tune.agrees, call(), wanted)), name
+    spec = package["common.device"].device_spec("cuda", 0)
+    with tune.replaced(package, spec) as tiles:
+        for name, call in tune.make_products(package, layer, 64, device).items():
+            tiles.take({})
+            wanted = [result.clone() for result in call(0)]
+            key, tile = tiles.asked[-1]
+            tiles.take({key: tune.neighbours(key, tile, spec.shared_memory)[0]})
+            assert all(map(tune.agrees, call(0), wanted)), name
 
 
-def test_names_of_files(module):
-    file_of = module("tuned").file_of
+def test_names_of_files(package):
+    file_of = package["tuning.files"].file_of
     assert file_of("NVIDIA H200").name == "nvidia_h200.json"
     assert file_of("NVIDIA H100 80GB HBM3").name == "nvidia_h100_80gb_hbm3.json"
     assert file_of("AMD Instinct MI300X OAM").name == "amd_instinct_mi300x_oam.json"
 
 
 @pytest.mark.parametrize("limits", [H200, A100, MI300], ids=["sm90", "sm80", "gfx942"])
-def test_no_file_no_entry(tuned, tuning, gpu, limits):
+def test_no_file_no_entry(files, tuning, device_spec, limits):
     """Both give the heuristic's choice."""
-    write(tuned.file_of(gpu), {"wgrad": {}})
-    plain = all_configs(tuning, tuning.DeviceSpec(*limits), torch.bfloat16)
-    for name in ("No such GPU", gpu):
-        assert all_configs(tuning, tuning.DeviceSpec(*limits, name), torch.bfloat16) == plain
+    plain = all_configs(tuning, device_spec(**limits), torch.bfloat16)
+    assert all_configs(tuning, device_spec(**limits, name=GPU), torch.bfloat16) == plain
+    write(files.file_of(GPU), {"wgrad": {}}, capability=list(limits.get("capability", (9, 0))))
+    for name in ("No such GPU", GPU):
+        assert all_configs(tuning, device_spec(**limits, name=name), torch.bfloat16) == plain
 
 
-def test_an_entry_replaces_that_tile_alone(tuned, tuning, gpu):
-    write(tuned.file_of(gpu), {"gemm": {"64": {**TILE, "group_m": 4}}, "gemm_hopper": {"128": None}})
-    spec = tuning.DeviceSpec(*H200, gpu)
+def test_an_h100_takes_the_tiles_of_the_h200(package, tuning, device_spec):
+    """As the package is: there is no other file of its capability. A GPU of another one takes the heuristic's."""
+    tiles_of = package["tuning.files"].tiles_of
+    h100 = device_spec(**{**H200, "bandwidth": 3352}, name="NVIDIA H100 80GB HBM3")
+    assert tiles_of(h100) == tiles_of(device_spec(**H200, name=NAME)) != {}
+    assert tuning.gemm_config(64, 4096, torch.bfloat16, h100).tuned
+    a100 = device_spec(**A100, name="NVIDIA A100-SXM4-80GB")
+    assert tiles_of(a100) == {} and not tuning.gemm_config(64, 4096, torch.bfloat16, a100).tuned
+
+
+NEAR = {"near": (132, 4917), "slow": (132, 2039), "small": (78, 4917), "other": (132, 4917)}
+DEPTHS = dict(zip(NEAR, (32, 64, 128, 16)))
+
+
+@pytest.mark.parametrize(
+    "num_sms, bandwidth, name, taken",
+    [
+        (132, 4800, "new", "near"), (132, 2400, "new", "slow"), (90, 4000, "new", "small"), (90, 0, "new", "small"),
+        (114, 2039, "new", "slow"), (132, 4917, "small", "small"), (78, 4917, "slow", "slow"),
+    ],
+)  # fmt: skip
+def test_the_nearest_table_of_the_capability_is_taken(files, tuning, device_spec, num_sms, bandwidth, name, taken):
+    """By processors and bandwidth, the one of its own name before any other; never one of another capability."""
+    for device, (sms, speed) in NEAR.items():
+        head = {"device": device, "num_sms": sms, "bandwidth": speed, "capability": [8 if device == "other" else 9, 0]}
+        write(files.file_of(device), {"gemm": {"64": {**TILE, "block_k": DEPTHS[device]}}}, **head)
+    spec = device_spec(**{**H200, "num_sms": num_sms, "bandwidth": bandwidth}, name=name)
+    config = tuning.gemm_config(64, 4096, torch.bfloat16, spec)
+    assert config.tuned and config.block_k == DEPTHS[taken]
+
+
+def test_an_entry_replaces_that_tile_alone(files, tuning, device_spec):
+    write(files.file_of(GPU), {"gemm": {"64": {**TILE, "group_m": 4}}, "gemm_hopper": {"128": None}})
+    spec = device_spec(**H200, name=GPU)
     config = tuning.gemm_config(64, 4096, torch.float16, spec)
     assert config == tuning.GemmConfig(64, 64, 32, 4, 2, group_m=4) and config.tuned
     assert not tuning.gemm_config(32, 4096, torch.float16, spec).tuned
     assert not tuning.gemm_config(64, 4096, torch.float32, spec).tuned
     assert not tuning.up_config(64, 4096, torch.float16, spec, False, False).tuned
-    assert tuning.hopper_gemm_config(128, 65536, 8, 4096, 2048, spec, False) is None
-    assert tuning.hopper_gemm_config(128, 65536, 8, 4096, 2048, tuning.DeviceSpec(*H200), False) is not None
+    assert tuning.hopper_gemm_config(128, 4096, 2048, spec, False) is None
+    assert tuning.hopper_gemm_config(128, 4096, 2048, device_spec(**H200), False) is not None
 
 
 @pytest.mark.parametrize(
@@ -253,30 +299,30 @@ def test_an_entry_replaces_that_tile_alone(tuned, tuning, gpu):
         (512, 8, 1024, 8192, 128),  # 32 wide tiles for 132 processors
     ],
 )
-def test_which_tiles_two_warp_groups_share(tuning, rows, groups, n, k, block_n):
-    config, _ = tuning.hopper_gemm_config(128, rows, groups, n, k, tuning.DeviceSpec(*H200), False)
+def test_which_tiles_two_warp_groups_share(tuning, device_spec, rows, groups, n, k, block_n):
+    spec = device_spec(**H200)
+    config = tuning.hopper_gemm_config(128, n, k, spec, tuning.wide_pays(rows, groups, n, k, spec))
     assert config.block_n == block_n
 
 
-def test_a_null_of_either_hopper_tile_leaves_the_other(tuned, tuning, gpu):
+def test_a_null_of_either_hopper_tile_leaves_the_other(files, tuning, device_spec):
     def chosen(tiles):
-        write(tuned.file_of(gpu), tiles)
-        tuned.tiles_of.cache_clear()
-        tuning.hopper_gemm_config.cache_clear()
-        return tuning.hopper_gemm_config(128, 32768, 8, 4096, 14336, tuning.DeviceSpec(*H200, gpu), False)
+        write(files.file_of(GPU), tiles)
+        files.read_table.cache_clear()
+        return tuning.hopper_gemm_config(128, 4096, 14336, device_spec(**H200, name=GPU), True)
 
     narrow, wide = {"gemm_hopper": {"128": None}}, {"gemm_hopper_wide": {"128": None}}
-    assert chosen(narrow)[0].block_n == 256
-    assert chosen(wide)[0].block_n == 128
+    assert chosen({}).block_n == chosen(narrow).block_n == 256
+    assert chosen(wide).block_n == 128
     assert chosen({**narrow, **wide}) is None
 
 
-def test_a_tuned_tile_still_has_to_fit(tuned, tuning, gpu):
+def test_a_tuned_tile_still_has_to_fit(files, tuning, device_spec):
     """The shared memory, and the columns there are."""
-    write(tuned.file_of(gpu), {"gemm": {"128": {**TILE, "block_n": 256, "block_k": 128, "num_stages": 8}}})
-    config = tuning.gemm_config(128, 4096, torch.bfloat16, tuning.DeviceSpec(*H200, gpu))
+    write(files.file_of(GPU), {"gemm": {"128": {**TILE, "block_n": 256, "block_k": 128, "num_stages": 8}}})
+    config = tuning.gemm_config(128, 4096, torch.bfloat16, device_spec(**H200, name=GPU))
     assert config.num_stages == 2 and config.tuned
-    assert tuning.gemm_config(128, 60, torch.bfloat16, tuning.DeviceSpec(*H200, gpu)).block_n == 64
+    assert tuning.gemm_config(128, 60, torch.bfloat16, device_spec(**H200, name=GPU)).block_n == 64
 
 
 WRONG = {
@@ -306,28 +352,44 @@ WRONG = {
 
 
 @pytest.mark.parametrize("tiles, message", WRONG.values(), ids=WRONG)
-def test_errors_name_file_and_key(tuned, tuning, gpu, tiles, message):
-    write(tuned.file_of(gpu), tiles)
-    with pytest.raises(ValueError) as error:
-        tuning.gemm_config(64, 4096, torch.bfloat16, tuning.DeviceSpec(*H200, gpu))
-    assert str(error.value).startswith(f"{tuned.file_of(gpu).name}: {message}")
+def test_errors_name_file_and_key(files, tuning, device_spec, tiles, message):
+    """Of its own file, and of the nearest one."""
+    write(files.file_of(GPU), tiles)
+    for name in (GPU, "another"):
+        with pytest.raises(ValueError) as error:
+            tuning.gemm_config(64, 4096, torch.bfloat16, device_spec(**H200, name=name))
+        assert str(error.value).startswith(f"{files.file_of(GPU).name}: {message}")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"tiles": {}}', '{"device": "x", "tiles": {}, "tile": {}}'])
-def test_errors_of_the_whole_file(tuned, tmp_path, text):
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "not JSON"), ("[]", "the file: expected an object"),
+        (json.dumps({"tiles": {}}), "device: expected a name"),
+        (json.dumps({**HEAD, "tiles": {}, "tile": {}}), "its keys: expected device, capability,"),
+        (json.dumps({**HEAD, "capability": "9.0"}), "capability: expected major and minor, got '9.0'"),
+        (json.dumps({**HEAD, "num_sms": 0}), "num_sms: expected an integer above 0, got 0"),
+        (json.dumps({**HEAD, "bandwidth": 4.8}), "bandwidth: expected an integer above 0, got 4.8"),
+        (json.dumps(HEAD), "tiles: expected an object, got None"),
+    ],
+)  # fmt: skip
+def test_errors_of_the_whole_file(files, tmp_path, text, message):
     (tmp_path / "file.json").write_text(text)
-    with pytest.raises(ValueError, match="^file.json: "):
-        tuned.read_tiles(tmp_path / "file.json")
+    with pytest.raises(ValueError) as error:
+        files.read_table(tmp_path / "file.json")
+    assert str(error.value).startswith(f"file.json: {message}")
 
 
 class Recorder:
     """Stands in for a kernel of Triton's: takes every launch."""
 
     __name__ = "some_kernel"
-    arg_names = ["x", "BLOCK_M"]
 
     def __init__(self):
         self.launches = 0
+
+    def fn(self, BLOCK_M):
+        """The signature of the kernel."""
 
     def __getitem__(self, grid):
         def run(*arguments, **constants):
@@ -336,10 +398,9 @@ class Recorder:
         return run
 
 
-def test_one_line_says_what_runs(module, tuning, caplog):
+def test_one_line_says_what_runs(package, tuning, caplog):
     """Once per kernel and config, by the first launch; none below INFO, none for kernels without a choice."""
-    pytest.importorskip("triton")
-    launch, kernel, x = module("launch"), Recorder(), torch.zeros(1)
+    launch, kernel, x = package["backends.triton.launch"], Recorder(), torch.zeros(1)
     launch._log_once.cache_clear()
     choices = [tuning.GemmConfig(128, 64, 32, 4, 3, tuned=tuned).describe("a path") for tuned in (False, True)]
 
@@ -347,7 +408,7 @@ def test_one_line_says_what_runs(module, tuning, caplog):
         caplog.clear()
         with caplog.at_level(level, logger="grouped_moe"):
             for choice in (*choices, choices[0], None):
-                bound = launch.Kernel(kernel, choice, BLOCK_M=1)
+                bound = launch.Kernel(kernel, {"BLOCK_M": 1}, None, choice)
                 bound((1, 1, 1), x)
                 bound((1, 1, 1), x)
         return [(record.name, record.levelno, record.getMessage()) for record in caplog.records]

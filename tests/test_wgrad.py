@@ -16,8 +16,18 @@ SHAPES = [(200, 264), (128, 256), (8, 8), (520, 136)]  # tiles that are cut, one
 
 
 @pytest.fixture
-def gemm(grouped_moe):
-    return importlib.import_module(f"{grouped_moe.__name__}.gemm")
+def wgrad(grouped_moe):
+    """wgrad(p, p_top_k, q, q_top_k, row_to_slot, offsets, dw): a top_k above 0 gathers that operand."""
+    backend = importlib.import_module(f"{grouped_moe.__name__}.backends.triton")
+    rows_type = importlib.import_module(f"{grouped_moe.__name__}.rows").Rows
+
+    def launch(p, p_top_k, q, q_top_k, row_to_slot, offsets, dw, accumulate=False):
+        num_rows = p.shape[0] if row_to_slot is None else row_to_slot.shape[0]
+        rows = rows_type(offsets, dw.shape[0], num_rows, top_k=p_top_k + q_top_k, row_to_slot=row_to_slot)
+        gathered = {"lhs_of_tokens": p_top_k > 0, "rhs_of_tokens": q_top_k > 0}
+        backend.wgrad(p, q, rows, dw, **gathered, accumulate=accumulate)
+
+    return launch
 
 
 def rows_of(count: int, total: int, width: int, dtype: torch.dtype, extra: int = 8) -> torch.Tensor:
@@ -53,12 +63,12 @@ def expected(p, q, sizes, old=None):
 @pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few", "many"])
 @pytest.mark.parametrize("m, n", SHAPES, ids=lambda size: str(size))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_ragged(gemm, sizes, m, n, dtype):
+def test_ragged(wgrad, sizes, m, n, dtype):
     """dw in guarded memory; the rows of any one group stand between NaN."""
     used, offsets = sum(sizes), offsets_of(sizes)
     p, q = rows_of(used, used + 70, m, dtype), rows_of(used, used + 70, n, dtype)
     memory, dw = guarded_dw((len(sizes), m, n), dtype, NAN)
-    gemm.launch_wgrad(p, 0, q, 0, None, offsets, dw)
+    wgrad(p, 0, q, 0, None, offsets, dw)
     assert_close("dw", dw, expected(p[:used], q[:used], sizes), dtype)
     first = dw.clone()
     assert is_untouched(memory, dw)
@@ -66,14 +76,14 @@ def test_ragged(gemm, sizes, m, n, dtype):
         alone = [torch.full_like(rows, NAN) for rows in (p, q)]
         for rows, source in zip(alone, (p, q)):
             rows[start : start + size] = source[start : start + size]
-        gemm.launch_wgrad(alone[0], 0, alone[1], 0, None, offsets, dw)
+        wgrad(alone[0], 0, alone[1], 0, None, offsets, dw)
         assert_bitwise(f"dw[{group}]", dw[group], first[group])
 
 
 @pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few", "many"])
 @pytest.mark.parametrize("dw_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["mn", "nm"])
-def test_accumulates(gemm, sizes, dw_dtype, transposed):
+def test_accumulates(wgrad, sizes, dw_dtype, transposed):
     """dw += in dw's own dtype; a group without rows keeps what it has, NaN too."""
     m, n = (520, 264) if transposed else (264, 520)
     used, offsets = sum(sizes), offsets_of(sizes)
@@ -82,17 +92,17 @@ def test_accumulates(gemm, sizes, dw_dtype, transposed):
     dw.normal_()
     old = dw.clone()
     if transposed:
-        gemm.launch_wgrad(q, 0, p, 0, None, offsets, dw.transpose(1, 2), accumulate=True)
+        wgrad(q, 0, p, 0, None, offsets, dw.transpose(1, 2), accumulate=True)
     else:
-        gemm.launch_wgrad(p, 0, q, 0, None, offsets, dw, accumulate=True)
+        wgrad(p, 0, q, 0, None, offsets, dw, accumulate=True)
     assert_close("dw", dw, expected(p[:used], q[:used], sizes, old), dw_dtype, terms=max(sizes))
     dw.fill_(NAN)
-    gemm.launch_wgrad(p, 0, q, 0, None, offsets, dw, accumulate=True)
+    wgrad(p, 0, q, 0, None, offsets, dw, accumulate=True)
     assert bool(dw.isnan().all()) and is_untouched(memory, dw)
 
 
 @pytest.mark.parametrize("case", ["p-columns", "dw-columns", "dw-offset", "odd"])
-def test_misaligned(gemm, case):
+def test_misaligned(wgrad, case):
     """What descriptors cannot take goes another way."""
     sizes, m, n = FEW, *((197, 263) if case == "odd" else (200, 264))
     used = sum(sizes)
@@ -101,11 +111,11 @@ def test_misaligned(gemm, case):
     width = n + (3 if case == "dw-columns" else 0)
     memory = torch.full((len(sizes) * m * width + 1,), NAN, dtype=torch.bfloat16, device="cuda")
     dw = memory[case == "dw-offset" :][: len(sizes) * m * width].view(len(sizes), m, width)[..., :n]
-    gemm.launch_wgrad(p, 0, q, 0, None, offsets_of(sizes), dw)
+    wgrad(p, 0, q, 0, None, offsets_of(sizes), dw)
     assert_close("dw", dw, expected(p, q, sizes), torch.bfloat16)
 
 
-def test_one_group_of_many(gemm):
+def test_one_group_of_many(wgrad):
     """Offsets and dw of a single group, wherever it lies."""
     sizes, m, n = FEW, 200, 264
     used, offsets = sum(sizes), offsets_of(sizes)
@@ -113,15 +123,15 @@ def test_one_group_of_many(gemm):
     want = expected(p, q, sizes)
     for group in range(len(sizes)):
         dw = torch.full((m, n), NAN, dtype=torch.bfloat16, device="cuda")
-        gemm.launch_wgrad(p, 0, q, 0, None, offsets[group:], dw[None])
+        wgrad(p, 0, q, 0, None, offsets[group:], dw[None])
         assert_close(f"dw[{group}]", dw[None], want[group : group + 1], torch.bfloat16)
 
 
-def test_more_groups_than_are_ordered(gemm):
+def test_more_groups_than_are_ordered(wgrad):
     sizes = [(37 * group) % 90 for group in range(150)]
     p, q = (rows_of(sum(sizes), sum(sizes), width, torch.bfloat16) for width in (136, 128))
     dw = torch.full((len(sizes), 136, 128), NAN, dtype=torch.bfloat16, device="cuda")
-    gemm.launch_wgrad(p, 0, q, 0, None, offsets_of(sizes), dw)
+    wgrad(p, 0, q, 0, None, offsets_of(sizes), dw)
     assert_close("dw", dw, expected(p, q, sizes), torch.bfloat16)
 
 
@@ -132,7 +142,7 @@ def test_more_groups_than_are_ordered(gemm):
     ids=["few", "many", "around a turn"],
 )
 @pytest.mark.parametrize("m, n", [(200, 264), (264, 200), (128, 256)], ids=lambda size: str(size))
-def test_gathered(gemm, p_gathered, sizes, m, n):
+def test_gathered(wgrad, p_gathered, sizes, m, n):
     """Rows of no group have no slot; tokens that no row has are NaN, and so are other groups' tokens and rows."""
     used, top_k, tokens = sum(sizes), 3, 3000
     offsets = offsets_of(sizes)
@@ -146,7 +156,7 @@ def test_gathered(gemm, p_gathered, sizes, m, n):
 
     def launch(x, rows):
         operands = (x, top_k, rows, 0) if p_gathered else (rows, 0, x, top_k)
-        gemm.launch_wgrad(*operands, row_to_slot, offsets, dw)
+        wgrad(*operands, row_to_slot, offsets, dw)
 
     launch(x, rows)
     pair = (x[sources], rows[:used]) if p_gathered else (rows[:used], x[sources])
@@ -164,7 +174,7 @@ def test_gathered(gemm, p_gathered, sizes, m, n):
 
 @pytest.mark.parametrize("scale", [1, 6], ids=["few", "many"])
 @pytest.mark.parametrize("gathered", [False, True], ids=["in-place", "gathered"])
-def test_many_tiles_per_program(gemm, scale, gathered):
+def test_many_tiles_per_program(wgrad, scale, gathered):
     """Persistent programs go from tile to tile and from group to group, whose sizes differ."""
     sizes = [size * scale for size in (5, 300, 0, 64, 0, 33, 700, 1, 96, 0, 31, 128)]
     m, n, used = 1032, 1544, sum(sizes)
@@ -172,13 +182,13 @@ def test_many_tiles_per_program(gemm, scale, gathered):
     sources = torch.randperm(used, device="cuda")
     operands = (rows, 0, x, 1, sources.int()) if gathered else (rows, 0, x, 0, None)
     dw = torch.full((len(sizes), m, n), NAN, dtype=torch.bfloat16, device="cuda")
-    gemm.launch_wgrad(*operands, offsets_of(sizes), dw)
+    wgrad(*operands, offsets_of(sizes), dw)
     assert_close("dw", dw, expected(rows[:used], x[sources] if gathered else x[:used], sizes), torch.bfloat16)
 
 
 @pytest.mark.parametrize("longs", [1, 7, 33], ids=lambda count: f"{count}-long")
 @pytest.mark.parametrize("gathered", [False, True], ids=["in-place", "gathered"])
-def test_long_groups(gemm, longs, gathered):
+def test_long_groups(wgrad, longs, gathered):
     """Programs with a tile of a long group get fewer of the others' (or, if there is one for each, as many)."""
     sizes = [(7 * group) % 20 for group in range(128)]
     sizes[60 : 60 + longs] = [4000 + group for group in range(longs)]
@@ -187,5 +197,5 @@ def test_long_groups(gemm, longs, gathered):
     sources = torch.randperm(used, device="cuda")
     operands = (rows, 0, x, 1, sources.int()) if gathered else (rows, 0, x, 0, None)
     dw = torch.full((len(sizes), m, n), NAN, dtype=torch.bfloat16, device="cuda")
-    gemm.launch_wgrad(*operands, offsets_of(sizes), dw)
+    wgrad(*operands, offsets_of(sizes), dw)
     assert_close("dw", dw, expected(rows[:used], x[sources] if gathered else x[:used], sizes), torch.bfloat16)

@@ -55,20 +55,6 @@ class Config(NamedTuple):
     def backends(self) -> list[str]:
         return self.general["backends"]
 
-    def python_depends(self, backend: str) -> list[str]:
-        return [
-            *self.general.get("python-depends", []),
-            *self.general.get(backend, {}).get("python-depends", []),
-        ]
-
-
-class Revision(NamedTuple):
-    """Which source a build is made from. `commit` is None outside a git repository."""
-
-    unique_id: str
-    commit: str | None
-    dirty: bool
-
 
 def read_config(root: Path) -> Config:
     """Read and validate build.toml.
@@ -115,8 +101,8 @@ def git(root: Path, *arguments: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def identify(root: Path, package: Path, files: list[Path]) -> Revision:
-    """Identify the source by the tree of HEAD, or outside a git repository of its own by its content.
+def identify(root: Path, package: Path, files: list[Path]) -> tuple[str, dict[str, Any]]:
+    """(unique id, provenance) of the source: the tree of HEAD, or outside a git repository of its own its content.
 
     Untracked files count as changes, as in a Nix build: they may be part of what is built.
     """
@@ -127,10 +113,10 @@ def identify(root: Path, package: Path, files: list[Path]) -> Revision:
         for path in files:
             content = path.read_bytes()
             digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode() + content)
-        return Revision(digest.hexdigest()[:7], None, False)
+        return digest.hexdigest()[:7], {}
     dirty = git(root, "status", "--porcelain") != ""
-    unique_id = tree[:7] + ("_dirty" if dirty else "")
-    return Revision(unique_id, git(root, "rev-parse", "HEAD"), dirty)
+    kernel = {"commit": git(root, "rev-parse", "HEAD"), "dirty": dirty}
+    return tree[:7] + ("_dirty" if dirty else ""), {"kernel": kernel}
 
 
 def render(template: Path, **context: Any) -> str:
@@ -160,33 +146,23 @@ def render_card(root: Path, config: Config, names: list[str]) -> str:
     )
 
 
-def metadata(config: Config, revision: Revision, backend: str, digest: Digest) -> dict[str, Any]:
+def metadata(
+    config: Config, unique_id: str, provenance: dict[str, Any], backend: str, digest: Digest
+) -> dict[str, Any]:  # fmt: skip
     """The content of metadata.json, in the order in which the builder writes it."""
     general = config.general
-    provenance = {"kernel-builder": {"version": BUILDER_VERSION}}
-    if revision.commit is not None:
-        provenance["kernel"] = {"commit": revision.commit, "dirty": revision.dirty}
     return {
         "name": general["name"],
-        "id": f"_{config.module}_{backend}_{revision.unique_id}",
+        "id": f"_{config.module}_{backend}_{unique_id}",
         "version": general["version"],
         "license": general["license"],
         **{key: general[key] for key in ("upstream", "source") if key in general},
-        "python-depends": config.python_depends(backend),
+        "python-depends": [*general.get("python-depends", []), *general.get(backend, {}).get("python-depends", [])],
         "kernel-depends": [],
         "backend": {"type": backend},
         "digest": {"algorithm": "sha256", "files": digest.files},
-        "provenance": provenance,
+        "provenance": {"kernel-builder": {"version": BUILDER_VERSION}, **provenance},
     }
-
-
-def write_variant(variant: Path, package: Path, files: list[Path], ops: str) -> None:
-    """Write everything but metadata.json, which describes what is written here."""
-    for path in files:
-        target = variant / path.relative_to(package)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
-    (variant / "_ops.py").write_text(ops, encoding="utf-8", newline="\n")
 
 
 def validate_variant(variant: Path, expected: dict[str, Any]) -> None:
@@ -208,14 +184,20 @@ def build(root: Path, stage: Path) -> Config:
     config = read_config(root)
     package = root / "torch-ext" / config.module
     names = source_rules.check_package(package, root)
-    source_rules.check_tests(root / "tests", root)
+    # The builder scans the tests for names of ops together with the package.
+    source_rules.check_files(root / "tests", root, source_rules.unprefixed_ops)
     files = package_files(package, config.pyext)
-    revision = identify(root, package, files)
-    ops = render(OPS_TEMPLATE, kernel_name=config.module, kernel_unique_id=revision.unique_id)
+    unique_id, provenance = identify(root, package, files)
+    ops = render(OPS_TEMPLATE, kernel_name=config.module, kernel_unique_id=unique_id)
     for backend in config.backends:
         variant = stage / f"torch-{backend}"
-        write_variant(variant, package, files, ops)
-        content = metadata(config, revision, backend, Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+        for path in files:
+            target = variant / path.relative_to(package)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+        (variant / "_ops.py").write_text(ops, encoding="utf-8", newline="\n")
+        digest = Digest.hash_variant(DigestAlgorithm.SHA256, variant)
+        content = metadata(config, unique_id, provenance, backend, digest)
         text = json.dumps(content, indent=2, ensure_ascii=False)
         (variant / "metadata.json").write_text(text, encoding="utf-8", newline="\n")
         validate_variant(variant, content)
@@ -237,14 +219,13 @@ def check_replaceable(output: Path) -> None:
 
 def replace(stage: Path, output: Path, aside: Path) -> None:
     """Put `stage` in the place of `output`, whose old content moves to `aside`, or back if that fails."""
-    if not output.exists():
-        stage.rename(output)
-        return
-    output.rename(aside)
+    if output.exists():
+        output.rename(aside)
     try:
         stage.rename(output)
     except OSError:
-        aside.rename(output)
+        if aside.exists():
+            aside.rename(output)
         raise
 
 

@@ -2,26 +2,29 @@
 
     python tools/compile_check.py [--targets sm80,sm90,...] [--dtypes bf16,fp32,...] [--json FILE]
 
-The launchers themselves run, on CPU tensors of real layers, with Triton's driver replaced by one that only names a
-target: what is compiled is what would be launched there. Exit status 1 if a kernel fails to compile, exceeds the shared
-memory of its target, spills more than 32 bytes, has more than 128 KB of code (sm90), leaves a barrier that no partition
-uses, or touches memory before it has waited for the stream where launches are dependent. Needs a build (make build) and
-Triton; no GPU.
+The Triton backend itself runs, on unwritten CPU tensors of real layers, with Triton's driver replaced by one that only
+names a target: what is compiled is what would be launched there. Layers marked `every` take, at the largest number of
+tokens, every signature that a launcher can produce: each dtype of indices and scales, biases or none, each set of
+gradients. Exit status 1 if a kernel fails to compile, exceeds the shared memory of its target, spills more than 32
+bytes, has more than 128 KB of code (sm90), leaves a barrier that no partition uses, or touches memory before it has
+waited for the stream where launches are dependent. Needs a build (make build) and Triton; no GPU.
 """
 
 import argparse
 import contextlib
-import json
+import functools
+import importlib
+import itertools
 import os
 import re
 import struct
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional
 from unittest import mock
 
 import torch
@@ -32,26 +35,25 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from machine import write  # noqa: E402
+
 # ptxas parks up to this much in local memory when a kernel uses every register: values that a tile reads once, before
 # its K loop, as the disassembly shows. More is a spill.
 SPILL_ALLOWANCE = 32
 # Bytes of code on sm90, of which a tile runs most. 160 KB took 1.8 to 1.9 times as long as 96 KB that did the same, 124
 # KB as long as 76 (H200; benchmarks/NOTES.md).
 CODE_LIMIT = 128 << 10
-
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 class Target(NamedTuple):
-    """A GPU to compile for: shared memory in bytes per program, multiprocessors, threads per warp."""
+    """A GPU to compile for: shared memory in bytes per program, multiprocessors."""
 
     gpu: GPUTarget
     shared_memory: int
     num_sms: int
-
-    @property
-    def warp_size(self) -> int:
-        return self.gpu.warp_size
 
 
 # Shared memory: CUDA C++ Programming Guide, technical specifications per compute capability; CDNA 3 ISA (LDS).
@@ -63,10 +65,14 @@ TARGETS = {
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), 65536, 304),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MANY_TOKENS = 1 << 15  # whose slots are counted in more chunks than one step adds up
 
 
 class Layer(NamedTuple):
-    """An experts block to compile for, and the activation it has."""
+    """An experts block to compile for, and the activation it has.
+
+    every: it takes every signature, other layers a plain one. aligned: the addresses of its tensors are.
+    """
 
     name: str
     num_experts: int
@@ -77,20 +83,55 @@ class Layer(NamedTuple):
     interleaved: bool = False
     transposed: bool = False
     bias: bool = False
-    alpha: float = 1.0
-    limit: float = None
-    up_offset: float = 0.0
-    activation: str = "silu"
+    activation: tuple = ("silu", 1.0, None, 0.0)
+    every: bool = False
+    aligned: bool = True
+
+    @property
+    def width(self) -> int:
+        """Columns of the pre-activation."""
+        return 2 * self.intermediate if self.gated else self.intermediate
 
 
 LAYERS = (
     Layer("qwen3-30b", 128, 8, 2048, 768),
-    Layer("gpt-oss", 128, 4, 2880, 2880, True, True, True, True, 1.702, 7.0, 1.0),
-    Layer("nemotron-h", 128, 6, 2688, 1856, gated=False, activation="relu2"),
+    Layer("gpt-oss", 128, 4, 2880, 2880, True, True, True, True, ("silu", 1.702, 7.0, 1.0)),
+    Layer("nemotron-h", 128, 6, 2688, 1856, gated=False, activation=("relu2", 1.0, None, 0.0)),
     Layer("deepseek-v3", 32, 8, 7168, 2048),  # K long enough for tiles that two warp groups share
-    Layer("small", 8, 2, 128, 128),  # of fewer steps than a ring has slots
-    Layer("not-gated", 16, 12, 384, 384, gated=False, transposed=True, bias=True, limit=7.0, activation="relu"),
-)
+    Layer("small", 8, 2, 128, 128, every=True),  # of fewer steps than a ring has slots
+    Layer(
+        "not-gated", 16, 12, 384, 384, gated=False, transposed=True, bias=True, activation=("relu", 1.0, 7.0, 0.0),
+        every=True,
+    ),
+    Layer("odd", 5, 3, 75, 51, interleaved=True, activation=("gelu", 1.0, None, 0.0), every=True, aligned=False),
+)  # fmt: skip
+
+
+class Signature(NamedTuple):
+    """The types of arguments. index: of ids and splits. scales: of routing weights and scales, None for no scales.
+
+    needs: the gradients that are asked for, of those of `Needs`.
+    """
+
+    index: torch.dtype = torch.int64
+    scales: Optional[torch.dtype] = torch.float32
+    bias: bool = False
+    needs: str = "x act_scales bias_scales up down up_bias down_bias"
+
+
+# Each combination of what the dgrad of the down-projection may write, and the gradients of the biases alone.
+NEEDS = (
+    Signature().needs, "x", "x act_scales", "x down", "act_scales", "down", "act_scales down", "down_bias",
+    "bias_scales", "bias_scales down_bias up_bias",
+)  # fmt: skip
+
+
+def signatures(layer: Layer) -> List[Signature]:
+    """Those that a layer takes."""
+    if not layer.every:
+        return [Signature(bias=layer.bias)]
+    index, scales = (torch.int64, torch.int32), (torch.float32, torch.bfloat16, torch.float16, None)
+    return [Signature(*types) for types in itertools.product(index, scales, (False, True), NEEDS)]
 
 
 @dataclass
@@ -114,46 +155,58 @@ class Row:
 class NamedDriver:
     """Stands in for Triton's driver: answers which target to compile for, and can launch nothing."""
 
-    def __init__(self, name: str):
-        self.name = name
-        self.utils = self
+    def __init__(self, gpu: GPUTarget):
+        self.gpu = gpu
 
     def get_current_target(self) -> GPUTarget:
-        return TARGETS[self.name].gpu
+        return self.gpu
 
     def get_current_device(self) -> str:
-        return self.name  # Triton caches compiled kernels per device
+        return f"{self.gpu.backend} {self.gpu.arch}"  # Triton keeps compiled kernels per device
 
     def get_current_stream(self, device: str) -> int:
         return 0
 
-    def map_python_to_cpp_type(self, kind: str) -> str:
-        return kind
 
-    def get_device_properties(self, device: object) -> dict:
-        target = TARGETS[self.name]
-        return {
-            "max_shared_mem": target.shared_memory,
-            "multiprocessor_count": target.num_sms,
-            "warpSize": target.warp_size,
-        }
+class Package:
+    """The modules of a loaded package by name."""
+
+    def __init__(self, kernel):
+        self.name = kernel.__name__
+
+    def __getitem__(self, name: str):
+        return importlib.import_module(f"{self.name}.{name}")
+
+    def spec(self, name: str, target: Target):
+        """The DeviceSpec of a target, as the package would make it there."""
+        gpu, cuda = target.gpu, target.gpu.backend == "cuda"
+        capability = divmod(gpu.arch, 10) if cuda else (9, 4)
+        wide = cuda and capability in ((9, 0), (10, 0), (10, 3))
+        hopper = cuda and capability == (9, 0) and self["common._compat"].has_gluon()
+        spec = self["common.device"].DeviceSpec
+        return spec(target.num_sms, target.shared_memory, gpu.warp_size, wide, True, hopper, name, capability)
 
 
 @contextlib.contextmanager
-def compiling_for(name: str, collect) -> Iterator[None]:
-    """Within, a launch compiles for the target, hands the result to `collect` and runs nothing."""
-    run = JITFunction.run
+def compiling_for(package: Package, gpu: GPUTarget, spec, collect: Callable) -> Iterator[None]:
+    """Within, a launch compiles for a GPU, hands the result to `collect` and runs nothing."""
+    run, compat = JITFunction.run, package["common._compat"]
+    options = compat.launch_options(spec.capability, gpu.backend == "hip")
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         collect(self, run(self, *args, grid=grid, warmup=True, **kwargs))
 
     previous = driver._active
-    JITFunction.run = compile_only
-    driver.set_active(NamedDriver(name))
+    driver.set_active(NamedDriver(gpu))
     try:
-        yield
+        with (
+            mock.patch.object(JITFunction, "run", compile_only),
+            mock.patch.object(package["common.device"], "device_spec", lambda device_type, index: spec),
+            mock.patch.object(package["backends.triton.launch"], "_options_of", lambda device: options),
+            mock.patch.object(compat, "assert_on_device", lambda *_: None),  # no kernel ran that would have counted
+        ):
+            yield
     finally:
-        JITFunction.run = run
         driver._active = previous
 
 
@@ -211,70 +264,98 @@ def waits_for_stream(kernel, target: GPUTarget) -> bool:
     return bool(wait) and not re.search(r"\b(?:ld|st)\.global|\bcp\.async|\bmbarrier\.", before)
 
 
-def weights_of(layer: Layer, dtype: torch.dtype) -> tuple:
-    """Unwritten gate_up_proj and down_proj, as the layer has them."""
-    e, h, i = layer.num_experts, layer.hidden, layer.intermediate
-    p = 2 * i if layer.gated else i
-    shapes = ((e, h, p), (e, i, h)) if layer.transposed else ((e, p, h), (e, h, i))
-    return tuple(torch.empty(shape, dtype=dtype) for shape in shapes)
+class Calls:
+    """Calls of the backend's functions for a layer, with unwritten CPU tensors in one signature."""
 
+    def __init__(self, package: Package, layer: Layer, dtype: torch.dtype, num_tokens: int, signature: Signature):
+        self.package, self.layer, self.dtype, self.signature = package, layer, dtype, signature
+        self.kernels, self.pipeline = package["backends.triton"], package["pipeline"]
+        self.ids = self.empty(num_tokens, layer.top_k, dtype=signature.index)
+        self.x = self.empty(num_tokens, layer.hidden)
+        e, h, i, p = layer.num_experts, layer.hidden, layer.intermediate, layer.width
+        shapes = ((e, h, p), (e, i, h)) if layer.transposed else ((e, p, h), (e, h, i))
+        biases = (self.empty(e, p), self.empty(e, h)) if signature.bias else (None, None)
+        activation = package["common.activation"].Activation(*layer.activation)
+        kind = activation, layer.gated, layer.interleaved, layer.transposed
+        self.block = package["block"].Block(*map(self.empty, *zip(*shapes)), *biases, *kind, False)
 
-def run_layer(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> None:
-    """Forward and backward of the experts block through the launchers, on unwritten CPU tensors."""
-    experts, routing, activation = modules("experts"), modules("routing"), modules("activation")
+    def empty(self, *shape: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+        """Unwritten memory, at an address of Triton's alignment or, for some layers, one element past it."""
+        flat = torch.empty(functools.reduce(int.__mul__, shape) + 1, dtype=dtype or self.dtype)
+        return (flat[:-1] if self.layer.aligned else flat[1:]).view(shape)
 
-    def empty(*shape):
-        return torch.empty(shape, dtype=dtype)
+    def scales(self, *shape: int) -> Optional[torch.Tensor]:
+        """Routing weights, or scales of rows."""
+        return None if self.signature.scales is None else self.empty(*shape, dtype=self.signature.scales)
 
-    e, h, i = layer.num_experts, layer.hidden, layer.intermediate
-    p = 2 * i if layer.gated else i
-    up, down = weights_of(layer, dtype)
-    up_bias, down_bias = (empty(e, p), empty(e, h)) if layer.bias else (None, None)
-    act = activation.Activation(layer.activation, layer.alpha, layer.limit, layer.up_offset)
-    block = experts.Block(
-        up, down, up_bias, down_bias, act, layer.gated, layer.interleaved, layer.transposed, recompute=False
-    )
-    ids = torch.empty((num_tokens, layer.top_k), dtype=torch.int64)
-    x, weights = empty(num_tokens, h), torch.empty(ids.shape, dtype=torch.float32)
-    block_m = modules("tuning").choose_block_m(ids.numel(), e, dtype)
-    tiled = routing.route_tiles_triton(ids, e, block_m)
-    with mock.patch.object(torch, "_assert_async"):  # no kernel ran that would have counted
-        routing.route_tiles_triton(ids, e, block_m, capacity=ids.numel() - 1)
-    experts.forward_triton(block, x, weights, tiled, save=False)
-    _, preact = experts.forward_triton(block, x, weights, tiled, save=True)
-    needs = experts.Needs(True, True, True, True, layer.bias, layer.bias)
-    dout = empty(num_tokens, h)
-    experts.backward_triton(block, dout, x, weights, preact, tiled, needs)
-    decode = modules("decode")
-    if decode.is_decode(block, 1, layer.top_k):
-        decode.decode_triton(block, x[:1], ids[:1], weights[:1])
+    def needs(self, **given: bool):
+        """The gradients that are asked for, of what is given."""
+        asked = self.signature.needs.split()
+        fields = self.package["block"].Needs._fields
+        return self.package["block"].Needs(*(name in asked and given.get(name, True) for name in fields))
 
+    def both_ways(self, x: torch.Tensor, rows, act_scales, bias_scales, needs) -> None:
+        """The block without gradients, saving and recomputing; and its backward."""
+        kernels, block, arguments = self.kernels, self.block, (x, rows, act_scales, bias_scales)
+        self.pipeline.forward(kernels, block, *arguments, save=False)
+        out, preact = self.pipeline.forward(kernels, block, *arguments, save=True)
+        backward = functools.partial(self.pipeline.backward, kernels, dout=out, x=x, rows=rows, needs=needs)
+        scales = {"act_scales": act_scales, "bias_scales": bias_scales}
+        backward(block=block, preact=preact, **scales)
+        backward(block=block._replace(recompute=True), preact=None, **scales)
 
-def run_building_blocks(modules, layer: Layer, dtype: torch.dtype, num_tokens: int) -> None:
-    """Forward and backward of gather_rows, grouped_linear, grouped_mlp and combine_rows through the launchers."""
-    routing, linear, permute = modules("routing"), modules("grouped_linear"), modules("permute")
-    mlp, scales = modules("grouped_mlp"), torch.empty(num_tokens * layer.top_k, dtype=torch.float32)
-    e, h, i = layer.num_experts, layer.hidden, layer.intermediate
-    ids = torch.empty((num_tokens, layer.top_k), dtype=torch.int64)
-    offsets, row_to_slot, slot_to_row = routing.route_triton(ids, e)
-    x, weight = torch.empty((num_tokens, h), dtype=dtype), torch.empty((e, i, h), dtype=dtype)
-    rows = permute.gather_rows_triton(x, row_to_slot, offsets, layer.top_k)
-    bias = torch.empty((e, i), dtype=dtype)
-    for factors in (None, scales):
-        y, _ = linear.forward_triton(rows, weight, offsets, bias, factors, False)
-        linear.backward_triton(y, rows, weight, offsets, bias, factors, False, (True, True, True, factors is not None))
-    for main_grad in (torch.empty(weight.shape), torch.empty_like(weight)):
-        modules("gemm").launch_wgrad(y, 0, rows, 0, None, offsets, main_grad, accumulate=True)
-    act = modules("activation").Activation(layer.activation, layer.alpha, layer.limit, layer.up_offset)
-    up, down = weights_of(layer, dtype)
-    biases = torch.empty((e, 2 * i if layer.gated else i), dtype=dtype), torch.empty((e, h), dtype=dtype)
-    block = mlp.Block(up, down, *biases, act, layer.gated, layer.interleaved, layer.transposed, recompute=False)
-    mlp.forward_triton(block, rows, offsets, scales, scales, False)
-    y, preact = mlp.forward_triton(block, rows, offsets, scales, scales, True)
-    mlp.backward_triton(block, y, rows, offsets, scales, scales, preact, mlp.Needs(*[True] * 7))
-    weights = torch.empty(ids.shape, dtype=torch.float32)
-    out = permute.launch_combine(y, weights, slot_to_row, layer.top_k)
-    permute.combine_grad_triton(out, y, weights, offsets, slot_to_row, True)
+    def experts(self) -> None:
+        """`grouped_mm_experts`, `route`, `gather_rows` and `combine_rows`."""
+        kernels, layer, ids, bias = self.kernels, self.layer, self.ids, self.signature.bias
+        weights = self.scales(*ids.shape)
+        for some, capacity in ((ids, None), (ids, ids.numel() - 1), (self.empty(MANY_TOKENS, 4, dtype=ids.dtype), 9)):
+            kernels.route(some, layer.num_experts, self.dtype, capacity)
+        rows = kernels.route(ids, layer.num_experts, self.dtype)
+        gathered = kernels.gather_rows(self.x, rows)
+        out = kernels.combine(gathered, weights, rows)
+        if weights is None:
+            return
+        needs = self.needs(bias_scales=False, up_bias=bias, down_bias=bias)
+        self.both_ways(self.x, rows, weights, None, needs)
+        for y, needs_dy in ((gathered, True), (gathered, False), (None, True)):
+            kernels.combine_grad(out, y, weights, rows, needs_dy)
+        if kernels.is_decode(self.block, 1, layer.top_k):
+            kernels.decode(self.block, self.x[:1], ids[:1], weights[:1])
+
+    def linear(self) -> None:
+        """`grouped_linear`, `main_grad` of every dtype, and `grouped_dbias_dscales`."""
+        kernels, layer, e = self.kernels, self.layer, self.layer.num_experts
+        n, (k, num_rows) = layer.intermediate, (layer.hidden, self.ids.numel())
+        for shape in (e, e + 1):
+            rows = kernels.split_rows(self.empty(shape, dtype=self.ids.dtype), e, num_rows, self.dtype)
+        x, dy, weight = self.empty(num_rows, k), self.empty(num_rows, n), self.empty(e, n, k)
+        bias, scales = self.empty(e, n) if self.signature.bias else None, self.scales(num_rows)
+        scales = scales if self.signature.bias else None
+        kernels.gemm(x, weight, rows, bias=bias, scales=scales, zero_rest=True)
+        kernels.gemm(dy, weight, rows, transposed=True, zero_rest=True)
+        alone = rows._replace(schedule=rows.schedule[1:], num_groups=1)
+        for dtype in DTYPES.values() if layer.every else (self.dtype, torch.float32):
+            buffer = self.empty(e, n, k, dtype=dtype)
+            for some, accumulate in ((rows, False), (rows, True), (alone, True))[: 3 if layer.every else 2]:
+                kernels.wgrad(dy, x, some, buffer[: some.num_groups], accumulate=accumulate)
+        dots, dbias = torch.empty((kernels.num_bias_dots(n), num_rows)), self.empty(e, n)
+        kernels.bias_grads(dy, rows, scales, None, dbias, None)
+        if scales is None:
+            return
+        for needed in (None, dbias):
+            kernels.bias_grads(dy, rows, scales, bias, needed, dots)
+        kernels.sum_dots(dots, rows, self.empty(num_rows, dtype=scales.dtype))
+        for accumulate in (False, True):
+            kernels.bias_grads(dy, rows, scales, bias, self.empty(e, n, dtype=torch.float32), dots, accumulate)
+            kernels.sum_dots(dots, rows, self.empty(num_rows, dtype=torch.float32), accumulate)
+
+    def mlp(self) -> None:
+        """`grouped_mlp`."""
+        kernels, e, num_rows = self.kernels, self.layer.num_experts, self.ids.numel()
+        rows = kernels.split_rows(self.empty(e, dtype=self.ids.dtype), e, num_rows, self.dtype)
+        scales, bias, scaled = self.scales(num_rows), self.signature.bias, self.signature.scales is not None
+        needs = self.needs(act_scales=scaled, bias_scales=scaled and bias, up_bias=bias, down_bias=bias)
+        self.both_ways(self.empty(num_rows, self.layer.hidden), rows, scales, scales if bias else None, needs)
 
 
 def problem_of(row: Row, kernel) -> str:
@@ -293,30 +374,38 @@ def problem_of(row: Row, kernel) -> str:
     return ""
 
 
-def check(modules, target: str, layer: Layer, dtype_name: str, tokens: int, body) -> list:
-    """The rows of all kernels that one case launches."""
-    rows = []
-    block_m = modules("tuning").choose_block_m(tokens * layer.top_k, layer.num_experts, DTYPES[dtype_name])
+def check(package: Package, target: str, layer: Layer, dtype: str, tokens: int) -> List[Row]:
+    """The rows of all kernels that a layer launches, one for each variant."""
+    rows: Dict[str, Row] = {}
+    choose_block_m = package["tuning.heuristic"].choose_block_m
+    case = target, layer.name, dtype, choose_block_m(tokens * layer.top_k, layer.num_experts, DTYPES[dtype])
 
     def collect(function, kernel):
-        meta = kernel.metadata
-        registers, spilled = resource_usage(kernel)
-        row = Row(
-            target, layer.name, dtype_name, block_m, function.fn.__name__, meta.num_warps, meta.num_stages,
-            registers, meta.shared, spilled, code_bytes(kernel),
-        )  # fmt: skip
-        row.error = problem_of(row, kernel)
-        rows.append(row)
+        if kernel.hash not in rows:
+            meta, (registers, spilled) = kernel.metadata, resource_usage(kernel)
+            uses = meta.num_warps, meta.num_stages, registers, meta.shared, spilled, code_bytes(kernel)
+            rows[kernel.hash] = row = Row(*case, function.fn.__name__, *uses)
+            row.error = problem_of(row, kernel)
 
-    modules("tuning").device_spec.cache_clear()
-    try:
-        with compiling_for(target, collect):
-            body(modules, layer, DTYPES[dtype_name], tokens)
-    except Exception as error:  # a compiler failure of any kind is a result of this tool, not its end
-        message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        rows.append(Row(target, layer.name, dtype_name, block_m, "?", 0, 0, 0, 0, 0, error=message))
-    modules("tuning").device_spec.cache_clear()
-    return rows
+    spec = package.spec(target, TARGETS[target])
+    with compiling_for(package, TARGETS[target].gpu, spec, collect):
+        for signature, part in itertools.product(signatures(layer), (Calls.experts, Calls.linear, Calls.mlp)):
+            try:
+                part(Calls(package, layer, DTYPES[dtype], tokens, signature))
+            except Exception as error:  # a compiler failure of any kind is a result of this tool, not its end
+                message = " ".join(f"{part.__name__}: {type(error).__name__}: {error}".split())[:300]
+                rows[message] = Row(*case, "?", 0, 0, 0, 0, 0, error=message)
+    return list(rows.values())
+
+
+def summary(rows: List[Row]) -> dict:
+    """What the JSON says of a target."""
+    uses = ("registers", "shared", "spilled", "code")
+    most = {f"most_{name}": max(getattr(row, name) for row in rows) for name in uses}
+    spilling = sorted({row.kernel for row in rows if row.spilled})
+    kernels = len({row.kernel for row in rows} - {"?"})
+    errors = sum(bool(row.error) for row in rows)
+    return {"variants": len(rows), "kernels": kernels, "errors": errors, **most, "spilling": spilling}
 
 
 def main() -> int:
@@ -325,52 +414,31 @@ def main() -> int:
     parser.add_argument("--dtypes", default="bf16,fp32")
     parser.add_argument("--layers", default=",".join(layer.name for layer in LAYERS))
     parser.add_argument("--tokens", default="1,4096", help="numbers of tokens: each selects a row-tile size")
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--json", type=Path, help="write a summary by target here")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("unset TRITON_INTERPRET: an interpreted kernel is not compiled")
-    package = get_local_kernel(ROOT / "build")
-
-    def modules(name):
-        return sys.modules[f"{package.__name__}.{name}"]
-
-    rows = []
+    package = Package(get_local_kernel(ROOT / "build"))
     layers = [layer for layer in LAYERS if layer.name in arguments.layers.split(",")]
-    for target in arguments.targets.split(","):
-        for dtype in arguments.dtypes.split(","):
-            for tokens in map(int, arguments.tokens.split(",")):
-                for layer in layers:
-                    rows += check(modules, target, layer, dtype, tokens, run_layer)
-                    rows += check(modules, target, layer, dtype, tokens, run_building_blocks)
-    report(rows)
+    numbers = [int(number) for number in arguments.tokens.split(",")]
+    rows: List[Row] = []
+    print(LINE.format(*HEAD.split()))
+    for target, dtype in itertools.product(arguments.targets.split(","), arguments.dtypes.split(",")):
+        for layer, tokens in itertools.product(layers, numbers):
+            layer = layer._replace(every=layer.every and tokens == max(numbers))
+            found = check(package, target, layer, dtype, tokens)
+            print(*sorted({LINE.format(*astuple(row)).rstrip() for row in found}), sep="\n", flush=True)
+            rows += found
+    steps = {target: summary([row for row in rows if row.target == target]) for target in arguments.targets.split(",")}
+    print(*(f"{target}: {found}" for target, found in steps.items()), sep="\n")
     if arguments.json:
-        write(arguments.json, rows)
-    return 1 if any(row.error for row in rows) else 0
+        head = {"benchmark": "compile_check", "date_utc": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
+        write(arguments.json, {**head, "triton": triton.__version__, "steps": steps})
+    return int(any(row.error for row in rows))
 
 
-def write(path: Path, rows) -> None:
-    """The rows as JSON, one a line, with what compiled them and when."""
-    lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
-    head = {"triton": triton.__version__, "date_utc": datetime.now(timezone.utc).strftime("%Y-%m-%d")}
-    path.write_text(json.dumps(head)[:-1] + f', "rows": [\n{lines}\n]}}\n', encoding="ascii")
-
-
-def report(rows) -> None:
-    """Prints the table, each distinct line once."""
-    head = f"{'target':7}{'layer':12}{'dtype':6}{'M':>4} {'kernel':30}{'warps':>6}{'stages':>7}{'regs':>6}{'shared':>8}"
-    print(head + f"{'spilled':>9}{'code':>8}")
-    seen, errors = set(), 0
-    for row in rows:
-        line = (
-            f"{row.target:7}{row.layer:12}{row.dtype:6}{row.block_m:>4} {row.kernel:30}{row.num_warps:>6}"
-            f"{row.num_stages:>7}{row.registers:>6}{row.shared:>8}{row.spilled:>9}{row.code:>8}  {row.error}"
-        )
-        if line not in seen:
-            seen.add(line)
-            errors += bool(row.error)
-            print(line.rstrip())
-    print(f"{len(seen)} kernels, {errors} with an error")
-
+LINE = "{:6} {:12}{:6}{:>4} {:32}{:>6}{:>7}{:>5}{:>8}{:>8}{:>7}  {}"
+HEAD = "target layer dtype M kernel warps stages regs shared spilled code error"
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,15 +1,12 @@
 """Everything that is to hold on a GPU, in one command: the tests, and compute-sanitizer over every kernel.
 
-    python tools/gpu_suite.py [tests] [memcheck] [racecheck] [--output benchmarks/results/gpu_suite.json] [--workers 6]
+    python tools/gpu_suite.py [tests] [memcheck] [racecheck] [--workers 6] [--output JSON]
 
 Without names all steps run. Each prints one line; the JSON is rewritten after each. Exits with 1 if a step failed.
 """
 
 import argparse
-import collections
-import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -17,14 +14,16 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from machine import describe_machine, write  # noqa: E402
+
 CASE = str(Path("tools") / "sanitize_case.py")
 TAIL_LINES = 30
 SANITIZER_FAILED = 86  # an exit status that nothing else here has
@@ -65,66 +64,25 @@ def scrub(text: str) -> str:
     return text
 
 
-def tail(text: str, lines: int = TAIL_LINES) -> List[str]:
-    return [line.rstrip()[:300] for line in text.splitlines()[-lines:]]
-
-
 def described(result: Run) -> dict:
-    """What every step records."""
+    """What every step records; the end of its output where it did not pass."""
     status = {None: "timed out", 0: "passed"}.get(result.returncode, "failed")
-    return {"status": status, "seconds": round(result.seconds, 1), "tail": tail(result.output)}
-
-
-def counts_of_junit(path: Path) -> Optional[dict]:
-    """Counts, failures and the slowest tests of a pytest report, or None if there is none."""
-    try:
-        cases = list(ElementTree.parse(str(path)).getroot().iter("testcase"))
-    except (OSError, ElementTree.ParseError):
-        return None
-    kinds: Dict[str, List[str]] = {"failure": [], "error": [], "skipped": []}
-    for case in cases:
-        name = f"{case.get('classname')}::{case.get('name')}"
-        for kind, found in kinds.items():
-            child = case.find(kind)
-            if child is not None:
-                found.append(scrub(f"{name}: {(child.get('message') or '')[:200]}"))
-    bad = len({line for found in kinds.values() for line in found})
-    files = collections.Counter(case.get("classname") for case in cases)
-    seconds = sorted(((float(case.get("time") or 0), f"{case.get('classname')}::{case.get('name')}") for case in cases))
-    return {
-        "passed": len(cases) - bad,
-        "failed": len(kinds["failure"]) + len(kinds["error"]),
-        "skipped": len(kinds["skipped"]),
-        "failures": kinds["failure"] + kinds["error"],
-        "cases_by_file": dict(sorted(files.items())),
-        "skips": sorted(kinds["skipped"])[:40],
-        "slowest": [f"{taken:.1f} s {name}" for taken, name in seconds[:-11:-1]],
-    }
-
-
-def counts_of_log(output: str) -> dict:
-    """What a verbose log tells when pytest did not live to write its report."""
-    found = re.findall(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b", output)
-    bad = re.findall(r"(tests/\S+) (?:FAILED|ERROR)|(?:FAILED|ERROR) (tests/\S+)", output)
-    return {
-        "passed": found.count("PASSED"),
-        "failed": found.count("FAILED") + found.count("ERROR"),
-        "skipped": found.count("SKIPPED"),
-        "failures": sorted({first or second for first, second in bad}),
-    }
+    tail = [line.rstrip()[:300] for line in result.output.splitlines()[-TAIL_LINES:]]
+    return {"status": status, "seconds": round(result.seconds, 1), "tail": [] if status == "passed" else tail}
 
 
 def tests(arguments: argparse.Namespace) -> dict:
-    """The whole suite, but for what runs under Triton's interpreter."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "tests", "-v", "-p", "no:cacheprovider", "--tb=short"]
-        command += ["--ignore", "tests/interpreter", f"--junitxml={report}"]
-        if arguments.workers > 1:
-            command += ["-n", str(arguments.workers)]
-        result = run(command + arguments.pytest, arguments.tests_timeout)
-        counts = counts_of_junit(report) or counts_of_log(result.output)
-    return {**described(result), **counts}
+    """The whole suite, but for what runs under Triton's interpreter: pytest's counts, failures and slowest tests."""
+    command = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider", "--tb=short", "-rfEs"]
+    command += ["--ignore", "tests/interpreter", "--durations=10"]
+    command += ["-n", str(arguments.workers)] if arguments.workers > 1 else []
+    result = run(command + arguments.pytest, arguments.tests_timeout)
+    found = {name: re.findall(rf"^{name} .*", result.output, re.MULTILINE) for name in ("FAILED", "ERROR", "SKIPPED")}
+    (*_, last) = result.output.splitlines() or [""]
+    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last)}
+    slowest = re.findall(r"^[\d.]+s call .*", result.output, re.MULTILINE)
+    failures = [line[:300] for line in found["FAILED"] + found["ERROR"]]
+    return {**described(result), **counts, "failures": failures, "skips": found["SKIPPED"][:40], "slowest": slowest}
 
 
 HAZARD = re.compile(
@@ -135,19 +93,19 @@ RESERVED = 1024  # bytes of shared memory ahead of a program's own, from compute
 DEFAULT_THREADS = 128  # of the partition that tells the others their work
 
 
-def statement(name: str, number: str) -> str:
-    """A line of a kernel's file."""
-    paths = list(ROOT.glob(f"torch-ext/*/_triton/{name}")) if name else []
-    lines = paths[0].read_text(encoding="utf-8").splitlines() if paths else []
+def statement(kernel: str, name: str, number: str) -> str:
+    """A line of a file by its name; of several files, of the one that defines the kernel."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob(f"torch-ext/**/{name}"))] if name else []
+    lines = max(texts, key=lambda text: f"def {kernel}(" in text, default="").splitlines()
     return lines[int(number) - 1].strip() if int(number or 0) in range(1, len(lines) + 1) else ""
 
 
 def classify(output: str) -> dict:
-    """Hazards of racecheck, apart those in what `gl.warp_specialize` itself writes for its warps: see NOTES.md.
+    """Counts racecheck's hazards, those of Triton's own dispatch to warps apart (benchmarks/NOTES.md says why).
 
-    Such a one is a read after write, by another partition, of an address that `sanitize_case` names, and both accesses
-    bear the line of the kernel's `def` or of `gl.warp_specialize`: no line of a partition, and no data of one. Those in
-    a form that is not known here are shown as they are, the first ones.
+    A hazard is the dispatch's if it is a read after write, by another partition, of an address that `sanitize_case`
+    names, and both accesses bear the line of the kernel's `def` or of `gl.warp_specialize`. The first hazards that this
+    can't parse are returned as they are.
     """
     areas: Dict[str, List[range]] = {}
     for kernel, start, size in re.findall(r"^dispatch (\w+) (\d+) (\d+)$", output, re.MULTILINE):
@@ -156,7 +114,7 @@ def classify(output: str) -> dict:
     found: Dict[str, Any] = {"dispatch_hazards": {}, "hazards": {}, "unread_hazards": unread[:TAIL_LINES]}
     for kind, address, *sides in HAZARD.findall(output):
         (access, writer, kernel, *first), (_, reader, other, *second) = sides[:5], sides[5:]
-        lines = [statement(*first), statement(*second)]
+        lines = [statement(kernel, *first), statement(kernel, *second)]
         dispatch = (
             (kind, access, kernel) == ("RAW", "Write", other)
             and int(writer) < DEFAULT_THREADS <= int(reader)
@@ -192,97 +150,54 @@ def sanitize(tool: str, arguments: argparse.Namespace) -> dict:
     command += ["--print-limit", str(PRINT_LIMIT), "--error-exitcode", str(SANITIZER_FAILED)]
     command += ["--racecheck-report", "hazard"] if tool == "racecheck" else []
     result = run([*command, sys.executable, CASE], arguments.sanitizer_timeout, **environment)
-    messages = [line for line in result.output.splitlines() if line.startswith("=========")]
-    summary = [line for line in messages if "SUMMARY" in line]
+    summary = [line.strip("= ") for line in result.output.splitlines() if "SUMMARY" in line and line.startswith("===")]
     report = {
         **described(result),
-        "seconds_without": round(max(result.seconds for result in plain), 1),
         "cases_done": len(re.findall(r": error \d", result.output)),
-        "summary": summary[-1].strip("= ") if summary else None,
-        "first_messages": messages[:TAIL_LINES],
+        "summary": summary[-1] if summary else None,
     }
-    if tool != "racecheck":
-        return report
-    report.update(classify(result.output))
-    explained, others = (sum(report[name].values()) for name in ("dispatch_hazards", "hazards"))
-    # Nothing else may be wrong: every hazard was printed and read, and the case came to its end.
-    complete = (
-        re.search(rf"SUMMARY: {explained} hazards? displayed", report["summary"] or "")
-        and "\nall right" in result.output
-    )
-    if result.returncode == SANITIZER_FAILED and complete and not others:
-        report["status"] = "passed"
+    if tool == "racecheck":
+        report.update(classify(result.output))
+        explained, others = (sum(report[name].values()) for name in ("dispatch_hazards", "hazards"))
+        # Nothing else may be wrong: every hazard was printed and parsed, and the case came to its end.
+        complete = re.search(rf"SUMMARY: {explained} hazards? displayed", report["summary"] or "")
+        if result.returncode == SANITIZER_FAILED and complete and "\nall right" in result.output and not others:
+            report["status"] = "passed"
     return report
 
 
-STEPS = {
-    "tests": tests,
-    "memcheck": lambda arguments: sanitize("memcheck", arguments),
-    "racecheck": lambda arguments: sanitize("racecheck", arguments),
-}
-
-
-def describe_machine(commit: Optional[str]) -> dict:
-    """Machine, versions, commit and date."""
-    import torch
-
-    versions = {}
-    for name in ("torch", "triton", "transformers", "kernels", "pytest"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    cuda = torch.cuda.is_available()
-    head = run(["git", "rev-parse", "HEAD"], 30) if shutil.which("git") else Run(1, 0.0, "")
-    return {
-        "date_utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": commit or (head.output.strip() if head.returncode == 0 else None),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda or torch.version.hip,
-        **versions,
-    }
+STEPS = {"tests": tests, **{tool: partial(sanitize, tool) for tool in ("memcheck", "racecheck")}}
 
 
 def line(name: str, result: dict) -> str:
-    """The one line that a step prints."""
-    parts = [f"{name}: {result['status']} in {result['seconds']:.0f} s"]
-    if "passed" in result:
-        parts.append(f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped")
-    if result.get("summary"):
-        parts.append(result["summary"])
+    """What a step prints."""
+    said = [f"{name}: {result['status']} in {result['seconds']:.0f} s"]
+    said += [f"{result[key]} {key}" for key in ("passed", "failed", "errors", "skipped") if key in result]
+    said += [result["summary"]] if result.get("summary") else []
     if "dispatch_hazards" in result:
-        parts.append(f"{sum(result['dispatch_hazards'].values())} of them of Triton's dispatch")
-    if "cases_done" in result:
-        parts.append(f"{result['cases_done']} cases done")
-    for failure in result.get("failures", [])[:12]:
-        parts.append(f"\n  {failure}")
-    if result["status"] in ("failed", "timed out") and not result.get("failures"):
-        parts.append("\n  " + "\n  ".join(result["tail"][-6:]))
-    return ", ".join(parts).replace(", \n", "\n")
+        said.append(f"{sum(result['dispatch_hazards'].values())} of them of Triton's dispatch")
+    said += [f"{result['cases_done']} cases done"] if "cases_done" in result else []
+    failures = result.get("failures", [])[:12] or result["tail"][-6:]
+    return "\n  ".join([", ".join(said), *failures])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("steps", nargs="*", metavar="step", help=f"of {', '.join(STEPS)}; all without")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--commit", help="commit of the package, where git can't tell")
-    parser.add_argument("--workers", type=int, default=1, help="processes that test, or compile what is sanitized (1)")
-    parser.add_argument("--tests-timeout", type=float, default=480, help="seconds (default 480)")
-    parser.add_argument("--sanitizer-timeout", type=float, default=240, help="seconds for each tool (default 240)")
-    parser.add_argument("--pytest", action="append", default=[], help="a further argument for pytest, repeatable")
+    add = parser.add_argument
+    add("steps", nargs="*", metavar="step", help=f"of {', '.join(STEPS)}; all without")
+    add("--output", type=Path, help="JSON file to write")
+    add("--workers", type=int, default=1, help="processes that test, or compile what is sanitized (1)")
+    add("--tests-timeout", type=float, default=480, help="seconds (480)")
+    add("--sanitizer-timeout", type=float, default=240, help="seconds for each tool (240)")
+    add("--pytest", action="append", default=[], help="a further argument for pytest, repeatable")
     arguments = parser.parse_args()
-    unknown = set(arguments.steps) - set(STEPS)
-    if unknown:
-        parser.error(f"no such step: {', '.join(sorted(unknown))}")
-    results = {**describe_machine(arguments.commit), "steps": {}}
+    if not set(arguments.steps) <= set(STEPS):
+        parser.error(f"expected steps of {', '.join(STEPS)}, got {' '.join(arguments.steps)}")
+    results: Dict[str, Any] = {"benchmark": "gpu_suite", **describe_machine(), "steps": {}}
     for name in arguments.steps or STEPS:
         results["steps"][name] = STEPS[name](arguments)
         print(line(name, results["steps"][name]), flush=True)
-        if arguments.output is not None:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write(arguments.output, results)
     return int(any(result["status"] in ("failed", "timed out") for result in results["steps"].values()))
 
 

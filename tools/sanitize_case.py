@@ -6,7 +6,6 @@ Random numbers and the reference are made on the CPU, so that next to nothing bu
 """
 
 import argparse
-import os
 import re
 import sys
 from functools import partial
@@ -14,11 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Callable, Dict, List, NamedTuple, Optional
 
-import kernels
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from machine import load_kernel  # noqa: E402
 
 
 class Case(NamedTuple):
@@ -37,6 +37,7 @@ class Case(NamedTuple):
     bias: bool = False
     recompute: bool = False
     idle: int = 0  # experts without a slot, the first ones
+    training: bool = True
 
 
 CASES = [
@@ -55,18 +56,37 @@ CASES = [
     Case("not gated, bias, fp16", T=33, gated=False, bias=True, dtype=torch.float16),
     Case("gated, bias, interleaved, fp32", T=37, bias=True, interleaved=True, dtype=torch.float32),
     Case("no token", T=0),
+    Case("one token, whose slots hardly share an expert, no gradient", T=1, top_k=8, E=40, training=False),
 ]
 # Relative error in norm: eight roundings of 2^-8, 2^-11 or 2^-24, and room for sums in another order.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
 
 
-def load_kernel() -> ModuleType:
-    """The package, by the repo id and version of build.toml; a local build stands in for the Hub."""
-    text = (ROOT / "build.toml").read_text(encoding="utf-8")
-    repo_id = re.search(r'^repo-id = "(.+)"', text, re.MULTILINE).group(1)
-    version = int(re.search(r"^version = (\d+)", text, re.MULTILINE).group(1))
-    os.environ.setdefault("LOCAL_KERNELS", f"{repo_id}={ROOT / 'build'}")
-    return kernels.get_kernel(repo_id, version=version)
+def compare(
+    what: str, function: Callable, reference: Callable, inputs: Dict[str, Optional[Tensor]], device: str,
+    training: bool = True,
+) -> Dict[str, Tensor]:  # fmt: skip
+    """Runs a function of tensors on the device and its reference in fp64 on the CPU, both directions, and checks.
+
+    inputs: on the CPU; all floating ones but dout, the gradient of the output, get a gradient. Returns what is right.
+    """
+    found, dtype = [], inputs["dout"].dtype
+    for run, place, wide in ((function, device, None), (reference, "cpu", torch.float64)):
+        tensors = {name: None if t is None else to(t, place, wide) for name, t in inputs.items()}
+        dout = tensors.pop("dout")
+        leaves = {
+            n: t.requires_grad_() for n, t in tensors.items() if t is not None and t.is_floating_point() and training
+        }
+        out = run(**tensors)
+        grads = torch.autograd.grad(out, [*leaves.values()], dout, allow_unused=True) if out.requires_grad else ()
+        found.append({"out": out, **{name: grad for name, grad in zip(leaves, grads) if grad is not None}})
+    check(what, *found, dtype)
+    return found[1]
+
+
+def to(tensor: Tensor, device: str, dtype: Optional[torch.dtype]) -> Tensor:
+    """A copy on a device, of floating numbers in dtype if that is given."""
+    return tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
 
 
 def check(what: str, got: Dict[str, Tensor], want: Dict[str, Tensor], dtype: torch.dtype) -> None:
@@ -82,13 +102,16 @@ def check(what: str, got: Dict[str, Tensor], want: Dict[str, Tensor], dtype: tor
 
 
 def make_inputs(case: Case) -> Dict[str, Optional[Tensor]]:
-    """On the CPU, in the dtype of the case. A third of the slots or more are sentinels, beyond E or negative."""
+    """In the dtype of the case. A third of the slots or more are sentinels, beyond E or negative."""
     p = 2 * case.I if case.gated else case.I
     up, down = (case.E, p, case.H), (case.E, case.H, case.I)
     if case.transposed:
         up, down = (case.E, case.H, p), (case.E, case.I, case.H)
+    ids = torch.randint(case.idle, case.E + 1, (case.T, case.top_k))
+    foreign = torch.tensor([case.E, case.E + 5, -1, 2**40])[torch.randint(0, 4, ids.shape)]
     tensors = {
         "hidden_states": torch.randn(case.T, case.H),
+        "top_k_index": torch.where(torch.rand(ids.shape) < 1 / 3, foreign, ids),
         "top_k_weights": torch.rand(case.T, case.top_k),
         "gate_up_proj": torch.randn(up) / case.H**0.5,
         "down_proj": torch.randn(down) / case.I**0.5,
@@ -96,123 +119,74 @@ def make_inputs(case: Case) -> Dict[str, Optional[Tensor]]:
         "down_proj_bias": torch.randn(case.E, case.H) if case.bias else None,
         "dout": torch.randn(case.T, case.H),
     }
-    inputs = {name: t if t is None else t.to(case.dtype) for name, t in tensors.items()}
-    ids = torch.randint(case.idle, case.E + 1, (case.T, case.top_k))
-    foreign = torch.tensor([case.E, case.E + 5, -1, 2**40])[torch.randint(0, 4, ids.shape)]
-    inputs["top_k_index"] = torch.where(torch.rand(ids.shape) < 1 / 3, foreign, ids)
-    return inputs
-
-
-def gradients(out: Tensor, inputs: Dict[str, Optional[Tensor]]) -> Dict[str, Tensor]:
-    """The output and the gradient of every differentiable input."""
-    names = [name for name, t in inputs.items() if t is not None and t.requires_grad]
-    grads = torch.autograd.grad(out, [inputs[name] for name in names], inputs["dout"], allow_unused=True)
-    return {"out": out, **{name: g for name, g in zip(names, grads) if g is not None}}
-
-
-def leaves(inputs: Dict[str, Optional[Tensor]], device: str, dtype: Optional[torch.dtype] = None) -> dict:
-    """Copies on the device, in dtype where given; all but dout and indices require grad."""
-    copies: Dict[str, Optional[Tensor]] = {}
-    for name, tensor in inputs.items():
-        if tensor is None or name == "top_k_index":
-            copies[name] = None if tensor is None else tensor.to(device)
-        else:
-            copies[name] = tensor.to(device, dtype or tensor.dtype).requires_grad_(name != "dout")
-    return copies
+    return {name: t.to(case.dtype) if t is not None and t.is_floating_point() else t for name, t in tensors.items()}
 
 
 def run_experts(kernel: ModuleType, case: Case, device: str) -> None:
     """The experts block."""
-    inputs = make_inputs(case)
-    order = ("hidden_states", "top_k_index", "top_k_weights", "gate_up_proj", "down_proj")
-    biases = ("gate_up_proj_bias", "down_proj_bias")
     kind = {"gated": case.gated, "interleaved": case.interleaved, "transposed": case.transposed}
-
-    ours = leaves(inputs, device)
-    options = {**kind, **{name: ours[name] for name in biases}, "recompute": case.recompute}
-    got = gradients(kernel.grouped_mm_experts(*(ours[name] for name in order), **options), ours)
-
-    true = leaves(inputs, "cpu", torch.float64)
-    options = {**kind, **{name: true[name] for name in biases}}
-    out = kernel.reference.grouped_mm_experts(*(true[name] for name in order), **options)
-    want = gradients(out, true) if out.requires_grad else {"out": out}
-    check(case.name, got, want, case.dtype)
-
-
-def run_decode(kernel: ModuleType, device: str) -> None:
-    """The experts block without gradients for one token, whose slots hardly share an expert."""
-    case = Case("one token, no gradient", T=1, top_k=8, E=40)
-    inputs = {name: None if t is None else t.to(device) for name, t in make_inputs(case).items() if name != "dout"}
-    true = {name: t if t is None or name == "top_k_index" else t.cpu().double() for name, t in inputs.items()}
-    true["top_k_index"] = inputs["top_k_index"].cpu()
-    got, want = kernel.grouped_mm_experts(**inputs), kernel.reference.grouped_mm_experts(**true)
-    check(case.name, {"out": got}, {"out": want}, case.dtype)
+    function = partial(kernel.grouped_mm_experts, **kind, recompute=case.recompute)
+    reference = partial(kernel.reference.grouped_mm_experts, **kind)
+    compare(case.name, function, reference, make_inputs(case), device, case.training)
 
 
 def run_blocks(kernel: ModuleType, device: str, transposed: bool) -> None:
     """route, gather_rows, grouped_linear with bias, combine_rows."""
-    case = Case("", T=600, I=48)
-    inputs = make_inputs(case._replace(bias=True, gated=False, transposed=transposed))
-    inputs = {name: t for name, t in inputs.items() if not name.startswith("down")}
+    case = Case("", T=600, I=48, bias=True, gated=False, transposed=transposed)
+    inputs = {name: t for name, t in make_inputs(case).items() if not name.startswith("down")}
     inputs["dout"] = torch.randn(case.T, case.I).to(case.dtype)
-    ours = leaves(inputs, device)
-    routing = kernel.route(ours["top_k_index"], case.E)
-    rows = kernel.gather_rows(ours["hidden_states"], routing)
-    weight, bias = ours["gate_up_proj"], ours["gate_up_proj_bias"]
-    rows = kernel.grouped_linear(rows, weight, routing.expert_offsets, bias, transposed=transposed)
-    got = gradients(kernel.combine_rows(rows, ours["top_k_weights"], routing), ours)
 
-    true = leaves(inputs, "cpu", torch.float64)
-    ids = true["top_k_index"]
-    out = torch.zeros(case.T, case.I, dtype=torch.float64)
-    for expert in range(case.E):
-        tokens, slots = (ids == expert).nonzero(as_tuple=True)
-        w = true["gate_up_proj"][expert]
-        y = true["hidden_states"][tokens] @ (w if transposed else w.t()) + true["gate_up_proj_bias"][expert]
-        out = out.index_add(0, tokens, y * true["top_k_weights"][tokens, slots, None])
-    check(f"building blocks, transposed {transposed}", got, gradients(out, true), case.dtype)
+    def function(hidden_states, top_k_index, top_k_weights, gate_up_proj, gate_up_proj_bias):
+        routing = kernel.route(top_k_index, case.E)
+        rows = kernel.gather_rows(hidden_states, routing)
+        offsets = routing.expert_offsets
+        rows = kernel.grouped_linear(rows, gate_up_proj, offsets, gate_up_proj_bias, transposed=transposed)
+        return kernel.combine_rows(rows, top_k_weights, routing)
+
+    def reference(hidden_states, top_k_index, top_k_weights, gate_up_proj, gate_up_proj_bias):
+        out = hidden_states.new_zeros(case.T, case.I)
+        for expert, (w, bias) in enumerate(zip(gate_up_proj, gate_up_proj_bias)):
+            tokens, slots = (top_k_index == expert).nonzero(as_tuple=True)
+            y = hidden_states[tokens] @ (w if transposed else w.t()) + bias
+            out = out.index_add(0, tokens, y * top_k_weights[tokens, slots, None])
+        return out
+
+    compare(f"building blocks, transposed {transposed}", function, reference, inputs, device)
 
 
 def run_layers(kernel: ModuleType, device: str, groups: int, rows: int, k: int, n: int) -> None:
     """grouped_linear with a scaled bias, its gradients alone and in main_grad, and grouped_mlp; with padding."""
     sizes = torch.full((groups,), 2 * rows // (3 * groups))
     sizes[0] = 0
-    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    inputs = {"x": torch.randn(rows, k), "weight": torch.randn(groups, n, k) / k**0.5, "bias": torch.randn(groups, n)}
-    inputs = {name: t.to(torch.bfloat16) for name, t in {**inputs, "dout": torch.randn(rows, n)}.items()}
-    inputs["scales"] = torch.rand(rows).to(torch.bfloat16)
-    ours, true = leaves(inputs, device), leaves(inputs, "cpu", torch.float64)
-    on_device = sizes.to(device)
-    out = kernel.grouped_linear(ours["x"], ours["weight"], on_device, ours["bias"], ours["scales"])
-    y = kernel.reference.grouped_linear(true["x"], true["weight"], offsets, true["bias"], true["scales"])
-    want = gradients(y, true)
-    what = f"grouped_linear, {groups} groups, {rows} rows"
-    check(what, gradients(out, ours), want, torch.bfloat16)
+    offsets, on_device = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]), sizes.to(device)
+    made = {"x": torch.randn(rows, k), "bias_scales": torch.rand(rows), "dout": torch.randn(rows, n)}
+    made.update(weight=torch.randn(groups, n, k) / k**0.5, bias=torch.randn(groups, n))
+    inputs = {name: t.to(torch.bfloat16) for name, t in made.items()}
+    what = f"{groups} groups, {rows} rows"
+    function = partial(kernel.grouped_linear, splits=on_device)
+    reference = partial(kernel.reference.grouped_linear, group_offsets=offsets)
+    want = compare(f"grouped_linear, {what}", function, reference, inputs, device)
 
+    x, dout, bias, scales, weight = (inputs[n].to(device) for n in ("x", "dout", "bias", "bias_scales", "weight"))
     module = kernel.GroupedLinear(groups, k, n, device=device, dtype=torch.bfloat16, accumulate_into_main_grad=True)
-    module.load_state_dict({name: ours[name].detach() for name in ("weight", "bias")})
+    module.load_state_dict({"weight": weight, "bias": bias})
     module.weight.main_grad = torch.zeros(module.weight.shape, device=device)
-    module(ours["x"], on_device).backward(ours["dout"])
-    check(f"{what}, main_grad", {"weight": module.weight.main_grad}, {"weight": want["weight"]}, torch.bfloat16)
+    module(x, on_device).backward(dout)
+    got = {"weight": module.weight.main_grad}
+    check(f"grouped_linear, {what}, main_grad", got, {"weight": want["weight"]}, torch.bfloat16)
+    got = dict(zip(("bias", "bias_scales"), kernel.grouped_dbias_dscales(dout, scales, bias, on_device)))
+    check(f"grouped_linear, {what}, bias alone", got, {name: want[name] for name in got}, torch.bfloat16)
 
-    scales, bias = ours["scales"].detach(), ours["bias"].detach()
-    dbias, dscales = kernel.grouped_dbias_dscales(ours["dout"], scales, bias, on_device)
-    alone = {"bias": want["bias"], "scales": want["scales"]}
-    check(f"{what}, bias alone", {"bias": dbias, "scales": dscales}, alone, torch.bfloat16)
+    made = {"gate_up_proj": torch.randn(groups, 2 * n, k) / k**0.5, "down_proj": torch.randn(groups, k, n) / n**0.5}
+    made.update(down_proj_bias=torch.randn(groups, k), dout=torch.randn(rows, k))
+    mlp = {name: t.to(torch.bfloat16) for name, t in made.items()}
+    mlp = {"x": inputs["x"], "scales": inputs["bias_scales"], **mlp}
 
-    up, down = torch.randn(groups, 2 * n, k) / k**0.5, torch.randn(groups, k, n) / n**0.5
-    inputs = {"x": inputs["x"], "scales": inputs["scales"], "dout": torch.randn(rows, k), "up": up, "down": down}
-    inputs["bias"] = torch.randn(groups, k)
-    inputs = {name: t.to(torch.bfloat16) for name, t in inputs.items()}
-    ours, true = leaves(inputs, device), leaves(inputs, "cpu", torch.float64)
-    got, y = (
-        function(t["x"], splits, t["scales"], t["up"], t["down"], bias_scales=t["scales"], down_proj_bias=t["bias"])
-        for function, t, splits in (
-            (kernel.grouped_mlp, ours, on_device),
-            (kernel.reference.grouped_mlp, true, offsets),
-        )
-    )
-    check(f"grouped_mlp, {groups} groups, {rows} rows", gradients(got, ours), gradients(y, true), torch.bfloat16)
+    def scaled(mlp: Callable, splits: Tensor) -> Callable:
+        return lambda x, scales, **rest: mlp(x, splits, scales, bias_scales=scales, **rest)
+
+    function, reference = scaled(kernel.grouped_mlp, on_device), scaled(kernel.reference.grouped_mlp, offsets)
+    compare(f"grouped_mlp, {what}", function, reference, mlp, device)
 
 
 STORE = re.compile(
@@ -225,7 +199,7 @@ def print_dispatch(kernel: ModuleType) -> None:
     """Where in shared memory the warps of each Gluon kernel are told their work: the constant addresses stored to."""
     found = set()
     for name, module in list(sys.modules.items()):
-        if name.startswith(f"{kernel.__name__}._triton.hopper_"):
+        if name.startswith(f"{kernel.__name__}.") and "hopper" in name:
             for function in vars(module).values():
                 for caches in dict(getattr(function, "device_caches", {})).values():
                     for compiled in caches[0].values():
@@ -237,7 +211,7 @@ def print_dispatch(kernel: ModuleType) -> None:
 
 def runs(kernel: ModuleType, device: str) -> List[Callable[[], None]]:
     """Every case, as a call that checks it."""
-    found = [partial(run_experts, kernel, case, device) for case in CASES] + [partial(run_decode, kernel, device)]
+    found = [partial(run_experts, kernel, case, device) for case in CASES]
     found += [partial(run_blocks, kernel, device, transposed) for transposed in (False, True)]
     # By pointer, by descriptor, several tiles for each program.
     layers = [(3, 60, 40, 72), (4, 900, 128, 264), (40, 5120, 64, 1024)]

@@ -6,13 +6,14 @@ enforces and that otherwise show up on a user's machine.
 
 import ast
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
 
 # The Hub loads a package with the standard library, torch and triton around it, and nothing else.
 ALLOWED_IMPORTS = sys.stdlib_module_names | {"torch", "triton"}
 # Packages that a caller of one function may have. Importing them must not be needed to load the kernel.
-IMPORTS_WITHIN_FUNCTIONS = {"transformers"}
+IMPORTS_WITHIN_FUNCTIONS = {"tqdm", "transformers"}
 
 OP_DECORATORS = {
     "custom_op", "triton_op", "register_fake", "register_kernel", "register_torch_dispatch", "register_vmap",
@@ -29,32 +30,23 @@ def check_package(package: Path, root: Path) -> list[str]:
 
     Raises `SourceError` with every violation found. Files are named relative to `root`.
     """
-    init = package / "__init__.py"
+    init, name = package / "__init__.py", package.relative_to(root)
     if not init.is_file():
-        raise SourceError(f"{package.relative_to(root)}: __init__.py is missing")
+        raise SourceError(f"{name}: __init__.py is missing")
     if (package / package.name).exists():
-        raise SourceError(f"{package.relative_to(root)}: must not contain an entry named {package.name}")
+        raise SourceError(f"{name}: must not contain an entry named {package.name}")
+    rules = unprefixed_ops, literal_namespaces, runtime_unions, partial(foreign_imports, package=package.name)
+    check_files(package, root, *rules)
+    return public_names(parse(init, name / init.name), name / init.name)
+
+
+def check_files(folder: Path, root: Path, *rules: Callable[[ast.Module], Iterator[str]]) -> None:
+    """Apply rules to every module below `folder`. Raises `SourceError` with every violation found."""
     violations = []
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(root)
         tree = parse(path, name)
-        for rule in (unprefixed_ops, literal_namespaces, runtime_unions):
-            violations += [f"{name}:{message}" for message in rule(tree)]
-        violations += [f"{name}:{message}" for message in foreign_imports(tree, package.name)]
-    if violations:
-        raise SourceError("\n".join(violations))
-    return public_names(parse(init, init.relative_to(root)), init.relative_to(root))
-
-
-def check_tests(tests: Path, root: Path) -> None:
-    """Apply the builder's op-name hook to `tests`, which the builder scans together with the package.
-
-    Raises `SourceError` with every violation found.
-    """
-    violations = []
-    for path in sorted(tests.rglob("*.py")):
-        name = path.relative_to(root)
-        violations += [f"{name}:{message}" for message in unprefixed_ops(parse(path, name))]
+        violations += [f"{name}:{message}" for rule in rules for message in rule(tree)]
     if violations:
         raise SourceError("\n".join(violations))
 

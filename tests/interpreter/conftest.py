@@ -5,8 +5,8 @@
 fp32 and fp16 only: `tl.dot` of bf16 is wrong in the interpreter of Triton 3.6 to 3.9.
 """
 
+import importlib
 import os
-import sys
 
 import pytest
 import torch
@@ -29,15 +29,38 @@ def pytest_pycollect_makemodule(module_path, parent):
 @pytest.fixture(scope="session", autouse=True)
 def device_spec(grouped_moe):
     """There is no driver to ask for one: two programs at a time, so that a persistent grid loops."""
-    tuning = sys.modules[grouped_moe.__name__ + ".tuning"]
-    patch = pytest.MonkeyPatch()
-    patch.setattr(tuning, "device_spec", lambda device_type, index: tuning.DeviceSpec(2, 232448))
+    device = importlib.import_module(f"{grouped_moe.__name__}.common.device")
+    patch, spec = pytest.MonkeyPatch(), device.DeviceSpec(2, 232448)
+    patch.setattr(device, "device_spec", lambda device_type, index: spec)
     yield
     patch.undo()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kernels(grouped_moe):
+    """The Triton backend."""
+    return importlib.import_module(f"{grouped_moe.__name__}.backends.triton")
+
+
+@pytest.fixture
+def accelerated(module, monkeypatch):
+    """The CPU counts as an accelerator, whose backend Triton's is."""
+    backends = module("backends")
+    monkeypatch.setitem(backends._NAMES, "cpu", "triton")
+    backends._load.cache_clear()
+    yield
+    backends._load.cache_clear()
+
+
+@pytest.fixture(params=["one-launch", "three-launches"])
+def launches(module, monkeypatch, request):
+    """Both sorts at sizes that the interpreter can take."""
+    few = {"one-launch": 10**9, "three-launches": -1}[request.param]
+    monkeypatch.setattr(module("backends.triton.routing"), "_FEW_SLOTS", few)
+
+
 @pytest.fixture(autouse=True)
 def no_grad():
-    """The launchers are called directly, below autograd."""
+    """The backend is called directly, below autograd."""
     with torch.no_grad():
         yield

@@ -17,8 +17,8 @@ def poison_value(dtype: torch.dtype):
 class GuardedAllocations(TorchFunctionMode):
     """What Python code allocates within it is poisoned, and a kernel may access no other memory than that of tensors.
 
-    Those are the given ones and what torch functions return within it. Launchers must be called directly: an op runs
-    below this mode. Memory around an allocation is poisoned as well, so that a neighbour is not mistaken for it.
+    Those are the given ones and what torch functions return within it. The backend must be called directly: an op
+    runs below this mode. Memory around an allocation is poisoned as well, so that a neighbour is not mistaken for it.
     """
 
     def __init__(self, *tensors):
@@ -71,6 +71,17 @@ class GuardedAllocations(TorchFunctionMode):
     def __exit__(self, *exception):
         InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = self.originals
         return super().__exit__(*exception)
+
+
+def linear_backward(module, dy, x, weight, schedule, bias, scales, transposed, needs):
+    """The gradients of x, weight, bias and scales by what the ops of `grouped_linear` call, None where not needed."""
+    functions, (needs_x, needs_weight, needs_bias, needs_scales) = module("grouped_linear"), needs
+    dx, dweight = functions._backward(dy, x, weight, schedule, transposed, needs_x, needs_weight)
+    dbias = dscales = None
+    if needs_bias or needs_scales:
+        given = dy, schedule, weight.shape[0], bias if needs_scales else None, scales, needs_bias
+        dbias, dscales = functions._bias_backward(*given)
+    return dx, dweight, dbias, dscales
 
 
 def _poisoned(tensor):

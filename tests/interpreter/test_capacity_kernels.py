@@ -13,12 +13,6 @@ from interpreter.test_experts_kernels import guarded_inputs, run_kernels
 SIZES = [(1, 1, 1), (5, 3, 7), (64, 2, 32), (129, 1, 5), (513, 1, 5), (700, 2, 70), (60, 5, 1024)]
 
 
-@pytest.fixture(params=["one-launch", "three-launches"])
-def launches(module, monkeypatch, request):
-    """Both sorts at sizes that the interpreter can take."""
-    monkeypatch.setattr(module("routing"), "_SMALL_SLOTS", {"one-launch": 10**9, "three-launches": -1}[request.param])
-
-
 @pytest.fixture
 def unchecked(monkeypatch):
     """The counts that are asserted on; the assertion itself, which a device only reports later, does not stop us."""
@@ -28,32 +22,31 @@ def unchecked(monkeypatch):
 
 
 def clamped(ids, num_experts, capacity, block_m):
-    """(offsets, row_to_slot, slot_to_row, map) of `capacity` rows, and R, by the loop."""
+    """(row_to_slot, slot_to_row, schedule) of `capacity` rows, and R, by the loop."""
     offsets, order, places = loop_route(ids, num_experts)
     num_routed = offsets[-1]
     offsets = [min(offset, capacity) for offset in offsets]
     tiles = [-(-(end - start) // block_m) for start, end in zip(offsets, offsets[1:])]
-    tile_map = offsets + [sum(tiles[:expert]) for expert in range(num_experts + 1)]
-    tile_map += [expert for expert, count in enumerate(tiles) for _ in range(count)]
-    return order[:capacity], [row if row < capacity else -1 for row in places], tile_map, num_routed
+    schedule = offsets + [sum(tiles[:expert]) for expert in range(num_experts + 1)]
+    schedule += [expert for expert, count in enumerate(tiles) for _ in range(count)]
+    return order[:capacity], [row if row < capacity else -1 for row in places], schedule, num_routed
 
 
 def assert_clamped(module, ids, num_experts, capacity, block_m):
     """The kernels write what the loop says and, of the memory around and behind it, nothing."""
-    routing, schedule = module("routing"), module("schedule")
-    order, places, want_map, want_routed = clamped(ids, num_experts, capacity, block_m)
+    order, places, want_schedule, want_routed = clamped(ids, num_experts, capacity, block_m)
+    sizes = module("rows").schedule_size(capacity, num_experts), capacity, ids.numel(), 1
     with GuardedAllocations(ids):
-        tile_map = torch.empty(schedule.map_size(capacity, num_experts), dtype=torch.int32)
-        num_routed = tile_map.new_empty(1)
-        row_to_slot, slot_to_row = routing._launch(ids, tile_map, num_experts, block_m, capacity, num_routed)
-    assert row_to_slot.shape == (capacity,) and slot_to_row.shape == (ids.numel(),)
+        schedule, row_to_slot, slot_to_row, num_routed = (torch.empty(size, dtype=torch.int32) for size in sizes)
+        rows = module("rows").Rows(schedule, num_experts, capacity, block_m, ids.shape[1], row_to_slot, slot_to_row)
+        module("backends.triton.routing")._place_slots(ids, rows, num_routed)
     assert num_routed.item() == want_routed
     assert slot_to_row.tolist() == places
     assert row_to_slot[: len(order)].tolist() == order
-    assert tile_map[: len(want_map)].tolist() == want_map
-    assert len(want_map) <= len(tile_map)
+    assert schedule[: len(want_schedule)].tolist() == want_schedule
+    assert len(want_schedule) <= len(schedule)
     unwritten = poison_value(torch.int32)
-    for tensor, written in ((row_to_slot, len(order)), (slot_to_row, ids.numel()), (tile_map, len(want_map))):
+    for tensor, written in ((row_to_slot, len(order)), (slot_to_row, ids.numel()), (schedule, len(want_schedule))):
         memory = tensor.as_strided((tensor.numel() + 2 * MARGIN,), (1,), 0)
         assert (memory[:MARGIN] == unwritten).all() and (memory[MARGIN + written :] == unwritten).all()
 
@@ -82,20 +75,20 @@ def test_capacity_at_the_end_of_an_expert(module, launches, capacity):
     assert_clamped(module, torch.arange(5).repeat_interleave(16)[:, None], 5, capacity, 16)
 
 
-def test_assertion(module, launches):
+def test_assertion(kernels, launches):
     """Of the exact count, on the device that the routing is on: here, at once."""
     ids = make_ids(Case("route", T=50, top_k=3, E=5))
     num_routed = int((~is_sentinel(ids, 5)).sum())
-    module("routing").route_tiles_triton(ids, 5, 16, num_routed)
+    assert kernels.route(ids, 5, torch.float32, num_routed).num_rows == num_routed
     with pytest.raises(RuntimeError, match=f"grouped_mm_experts: capacity: .*, got {num_routed - 1}$"):
-        module("routing").route_tiles_triton(ids, 5, 16, num_routed - 1)
+        kernels.route(ids, 5, torch.float32, num_routed - 1)
 
 
-def test_no_count_where_none_is_needed(module, unchecked):
+def test_no_count_where_none_is_needed(kernels, unchecked):
     """As many rows as slots, or more: nothing can overflow."""
     ids = make_ids(Case("route", T=50, top_k=3, E=5))
     for capacity in (None, 150, 151):
-        assert module("routing").route_tiles_triton(ids, 5, 16, capacity).row_to_slot.shape == (150,)
+        assert kernels.route(ids, 5, torch.float32, capacity).row_to_slot.shape == (150,)
     assert not unchecked
 
 

@@ -8,15 +8,9 @@ from compare import assert_close
 from poison import poison_sentinels
 
 from interpreter.guard import GuardedAllocations
-from interpreter.test_experts_kernels import guarded_inputs
+from interpreter.test_experts_kernels import block_of, guarded_inputs
 
 FEW = [case._replace(T=min(case.T, 3), E=min(case.E, 12)) for case in CASES if case.T and not case.transposed]
-
-
-def block_of(module, grouped_moe, case, inputs):
-    weights = inputs.gate_up_proj, inputs.down_proj, inputs.gate_up_proj_bias, inputs.down_proj_bias
-    kind = grouped_moe.Activation(*case.activation), case.gated, case.interleaved, case.transposed, case.recompute
-    return module("block").Block(*weights, *kind)
 
 
 def check(module, grouped_moe, case, dtype):
@@ -24,7 +18,7 @@ def check(module, grouped_moe, case, dtype):
     poisoned = guarded_inputs(poison_sentinels(inputs, case.E))
     x, ids, weights = poisoned[:3]
     with GuardedAllocations(*poisoned):
-        out = module("decode").decode_triton(block_of(module, grouped_moe, case, poisoned), x, ids, weights)
+        out = module("backends.triton").decode(block_of(module, grouped_moe, case, poisoned), x, ids, weights)
     with torch.enable_grad():
         want = run_reference(grouped_moe, case, inputs)
     assert out.dtype == dtype
@@ -43,13 +37,14 @@ def test_fp16_matches_reference(module, grouped_moe, case_id):
 
 def test_several_tiles(module, grouped_moe, monkeypatch):
     """Columns and K of more than one tile, none of them a multiple; a number of choices that is no power of two."""
-    monkeypatch.setattr(module("decode"), "_up_tile", lambda k: (4, 16, 4))
-    monkeypatch.setattr(module("decode"), "_down_tile", lambda k, choices: (2, 16, 4))
+    decode = module("backends.triton.decode")
+    monkeypatch.setattr(decode, "_up_tile", lambda k: (4, 16, 4))
+    monkeypatch.setattr(decode, "_down_tile", lambda k, choices: (2, 16, 4))
+    for name in ("_up_kernel", "_down_kernel"):  # which keep the kernels of real tiles
+        monkeypatch.setattr(decode, name, getattr(decode, name).__wrapped__)
     for case_id in ("silu-bias", "silu-interleaved", "relu2-not-gated"):
-        module("decode").decode_plan.cache_clear()
         case = BY_ID[case_id]._replace(T=2, top_k=3, E=5, H=70, I=45, transposed=False)
         check(module, grouped_moe, case, torch.float32)
-    module("decode").decode_plan.cache_clear()
 
 
 @pytest.mark.parametrize("top_k, h, i", [(2, 2050, 700), (32, 70, 520), (5, 9, 1537)])
@@ -66,8 +61,8 @@ def test_transposed_views(module, grouped_moe):
     k_contiguous = {name: getattr(inputs, name).mT.contiguous().mT for name in ("gate_up_proj", "down_proj")}
     inputs = inputs._replace(**k_contiguous)
     block = block_of(module, grouped_moe, case, inputs)
-    assert module("decode").is_decode(block, 1, case.top_k)
-    out = module("decode").decode_triton(block, *inputs[:3])
+    assert module("backends.triton").is_decode(block, 1, case.top_k)
+    out = module("backends.triton").decode(block, *inputs[:3])
     with torch.enable_grad():
         assert_close("out", out, run_reference(grouped_moe, case, inputs).out, torch.float16)
 
@@ -76,7 +71,7 @@ def test_which_calls_are_taken(module, grouped_moe):
     """One token always, more while slots are few next to experts; no weights strided along K, no wide types."""
     case = BY_ID["silu-bias"]._replace(E=32, bias=None)
     block = block_of(module, grouped_moe, case, make_inputs(case, torch.float16, "cpu"))
-    is_decode = module("decode").is_decode
+    is_decode = module("backends.triton").is_decode
     assert is_decode(block, 1, 32) and is_decode(block, 4, 2)
     assert not is_decode(block, 5, 2)
     assert not is_decode(block, 1, 33) and not is_decode(block._replace(up=block.up.float()), 1, 2)
@@ -91,7 +86,7 @@ def test_fewer_calls_are_taken_where_experts_are_large(module, grouped_moe):
     def taken(intermediate: int, num_tokens: int) -> bool:
         up, down = ((128, 2 * intermediate, 2048), (128, 2048, intermediate))
         weights = {n: torch.empty(s, dtype=torch.float16, device="meta") for n, s in (("up", up), ("down", down))}
-        return module("decode").is_decode(block._replace(**weights), num_tokens, 8)
+        return module("backends.triton").is_decode(block._replace(**weights), num_tokens, 8)
 
     assert taken(768, 4) and taken(1536, 2) and taken(14336, 1)
     assert not taken(1024, 4) and not taken(14336, 2)

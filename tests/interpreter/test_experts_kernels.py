@@ -14,30 +14,41 @@ SHAPES = [case._replace(**SMALL.get(case.id, {})) for case in CASES]
 FP16 = ["silu-interleaved", "gpt-oss", "silu-bias", "relu2-not-gated", "gelu-not-gated", "gelu-tanh-limit"]
 FP16 += ["odd-extents", "aligned-extents", "one-token", "relu-not-gated-limit"]
 SOME = ["silu-recompute", "gpt-oss", "relu2-not-gated", "odd-extents"]
+# The pipeline's gradients, and the inputs that they are of in the order of `Inputs`.
+GRADIENTS = {
+    "x": "hidden_states", "act_scales": "top_k_weights", "up": "gate_up_proj", "down": "down_proj",
+    "up_bias": "gate_up_proj_bias", "down_bias": "down_proj_bias",
+}  # fmt: skip
+
+
+def block_of(module, grouped_moe, case, inputs):
+    """The package's block of a case."""
+    weights = inputs.gate_up_proj, inputs.down_proj, inputs.gate_up_proj_bias, inputs.down_proj_bias
+    kind = grouped_moe.Activation(*case.activation), case.gated, case.interleaved, case.transposed, case.recompute
+    return module("block").Block(*weights, *kind)
 
 
 def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1, capacity=None, spent=False):
-    """Forward and backward by the launchers; with more passes, the last of several backward passes.
+    """Forward and backward by the backend; with more passes, the last of several backward passes.
 
     spent: it may overwrite what was saved, and has to give back its memory.
     """
-    experts = module("experts")
-    x, ids, weights, up, down, up_bias, down_bias, dout = inputs
-    kind = (grouped_moe.Activation(*case.activation), case.gated, case.interleaved, case.transposed, case.recompute)
-    block = experts.Block(up, down, up_bias, down_bias, *kind)
-    tensors = dict(zip(experts.Needs._fields, (x, weights, up, down, up_bias, down_bias)))
-    names = ("hidden_states", "top_k_weights", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
-    needs = experts.Needs(*(t is not None and name not in frozen for name, t in zip(names, tensors.values())))
+    pipeline, kernels = module("pipeline"), module("backends.triton")
+    block = block_of(module, grouped_moe, case, inputs)
+    x, ids, weights, dout = inputs.hidden_states, inputs.top_k_index, inputs.top_k_weights, inputs.dout
+    asked = [name for name in inputs.floating() if name not in frozen]
+    needs = {field: name in asked for field, name in GRADIENTS.items()}
+    needs = module("block").Needs(**needs, bias_scales=False)
     with GuardedAllocations(*inputs):
-        block_m = module("tuning").choose_block_m(ids.numel(), case.E, x.dtype)
-        routing = module("routing").route_tiles_triton(ids, case.E, block_m, capacity)
-        out, preact = experts.forward_triton(block, x, weights, routing, save=not case.recompute)
+        rows = kernels.route(ids, case.E, x.dtype, capacity)
+        out, preact = pipeline.forward(kernels, block, x, rows, weights, None, save=not case.recompute)
         for _ in range(passes):
             given = preact.clone() if spent else preact
-            grads = experts.backward_triton(block, dout, x, weights, given, routing, needs, spent)
+            grads = pipeline.backward(kernels, block, dout, x, rows, weights, None, given, needs, overwrite=spent)
             assert not spent or given.untyped_storage().nbytes() == 0
-        out, grads = out.clone(), [None if grad is None else grad.clone() for grad in grads]
-    return Result(out, {name: grad for name, grad, need in zip(names, grads, needs) if need})
+        out, grads = out.clone(), {name: getattr(grads, field) for field, name in GRADIENTS.items()}
+        assert [name for name, grad in grads.items() if grad is not None] == asked
+        return Result(out, {name: grads[name].clone() for name in asked})
 
 
 def guarded_inputs(inputs):
@@ -91,7 +102,7 @@ def test_multiples_of_tiles(module, grouped_moe, case_id):
 
 def test_route_in_three_launches(module, grouped_moe, monkeypatch):
     """The sort for many slots feeds the block."""
-    monkeypatch.setattr(module("routing"), "_SMALL_SLOTS", 0)
+    monkeypatch.setattr(module("backends.triton.routing"), "_FEW_SLOTS", 0)
     case = BY_ID["gpt-oss"]._replace(T=300, top_k=2, E=3, H=20, I=12)
     check(module, grouped_moe, case, torch.float32)
 

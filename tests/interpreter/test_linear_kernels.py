@@ -8,7 +8,7 @@ from mlps import make as make_mlp
 from poison import guarded
 from test_grouped_linear import Linear, make
 
-from interpreter.guard import GuardedAllocations
+from interpreter.guard import GuardedAllocations, linear_backward
 
 NAN = float("nan")
 SIZES = (200, 0, 130, 64)  # whole row tiles, one that is cut, none
@@ -24,14 +24,14 @@ WIDE = [
 @pytest.fixture
 def descriptors(module, monkeypatch):
     """Counts the descriptors that launchers make."""
-    made, kind = [], module("descriptors").Box
-    function = kind.describe
-    monkeypatch.setattr(kind, "describe", lambda *args: made.append(args) or function(*args))
+    made, descriptors = [], module("backends.triton.descriptors")
+    kind = descriptors.TensorDescriptor
+    monkeypatch.setattr(descriptors, "TensorDescriptor", lambda *args: made.append(args) or kind(*args))
     return made
 
 
 @pytest.mark.parametrize("linear", WIDE, ids=lambda linear: linear.id)
-def test_reads_by_descriptor(module, grouped_moe, descriptors, linear):
+def test_reads_by_descriptor(module, grouped_moe, accelerated, descriptors, linear):
     """Aligned operands of enough rows: forward, dgrad and wgrad next to NaN in rows of no group."""
     x, weight, offsets, bias, dy = make(linear, torch.float16, "cpu")
     rows = torch.arange(x.shape[0])
@@ -42,10 +42,10 @@ def test_reads_by_descriptor(module, grouped_moe, descriptors, linear):
         y.backward(dy.double())
     x[outside], dy[outside] = NAN, NAN
     functions = module("grouped_linear")
-    got, _ = functions.forward_triton(x, weight, offsets, bias, None, linear.transposed)
+    got, schedule = functions._forward(x, weight, offsets, bias, None, linear.transposed)
     assert_close("y", got, y.detach(), torch.float16)
     needs = (True, True, bias is not None, False)
-    grads = functions.backward_triton(dy, x, weight, offsets, bias, None, linear.transposed, needs)
+    grads = linear_backward(module, dy, x, weight, schedule, bias, None, linear.transposed, needs)
     for name, grad, leaf in zip(("x", "weight", "bias"), grads, leaves):
         if leaf is not None:
             assert_close(name, grad, leaf.grad, torch.float16)
@@ -54,7 +54,7 @@ def test_reads_by_descriptor(module, grouped_moe, descriptors, linear):
 
 @pytest.mark.parametrize("scales_dtype", [torch.float32, torch.float16], ids=["fp32-scales", "fp16-scales"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-def test_scaled_bias(module, grouped_moe, dtype, scales_dtype):
+def test_scaled_bias(module, grouped_moe, accelerated, dtype, scales_dtype):
     linear = Linear("scaled", sizes=(7, 0, 119, 5), tail=6, head=3, N=70, bias=True)
     x, weight, offsets, bias, dy = make(linear, dtype, "cpu")
     scales = (torch.rand(x.shape[0]) - 0.5).to(scales_dtype)
@@ -68,9 +68,9 @@ def test_scaled_bias(module, grouped_moe, dtype, scales_dtype):
     x, weight, bias, scales, dy = (guarded(t) for t in (x, weight, bias, scales, dy))
     functions = module("grouped_linear")
     with GuardedAllocations(x, weight, offsets, bias, scales, dy):
-        got = functions.forward_triton(x, weight, offsets, bias, scales, False)[0].clone()
-        grads = functions.backward_triton(dy, x, weight, offsets, bias, scales, False, (True,) * 4)
-        grads = [grad.clone() for grad in grads]
+        got, schedule = functions._forward(x, weight, offsets, bias, scales, False)
+        grads = linear_backward(module, dy, x, weight, schedule, bias, scales, False, (True,) * 4)
+        got, grads = got.clone(), [grad.clone() for grad in grads]
     assert_close("y", got, y.detach(), dtype)
     for name, grad, leaf in zip(("x", "weight", "bias"), grads, leaves):
         assert_close(name, grad, leaf.grad, dtype)
@@ -82,7 +82,7 @@ def test_scaled_bias(module, grouped_moe, dtype, scales_dtype):
 @pytest.mark.parametrize("sizes", [(7, 0, 19), (200, 0, 130)], ids=["thin", "tall"])
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["into-fp32", "into-fp16"])
-def test_wgrad_accumulates(module, dtype, layout, sizes):
+def test_wgrad_accumulates(kernels, dtype, layout, sizes):
     """Into a buffer of its own dtype and strides; a group without rows keeps what it has, whatever that is."""
     rows = sum(sizes) + 9
     dy, x = torch.randn(rows, 40).half(), torch.randn(rows, 72).half()
@@ -93,14 +93,13 @@ def test_wgrad_accumulates(module, dtype, layout, sizes):
     want, bounds = dw.double(), torch.tensor((0, *sizes)).cumsum(0).tolist()
     for group, (start, end) in enumerate(zip(bounds, bounds[1:])):
         want[group] += dy[start:end].double().t() @ x[start:end].double()
-    schedule = module("schedule").make_schedule(torch.tensor(sizes), 3, rows, 16)
-    module("gemm").launch_wgrad(dy, 0, x, 0, None, schedule.map, dw, accumulate=True)
+    kernels.wgrad(dy, x, kernels.split_rows(torch.tensor(sizes), 3, rows, dy.dtype), dw, accumulate=True)
     for group in (0, 2):
         assert_close(f"dw[{group}]", dw[group], want[group], dtype)
     assert bool(dw[1].isnan().all())
 
 
-def test_dbias_dscales_accumulate(module):
+def test_dbias_dscales_accumulate(module, accelerated):
     dy, scales, bias = torch.randn(40, 70), torch.rand(40) - 0.5, torch.randn(3, 70)
     dy[31:], scales[31:] = NAN, NAN
     dbias, dscales, groups = torch.randn(3, 70), torch.randn(40), torch.tensor([0] * 12 + [2] * 19)
@@ -109,11 +108,11 @@ def test_dbias_dscales_accumulate(module):
     want_scales[:31] += (dy[:31].double() * bias[groups].double()).sum(1)
     dy, scales, bias, splits = guarded(dy), guarded(scales), guarded(bias), torch.tensor([12, 0, 19])
     with GuardedAllocations(dy, scales, bias, splits, dbias, dscales):
-        module("bias_grads").launch_dbias_dscales(dy, scales, bias, splits, dbias, dscales, [True, True])
+        module("bias_grads")._dbias_dscales(dy, scales, bias, splits, dbias, dscales, [True, True])
     assert_close("dbias", dbias, want_bias, torch.float32)
     assert_close("dscales", dscales, want_scales, torch.float32, inner_products=True)
     fresh = torch.full_like(dbias, NAN), torch.full_like(dscales, NAN)
-    module("bias_grads").launch_dbias_dscales(dy, scales, bias, splits, *fresh, [False, False])
+    module("bias_grads")._dbias_dscales(dy, scales, bias, splits, *fresh, [False, False])
     assert not fresh[0][1].any() and not fresh[1][31:].any()
 
 
@@ -123,9 +122,9 @@ MLPS += ["relu2-not-gated", "head-and-tail", "no-rows", "tail-only", "odd-extent
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("mlp_id", MLPS)
-def test_grouped_mlp(module, grouped_moe, mlp_id, dtype):
+def test_grouped_mlp(module, grouped_moe, kernels, mlp_id, dtype):
     mlp, names = BY_MLP[mlp_id], ("x", "activation_scales", "bias_scales")
-    inputs, functions = make_mlp(mlp, dtype, "cpu"), module("grouped_mlp")
+    inputs, pipeline = make_mlp(mlp, dtype, "cpu"), module("pipeline")
     with torch.enable_grad():
         want = run_reference(grouped_moe, mlp, inputs)
     rows = torch.arange(mlp.rows)
@@ -135,13 +134,14 @@ def test_grouped_mlp(module, grouped_moe, mlp_id, dtype):
     dy, case, given = guarded(inputs.dy.masked_fill(outside[:, None], NAN)), mlp.case, inputs.tensors
     weights = [given[n] for n in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")]
     kind = (grouped_moe.Activation(*case.activation), case.gated, case.interleaved, case.transposed, case.recompute)
-    block, scales = functions.Block(*weights, *kind), (given["activation_scales"], given["bias_scales"])
+    block, scales = module("block").Block(*weights, *kind), (given["activation_scales"], given["bias_scales"])
     tensors = (given["x"], *scales, *weights)
-    needs = functions.Needs(*(t is not None for t in tensors))
+    needs = module("block").Needs(*(t is not None for t in tensors))
     with GuardedAllocations(*tensors, inputs.offsets, dy):
-        y, preact = functions.forward_triton(block, given["x"], inputs.offsets, *scales, not case.recompute)
-        grads = functions.backward_triton(block, dy, given["x"], inputs.offsets, *scales, preact, needs)
-        y, grads = y.clone(), [grad.clone() for grad in grads]
+        split = kernels.split_rows(inputs.offsets, block.num_experts, mlp.rows, dtype)
+        y, preact = pipeline.forward(kernels, block, given["x"], split, *scales, save=not case.recompute)
+        grads = pipeline.backward(kernels, block, dy, given["x"], split, *scales, preact, needs)
+        y, grads = y.clone(), [grad if grad is None else grad.clone() for grad in grads]
     order = (*names, "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
     got = {name: grad for name, grad, need in zip(order, grads, needs) if need}
     if scales[0] is scales[1] and scales[0] is not None:
@@ -149,12 +149,12 @@ def test_grouped_mlp(module, grouped_moe, mlp_id, dtype):
     assert_matches({"y": y, **got}, want, dtype)
 
 
-def test_bitwise_of_splits(module):
+def test_bitwise_of_splits(module, kernels, monkeypatch):
     """Sizes and the offsets that they make give the same schedule."""
     sizes = torch.tensor([5, 0, 130, 7])
     offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int()
-    schedule = module("schedule").make_schedule
     for block_m in (16, 64):
-        first, second = (schedule(splits, 4, 150, block_m).map for splits in (sizes, offsets))
+        monkeypatch.setattr(module("backends.triton.routing"), "choose_block_m", lambda *_, rows=block_m: rows)
+        first, second = (kernels.split_rows(splits, 4, 150, torch.float32).schedule for splits in (sizes, offsets))
         written = 10 + int((-(-sizes // block_m)).sum())
         assert_bitwise("schedule", first[:written], second[:written])

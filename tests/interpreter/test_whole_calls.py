@@ -1,6 +1,4 @@
-"""Whole calls by their plans: the public functions on a machine whose CPU counts as an accelerator."""
-
-import contextlib
+"""Whole calls: the public functions on a machine whose CPU counts as an accelerator."""
 
 import pytest
 import torch
@@ -9,44 +7,49 @@ from cases import BY_ID, make_inputs
 from compare import assert_close
 from poison import poison_sentinels, poisoned_allocations
 
+pytestmark = pytest.mark.usefixtures("accelerated")
 
-@pytest.fixture(autouse=True)
-def accelerated(module, monkeypatch):
-    monkeypatch.setattr(module("define"), "is_accelerated", lambda tensor: True)
-    for name in ("experts", "grouped_linear"):
-        monkeypatch.setattr(module(name), "on_device_of", lambda tensor: contextlib.nullcontext())
+
+@pytest.fixture
+def compiled(module, monkeypatch):
+    """What calls have compiled: kernels with their constexprs, and the ints that Triton specializes them on."""
+    kind, seen = module("backends.triton.launch").Kernel, set()
+    function = kind.compile_and_launch
+
+    def watched(kernel, grid, first, args):
+        seen.add((kernel, *(arg for arg, varies in zip(args, kernel.is_varying) if type(arg) is int and not varies)))
+        return function(kernel, grid, first, args)
+
+    monkeypatch.setattr(kind, "compile_and_launch", watched)
+    return seen
 
 
 @pytest.mark.parametrize("case_id", ["silu", "silu-bias", "silu-recompute", "silu-transposed", "relu2-not-gated"])
-def test_experts(module, grouped_moe, case_id):
-    """Twice, the second call by the plan that the first has left; the forward by the kernels, with NaN all around."""
-    case = BY_ID[case_id]
-    plans = module("experts")._plans
-    plans.clear()
-    for kept in (0, 1):
+def test_experts(grouped_moe, compiled, case_id):
+    """With NaN all around; of another number of tokens, with gradients and without, it needs no other kernel."""
+    counts = []
+    for tokens in (37, 35):
+        case = BY_ID[case_id]._replace(T=tokens)
         inputs = make_inputs(case, torch.float32, "cpu")
-        assert len(plans) == kept
         with torch.enable_grad(), poisoned_allocations():
             got = run(grouped_moe, case, poison_sentinels(inputs, case.E))
         with torch.enable_grad():
             want = run_reference(grouped_moe, case, inputs)
         assert_matches(got, want, torch.float32)
-    (kept,) = plans.values()
-    assert len(kept.saved) == 4
-    for _ in range(2):
-        out = call(grouped_moe, case, inputs)
-        assert torch.equal(out, got.out.detach()) and len(plans) == 2
+        assert torch.equal(call(grouped_moe, case, inputs), got.out)
+        counts.append(len(compiled))
+    assert 0 < counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_linear(module, grouped_moe, transposed):
-    """In two forms at the same addresses, each by the plan that its first call has left."""
-    plans = module("grouped_linear")._plans
-    plans.clear()
+def test_linear(grouped_moe, compiled, transposed):
+    """In two forms at the same addresses, each by the kernels of its first call, also for another number of rows."""
     memory = torch.empty(2, 4096)
     sizes, offsets = torch.tensor([5, 0, 20]), torch.tensor([0, 5, 5, 25])
-    for _ in range(2):
+    counts = []
+    for extra in (0, 3):
         for rows, k in ((30, 24), (40, 16)):
+            rows += extra
             x = memory[0, : rows * k].view(rows, k).normal_()
             weight = memory[1, : 3 * k * 24].view((3, k, 24) if transposed else (3, 24, k)).normal_()
             x[25:] = float("nan")
@@ -56,6 +59,7 @@ def test_linear(module, grouped_moe, transposed):
                 x.double(), weight.double(), offsets, None, transposed=transposed
             )
             assert_close("y", got, want, torch.float32)
-        assert len(plans) == 2
-    by_list = grouped_moe.grouped_linear(x, weight, [5, 0, 20], transposed=transposed)  # has no plan: by the CPU's way
+        counts.append(len(compiled))
+    assert 0 < counts[0] == counts[1]
+    by_list = grouped_moe.grouped_linear(x, weight, [5, 0, 20], transposed=transposed)
     assert_close("y by a list", by_list, want, torch.float32)

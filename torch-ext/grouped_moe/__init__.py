@@ -5,16 +5,20 @@ E local experts, H hidden, I intermediate; M, N, K are GEMM dimensions.
 """
 
 from . import layers, reference
-from .activation import Activation
 from .bias_grads import grouped_dbias_dscales
+from .common.activation import Activation
+from .common.flops import register_formulas
 from .experts import grouped_mm_experts
 from .grouped_linear import grouped_linear
 from .grouped_mlp import grouped_mlp
-from .modules import GroupedLinear
+from .integrations.transformers import register_experts_implementation
+from .nn import GroupedLinear
 from .permute import combine_rows, gather_rows
 from .routing import Routing, route
-from .schedule import GroupOffsets, GroupSizes
-from .transformers_shim import register_experts_implementation
+from .splits import GroupOffsets, GroupSizes
+from .warm_up import warm_up
+
+register_formulas()
 
 __all__ = [
     "Activation",
@@ -32,4 +36,5 @@ __all__ = [
     "reference",
     "register_experts_implementation",
     "route",
+    "warm_up",
 ]

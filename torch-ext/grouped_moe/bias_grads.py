@@ -6,53 +6,40 @@ from typing import Dict, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from . import _checks as checks
-from ._ops import add_op_namespace_prefix, ops
-from ._torch import without_autocast
-from ._torch.grouped_linear import dot_groups, sum_groups
-from ._torch.schedule import safe_offsets
-from .define import have_addresses
-from .gemm import launch_bias_backward
-from .schedule import Splits, as_splits, schedule_for
-from .tuning import on_device_of
+from ._ops import ops
+from .backends import backend_of
+from .common import checks
+from .common.autograd import define_op, is_plain
+from .common.device import on_device
+from .rows import unit_rows
+from .splits import Splits, as_splits
 
 
-def launch_dbias_dscales(
-    dy: Tensor,
-    scales: Tensor,
-    bias: Tensor,
-    splits: Tensor,
-    dbias: Tensor,
-    dscales: Tensor,
-    accumulate: Sequence[bool],
-) -> None:
-    """Writes dbias and dscales, or adds to them where `accumulate` says so, by the Triton kernels."""
-    schedule = schedule_for(splits, bias.shape[0], dy.shape[0], dy.dtype)
-    launch_bias_backward(dy, scales, bias, schedule, dbias, dscales, tuple(accumulate))
-
-
-@torch.library.custom_op(add_op_namespace_prefix("dbias_dscales"), mutates_args=("dbias", "dscales"))
 def _dbias_dscales(
     dy: Tensor, scales: Tensor, bias: Tensor, splits: Tensor, dbias: Tensor, dscales: Tensor, accumulate: Sequence[bool]
 ) -> None:
-    if dy.device.type == "cpu":
-        offsets = safe_offsets(splits, bias.shape[0], dy.shape[0])
-        without_autocast(sum_groups)(dy, offsets, dbias, weights=scales, accumulate=accumulate[0])
-        without_autocast(dot_groups)(dy, bias, offsets, dscales, accumulate=accumulate[1])
-        return
-    with on_device_of(dy):
-        launch_dbias_dscales(dy, scales, bias, splits, dbias, dscales, accumulate)
+    """Writes dbias and dscales, or adds to them where `accumulate` says so."""
+    kernels, (adds_dbias, adds_dscales) = backend_of(dy), accumulate
+    with on_device(dy):
+        rows = kernels.split_rows(splits, bias.shape[0], dy.shape[0], dy.dtype)
+        dots = dy.new_empty((kernels.num_bias_dots(dy.shape[1]), dy.shape[0]), dtype=dscales.dtype)
+        kernels.bias_grads(unit_rows(dy), rows, scales, bias, dbias, dots, accumulate=adds_dbias)
+        kernels.sum_dots(dots, rows, dscales, accumulate=adds_dscales)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("dbias_dscales"))
-def _dbias_dscales_fake(dy, scales, bias, splits, dbias, dscales, accumulate):
-    return None
+define_op(
+    "dbias_dscales",
+    "(Tensor dy, Tensor scales, Tensor bias, Tensor splits, Tensor(a!) dbias, Tensor(b!) dscales, bool[] accumulate)"
+    " -> ()",
+    _dbias_dscales,
+    lambda *_: None,
+)
 
 
 def _refuse_overlap(buffers: Dict[str, Tensor], inputs: Dict[str, Tensor]) -> None:
     """Raises ValueError if a buffer, which is contiguous, shares memory with an input or the other buffer."""
     tensors = {**inputs, **buffers}
-    if not buffers or not have_addresses(*tensors.values()):
+    if not buffers or not all(map(is_plain, tensors.values())):
         return
     spans = {name: _span(tensor) for name, tensor in tensors.items()}
     for name, other in itertools.product(buffers, tensors):
@@ -113,7 +100,7 @@ def grouped_dbias_dscales(
     checks.check_num_groups("bias", bias.shape[0])
     checks.check_same_dtype("bias", bias, dy.dtype, "dy")
     checks.check_device("bias", bias, dy.device, "dy")
-    splits = as_splits(splits, bias.shape[0], dy.device)
+    splits = as_splits(splits, bias.shape[0], dy.shape[0], dy.device)
     accumulate = [dbias is not None, dscales is not None]
     given = {name: buffer for name, buffer in (("dbias", dbias), ("dscales", dscales)) if buffer is not None}
     dbias = _sums("dbias", dbias, tuple(bias.shape), "(G, N)", dy)
@@ -121,5 +108,5 @@ def grouped_dbias_dscales(
     _refuse_overlap(given, {"dy": dy, "bias_scales": bias_scales, "bias": bias, "splits": splits})
     with torch.no_grad():
         scales = bias_scales.detach().contiguous()
-        ops.dbias_dscales(dy.detach(), scales, bias.detach(), splits, dbias, dscales, accumulate)
+        ops.dbias_dscales.default(dy.detach(), scales, bias.detach(), splits, dbias, dscales, accumulate)
     return dbias, dscales

@@ -1,28 +1,25 @@
-"""What the two ops of the experts block and its two implementations share: the block, and which gradients it owes."""
+"""The experts block: its weights and what kind it is, and which gradients it owes."""
 
-import math
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-from .activation import Activation
-from .tuning import DeviceSpec, dot_precision
+from .common.activation import Activation
 
-
-class Kind(NamedTuple):
-    """What of a block a kernel is compiled for. precision: of products, as `dot_precision` says."""
-
-    gated: bool
-    interleaved: bool
-    activation: Activation
-    precision: str
+# In the schema of ops: the arguments of `make_block`. A call's cost on the host grows with the number of arguments.
+BLOCK_SCHEMA = (
+    "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, str activation, float[] parameters, bool[] flags,"
+    " SymInt? capacity"
+)
 
 
 class Block(NamedTuple):
-    """The weights and the kind of an experts block, as both directions need them.
+    """The weights and the kind of an experts block.
 
-    up: (E, P, H) or, transposed, (E, H, P), with P = 2 I if gated, else I. down: (E, H, I) or (E, I, H).
+    up: (E, P, H) or, transposed, (E, H, P), with P = 2 I if gated, else I. down: (E, H, I) or (E, I, H). up_bias:
+    (E, P). down_bias: (E, H). recompute: the pre-activation is not saved. capacity: rows there is room for, None for
+    all slots.
     """
 
     up: Tensor
@@ -48,43 +45,24 @@ class Block(NamedTuple):
     @property
     def intermediate(self) -> int:
         """I."""
-        return self.down.shape[1] if self.transposed else self.down.shape[2]
+        return self.down.shape[1 if self.transposed else 2]
 
     @property
     def preact_width(self) -> int:
         """P, the columns of the pre-activation."""
-        return self.up.shape[2] if self.transposed else self.up.shape[1]
-
-    def up_nk(self) -> Tensor:
-        """The up-projection as a view (E, P, H)."""
-        return self.up.transpose(1, 2) if self.transposed else self.up
-
-    def down_nk(self) -> Tensor:
-        """The down-projection as a view (E, H, I)."""
-        return self.down.transpose(1, 2) if self.transposed else self.down
-
-    def kind(self, spec: DeviceSpec) -> Kind:
-        """What of the block a kernel is compiled for."""
-        return Kind(self.gated, self.interleaved, self.activation, dot_precision(self.up.dtype, spec))
+        return self.up.shape[2 if self.transposed else 1]
 
 
-def pack_kind(
-    activation: Activation,
-    gated: bool,
-    interleaved: bool,
-    transposed: bool,
-    recompute: bool,
-    capacity: Optional[int] = None,
-) -> Tuple[str, List[float], List[int]]:
-    """What kind of block it is, in the three arguments of the ops (autograd's cost per call grows with their number):
+def kind_arguments(
+    activation: Activation, gated: bool, interleaved: bool, transposed: bool, recompute: bool
+) -> Tuple[str, List[float], List[bool]]:
+    """What of a block is not a tensor, as arguments of ops: the activation's name, its parameters, the flags.
 
-    the activation's name; its alpha, limit (infinity: none) and up_offset; gated, interleaved, transposed, recompute
-    and, if there is one, the capacity.
+    A limit of 0 stands for none: AOTInductor cannot load a program with an infinite one.
     """
-    limit = math.inf if activation.limit is None else activation.limit
-    parameters = [float(activation.alpha), float(limit), float(activation.up_offset)]
-    flags = [gated, interleaved, transposed, recompute]
-    return activation.name, parameters, flags if capacity is None else [*(int(flag) for flag in flags), capacity]
+    name, alpha, limit, up_offset = activation
+    parameters = [float(alpha), 0.0 if limit is None else float(limit), float(up_offset)]
+    return name, parameters, [gated, interleaved, transposed, recompute]
 
 
 def make_block(
@@ -92,52 +70,63 @@ def make_block(
     down: Tensor,
     up_bias: Optional[Tensor],
     down_bias: Optional[Tensor],
-    name: str,
+    activation: str,
     parameters: Sequence[float],
-    flags: Sequence[int],
+    flags: Sequence[bool],
+    capacity: Optional[int] = None,
 ) -> Block:
-    """The inverse of `pack_kind`, with the weights."""
+    """The block of an op's arguments: the inverse of `kind_arguments`, with the weights."""
     alpha, limit, up_offset = parameters
-    activation = Activation(name, alpha, None if limit == math.inf else limit, up_offset)
-    return Block(up, down, up_bias, down_bias, activation, *map(bool, flags[:4]), *flags[4:])
+    gated, interleaved, transposed, recompute = flags
+    act = Activation(activation, alpha, limit or None, up_offset)
+    return Block(up, down, up_bias, down_bias, act, gated, interleaved, transposed, recompute, capacity)
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for."""
+    """Which gradients of a block are asked for.
+
+    act_scales: of the factors of the activation's rows, in the experts block the routing weights. bias_scales: of the
+    factors of the second bias, which in the experts block are the routing weights, too: their gradient is one.
+    """
 
     x: bool
-    weights: bool
+    act_scales: bool
+    bias_scales: bool
     up: bool
     down: bool
     up_bias: bool
     down_bias: bool
 
+    @property
+    def dpreact(self) -> bool:
+        """Whether any of them is made of the gradient of the pre-activation."""
+        return self.x or self.up or self.up_bias
+
+    @property
+    def preact(self) -> bool:
+        """Whether any of them is made of the pre-activation: all but those of the second bias and its scales."""
+        return self.dpreact or self.down or self.act_scales
+
 
 class Grads(NamedTuple):
-    """The gradients; an empty tensor stands for one that is not asked for."""
+    """The gradients, None where not asked for. Those of weights have the weights' strides, others are contiguous."""
 
-    x: Tensor
-    weights: Tensor
-    up: Tensor
-    down: Tensor
-    up_bias: Tensor
-    down_bias: Tensor
+    x: Optional[Tensor] = None
+    act_scales: Optional[Tensor] = None
+    bias_scales: Optional[Tensor] = None
+    up: Optional[Tensor] = None
+    down: Optional[Tensor] = None
+    up_bias: Optional[Tensor] = None
+    down_bias: Optional[Tensor] = None
 
 
-def empty_grads(needs: Needs, block: Block, dout: Tensor, weights: Tensor) -> Grads:
-    """Unwritten gradients. A weight's keeps its strides; the others are contiguous, which is what the kernels write."""
-
-    def rows(tensor: Optional[Tensor], need: bool) -> Tensor:
-        return tensor.new_empty(tensor.shape) if need else dout.new_empty(0)
-
-    def weight(tensor: Tensor, need: bool) -> Tensor:
-        return torch.empty_like(tensor) if need else dout.new_empty(0)
-
-    return Grads(
-        x=rows(dout, needs.x),
-        weights=rows(weights, needs.weights),
-        up=weight(block.up, needs.up),
-        down=weight(block.down, needs.down),
-        up_bias=rows(block.up_bias, needs.up_bias),
-        down_bias=rows(block.down_bias, needs.down_bias),
+def fake_grads(
+    needs: Needs, block: Block, x: Tensor, act_scales: Optional[Tensor], bias_scales: Optional[Tensor]
+) -> Grads:
+    """The gradients that are asked for, unwritten, for shapes alone."""
+    like = Grads(x, act_scales, bias_scales, block.up, block.down, block.up_bias, block.down_bias)
+    made = (
+        None if not need else torch.empty_like(tensor) if name in ("up", "down") else tensor.new_empty(tensor.shape)
+        for name, tensor, need in zip(Grads._fields, like, needs)
     )
+    return Grads(*made)

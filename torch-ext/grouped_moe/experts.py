@@ -1,257 +1,178 @@
-"""The whole experts block, one op per direction: route, up-projection with activation, down-projection, combine."""
+"""The whole experts block: route, up-projection with activation, down-projection, combine."""
 
-import operator
-from typing import Optional, Sequence, Tuple, Union
+from typing import List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
 
-from . import _checks as checks
+from . import pipeline
 from ._ops import ops
-from ._torch import experts as _torch_experts
-from ._torch.routing import route as _route_torch
-from .activation import Activation, as_activation
-from .block import Block, Needs, empty_grads, make_block, pack_kind
-from .decode import decode_triton, is_decode
-from .define import (
-    below_autograd,
+from .backends import backend_of
+from .block import BLOCK_SCHEMA, Block, Grads, Needs, fake_grads, kind_arguments, make_block
+from .common import _compat, checks
+from .common.activation import Activation, as_activation
+from .common.autograd import (
+    define_differentiable_op,
     define_op,
     is_plain,
     mark_as_own,
-    needs_autograd,
     once_differentiable,
-    plain_apply,
-    plan_key,
-    register_autograd,
+    or_empty,
+    refuse_forward_mode,
+    spread,
     take_over,
+    wanted,
 )
-from .experts_plans import Call, backward_plan, call_plan, forward_plan
-from .gemm import unit_rows
-from .launch import form_of
-from .plan import Plans
-from .routing import TiledRouting, route_tiles_triton
-from .schedule import map_size, schedule_of_map
-from .tuning import choose_block_m, on_device_of, spec_of
+from .common.device import on_device
+from .rows import Rows, schedule_size
+from .tuning.heuristic import choose_block_m
+
+_ARGUMENTS = f"Tensor x, Tensor top_k_index, Tensor top_k_weights, {BLOCK_SCHEMA}"
+_SAVED = "Tensor schedule, Tensor row_to_slot, Tensor slot_to_row"
+_NUM_ARGUMENTS = 11
 
 
-def forward_triton(
-    block: Block, x: Tensor, weights: Tensor, routing: TiledRouting, save: bool
-) -> Tuple[Tensor, Optional[Tensor]]:
-    """(out (T, H), preact (rows, P) if save) by the Triton kernels."""
-    (tile_map, *sizes), row_to_slot, slot_to_row = routing
-    spec = spec_of(x)
-    tensors = x, weights, *block[:4]
-    plan = forward_plan(
-        *map(form_of, tensors), row_to_slot.shape[0], save, block.transposed, block.kind(spec), tuple(sizes),
-        spec, x.device,
-    )  # fmt: skip
-    preact, _, _, out = plan(*tensors, row_to_slot, slot_to_row, tile_map)[9:]
-    return out, preact
-
-
-def backward_triton(
-    block: Block,
-    dout: Tensor,
-    x: Optional[Tensor],
-    weights: Tensor,
-    preact: Optional[Tensor],
-    routing: TiledRouting,
-    needs: Needs,
-    spent: bool = False,
-) -> Tuple[Optional[Tensor], ...]:
-    """The gradients in the order of `Needs` by the Triton kernels, None where not asked for.
-
-    x is for the gradient of the up-projection and for recomputing alone, preact for a block that does not recompute.
-    spent: preact is overwritten and its memory given back.
-    """
-    (tile_map, *sizes), row_to_slot, slot_to_row = routing
-    dout, spec = unit_rows(dout), spec_of(dout)
-    x = unit_rows(x) if needs.up else x
-    # Hooks on what was saved may return it in other strides.
-    weights, row_to_slot, slot_to_row = weights.contiguous(), row_to_slot.contiguous(), slot_to_row.contiguous()
-    tile_map, preact = tile_map.contiguous(), None if block.recompute else preact.contiguous()
-    tensors = dout, x, weights, *block[:4]
-    plan = backward_plan(
-        *map(form_of, tensors), row_to_slot.shape[0], needs, block.recompute, spent, block.transposed,
-        block.kind(spec), tuple(sizes), spec, dout.device,
-    )  # fmt: skip
-    return plan(*tensors, preact, row_to_slot, slot_to_row, tile_map)[11:17]
-
-
-def _route_tiles(block: Block, x: Tensor, top_k_index: Tensor, specified: bool) -> TiledRouting:
-    block_m = choose_block_m(top_k_index.numel(), block.num_experts, x.dtype)
-    return route_tiles_triton(top_k_index, block.num_experts, block_m, block.capacity, specified)
-
-
-def _infer(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
+def _inference(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *arguments: object) -> Tensor:
     """out (T, H), with nothing kept for a backward."""
-    if x.device.type == "cpu":
-        indices = _route_torch(top_k_index, block.num_experts, block.capacity)
-        return _torch_experts.forward(block, x, weights, indices, save=False)[0]
-    with on_device_of(x):
-        num_tokens, top_k = top_k_index.shape
-        if num_tokens and is_decode(block, num_tokens, top_k):
-            return decode_triton(block, x, top_k_index, weights)
-        return forward_triton(block, x, weights, _route_tiles(block, x, top_k_index, specified=False), save=False)[0]
+    block, kernels = make_block(*arguments), backend_of(x)
+    num_tokens, top_k = top_k_index.shape
+    with on_device(x):
+        if num_tokens and kernels.is_decode(block, num_tokens, top_k):
+            return kernels.decode(block, x, top_k_index, top_k_weights)
+        rows = kernels.route(top_k_index, block.num_experts, x.dtype, block.capacity)
+        return pipeline.forward(kernels, block, x, rows, top_k_weights, None, save=False)[0]
 
 
-def _experts(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
-    activation: str,
-    parameters: Sequence[float],
-    flags: Sequence[int],
-    record: bool,
+def _forward(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *arguments: object
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out, preact, tile_map, row_to_slot, slot_to_row); all but out are empty unless a backward may follow."""
-    block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
-    if not record:
-        out = _infer(block, x, top_k_index, top_k_weights)
-        return out, x.new_empty(0), *(top_k_index.new_empty(0, dtype=torch.int32) for _ in range(3))
-    save = not block.recompute
-    if x.device.type == "cpu":
-        offsets, *indices = _route_torch(top_k_index, block.num_experts, block.capacity)
-        tile_map = offsets.new_zeros(map_size(indices[0].shape[0], block.num_experts))
-        tile_map[: offsets.shape[0]] = offsets
-        return (*_torch_experts.forward(block, x, top_k_weights, (offsets, *indices), save), tile_map, *indices)
-    with on_device_of(x):
-        routing = _route_tiles(block, x, top_k_index, specified=True)
-        out, preact = forward_triton(block, x, top_k_weights, routing, save)
-        preact = x.new_empty(0) if preact is None else preact
-        return out, preact, routing.schedule.map, routing.row_to_slot, routing.slot_to_row
+    """(out, preact, schedule, row_to_slot, slot_to_row); preact is empty if it is recomputed."""
+    block, kernels = make_block(*arguments), backend_of(x)
+    with on_device(x):
+        rows = kernels.route(top_k_index, block.num_experts, x.dtype, block.capacity)
+        out, preact = pipeline.forward(kernels, block, x, rows, top_k_weights, None, save=not block.recompute)
+    return out, x.new_empty(0) if preact is None else preact, rows.schedule, rows.row_to_slot, rows.slot_to_row
 
 
-def _experts_fake(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, activation, parameters, flags, record):
-    block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
-    num_slots = top_k_index.shape[0] * top_k_index.shape[1] if record else 0
+def _forward_fake(x, top_k_index, top_k_weights, *arguments):
+    block = make_block(*arguments)
+    num_slots = top_k_index.shape[0] * top_k_index.shape[1]
     num_rows = block.num_rows(num_slots)
-    return (
-        x.new_empty((x.shape[0], x.shape[1])),
-        x.new_empty((num_rows, block.preact_width) if record and not block.recompute else (0,)),
-        x.new_empty(map_size(num_rows, up.shape[0]) if record else 0, dtype=torch.int32),
-        x.new_empty(num_rows, dtype=torch.int32),
-        x.new_empty(num_slots, dtype=torch.int32),
-    )
+    sizes = schedule_size(num_rows, block.num_experts), num_rows, num_slots
+    preact = x.new_empty(0 if block.recompute else (num_rows, block.preact_width))
+    return x.new_empty(x.shape), preact, *(top_k_index.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
 def _backward(
     dout: Tensor,
     x: Optional[Tensor],
     top_k_weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    block: Block,
     preact: Tensor,
-    tile_map: Tensor,
-    row_to_slot: Tensor,
-    slot_to_row: Tensor,
-    activation: str,
-    parameters: Sequence[float],
-    flags: Sequence[int],
-    needs: Sequence[bool],
-    spent: bool = False,
-) -> Tuple[Optional[Tensor], ...]:
-    """The gradients in the order of `Needs`, None or empty where not asked for. spent: preact may be overwritten."""
-    block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
-    wanted = Needs(*needs)
-    num_rows, num_experts = row_to_slot.shape[0], block.num_experts
-    if dout.device.type == "cpu":
-        grads = empty_grads(wanted, block, dout, top_k_weights)
-        indices = (tile_map[: num_experts + 1], row_to_slot, slot_to_row)
-        _torch_experts.backward(block, dout, x, top_k_weights, preact, indices, wanted, grads, spent)
-        return tuple(grads)
-    with on_device_of(dout):
-        block_m = choose_block_m(slot_to_row.shape[0], num_experts, dout.dtype)
-        schedule = schedule_of_map(tile_map, num_experts, num_rows, block_m)
-        routing = TiledRouting(schedule, row_to_slot, slot_to_row)
-        return backward_triton(block, dout, x, top_k_weights, preact, routing, wanted, spent)
+    indices: Sequence[Tensor],
+    needs: Needs,
+    overwrite: bool,
+) -> Grads:
+    """The gradients that are asked for. indices: schedule, row_to_slot, slot_to_row."""
+    # Hooks on what was saved may return it in other strides.
+    schedule, row_to_slot, slot_to_row = (tensor.contiguous() for tensor in indices)
+    block_m = choose_block_m(slot_to_row.shape[0], block.num_experts, dout.dtype)
+    num_rows, top_k = row_to_slot.shape[0], top_k_weights.shape[1]
+    rows = Rows(schedule, block.num_experts, num_rows, block_m, top_k, row_to_slot, slot_to_row)
+    with on_device(dout):
+        return pipeline.backward(
+            backend_of(dout), block, dout, x, rows, top_k_weights.contiguous(), None, preact.contiguous(), needs,
+            overwrite,
+        )  # fmt: skip
 
 
-def _experts_backward(dout, *args):
-    return tuple(dout.new_empty(0) if grad is None else grad for grad in _backward(dout, *args))
+def _backward_op(dout, x, top_k_weights, *rest) -> Tuple[Tensor, ...]:
+    *arguments, preact, schedule, row_to_slot, slot_to_row, needs = rest
+    indices = schedule, row_to_slot, slot_to_row
+    grads = _backward(dout, x, top_k_weights, make_block(*arguments), preact, indices, Needs(*needs), False)
+    return or_empty(grads, dout)
 
 
-def _experts_backward_fake(
-    dout, x, top_k_weights, up, down, up_bias, down_bias, preact, tile_map, row_to_slot, slot_to_row,
-    activation, parameters, flags, needs,
-):  # fmt: skip
-    block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
-    return tuple(empty_grads(Needs(*needs), block, dout, top_k_weights))
+def _backward_overwriting_op(dout, x, top_k_weights, *rest) -> List[Tensor]:
+    *arguments, preact, schedule, row_to_slot, slot_to_row, needs = rest
+    indices = schedule, row_to_slot, slot_to_row
+    grads = _backward(dout, x, top_k_weights, make_block(*arguments), preact, indices, Needs(*needs), True)
+    return wanted(grads, needs)
 
 
+def _fake_grads(dout, x, top_k_weights, *rest) -> Grads:
+    *arguments, _, _, _, _, needs = rest
+    return fake_grads(Needs(*needs), make_block(*arguments), dout, top_k_weights, None)
+
+
+def _plain(*args) -> Tensor:
+    return ops.experts_inference.default(*args)
+
+
+def _recorded(*args) -> Tensor:
+    return _Experts.apply(*args)[0]
+
+
+define_op("experts_inference", f"({_ARGUMENTS}) -> Tensor", _inference, lambda x, *_: x.new_empty(x.shape))
 define_op(
-    "experts",
-    "(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias,"
-    " str activation, float[] parameters, SymInt[] flags, bool record) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _experts,
-    _experts_fake,
-)
+    "experts_forward", f"({_ARGUMENTS}) -> (Tensor out, Tensor preact, {_SAVED})", _forward, _forward_fake
+)  # fmt: skip
+_BACKWARD = (
+    f"(Tensor dout, Tensor? x, Tensor top_k_weights, {BLOCK_SCHEMA}, Tensor%s preact, {_SAVED}, bool[] needs)"
+)  # fmt: skip
 define_op(
     "experts_backward",
-    "(Tensor dout, Tensor? x, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias,"
-    " Tensor preact, Tensor tile_map, Tensor row_to_slot, Tensor slot_to_row, str activation, float[] parameters,"
-    " SymInt[] flags, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _experts_backward,
-    _experts_backward_fake,
+    f"{_BACKWARD % ''} -> ({', '.join(f'Tensor d{name}' for name in Needs._fields)})",
+    _backward_op,
+    lambda dout, *rest: or_empty(_fake_grads(dout, *rest), dout),
 )
+# Overwrites preact and gives its memory back.
+define_op(
+    "experts_backward_overwriting",
+    f"{_BACKWARD % '(a!)'} -> Tensor[]",
+    _backward_overwriting_op,
+    lambda *args: wanted(_fake_grads(*args), args[-1]),
+)
+define_differentiable_op("experts", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, lambda x, *_: x.new_empty(x.shape))
 
 
 class _Experts(torch.autograd.Function):
-    """The autograd of the op, whose inputs, but for the last, these are, and whose outputs, in plain calls two of them.
+    """The autograd of the op, whose inputs these are.
 
-    The last: whether the call is plain, or its plan. What is saved is the same either way: activation checkpointing
-    compares that. preact is differentiable, though nobody uses it, so that a second derivative raises by whatever it is
-    made of: x may not be saved. Hooks that return the saved tensor itself keep the node until a backward frees it, as
-    with any op that saves its output.
+    preact is an output, though nobody uses it, so that a second derivative raises by whatever it is made of: x may not
+    be saved.
     """
 
     @staticmethod
-    def forward(ctx, x, top_k_index, top_k_weights, up, down, up_bias, down_bias, *kind):
-        *ctx.kind, _, plain = kind
-        kind = *ctx.kind, True  # recorded it is, also where the caller could not know: under vmap
+    def forward(ctx, *inputs):
+        x, _, top_k_weights, up, down, up_bias, down_bias, *kind = inputs
+        recompute = make_block(up, down, up_bias, down_bias, *kind).recompute
+        out, preact, *indices = ops.experts_forward.default(*inputs)
         ctx.set_materialize_grads(False)
-        tensors = x, top_k_index, top_k_weights, up, down, up_bias, down_bias
-        if isinstance(plain, Call):
-            with on_device_of(x):
-                made = plain.plan(*tensors)
-            out, (preact, *others) = made[-1], (made[number] for number in plain.saved)
-            others = [x.new_empty(0) if preact is None else preact, *others]
-        elif plain:
-            out, *others = _experts(*tensors, *kind)
-        else:
-            with below_autograd():
-                out, *others = ops.experts.default(*tensors, *kind)
-            ctx.mark_non_differentiable(*others[1:])
-        recompute = ctx.kind[2][3]
-        if plain and not recompute:  # an op's caller has its outputs
-            mark_as_own(others[0])
+        ctx.kind = kind
+        mark_as_own(preact)
         reads_x = ctx.needs_input_grad[3] or recompute
-        ctx.save_for_backward(x if reads_x else None, top_k_weights, up, down, up_bias, down_bias, *others)
-        return (out, others[0]) if plain else (out, *others)
+        ctx.save_for_backward(x if reads_x else None, top_k_weights, up, down, up_bias, down_bias, preact, *indices)
+        return out, preact
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, saved, dout, *_):
+    def backward(ctx, saved, dout, _):
         if dout is None:
-            return (None,) * len(ctx.needs_input_grad)
-        wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 6)]
-        if is_plain(dout, *saved):
-            preact = saved[6]
-            grads = _backward(dout, *saved, *ctx.kind, wanted, take_over(preact))
+            return (None,) * _NUM_ARGUMENTS
+        x, top_k_weights, up, down, up_bias, down_bias, preact, *indices = saved
+        wants_x, _, wants_weights, wants_up, wants_down, wants_up_bias, wants_down_bias, *_ = ctx.needs_input_grad
+        needs = Needs(wants_x, wants_weights, False, wants_up, wants_down, wants_up_bias, wants_down_bias)
+        arguments = (
+            dout, x, top_k_weights, up, down, up_bias, down_bias, *ctx.kind, preact, *indices, list(needs)
+        )  # fmt: skip
+        if is_plain(dout) and take_over(preact):
+            made = ops.experts_backward_overwriting.default(*arguments)
         else:
-            grads = ops.experts_backward.default(dout, *saved, *ctx.kind, wanted)
-        dx, dweights, dup, ddown, dup_bias, ddown_bias = (g if want else None for g, want in zip(grads, wanted))
-        return (dx, None, dweights, dup, ddown, dup_bias, ddown_bias) + (None,) * 5
-
-
-register_autograd("experts", _Experts)
-_apply_plain = plain_apply(_Experts)
+            made = wanted(ops.experts_backward.default(*arguments), needs)
+        grads = Grads(*spread(made, needs))
+        given = grads.x, None, grads.act_scales, grads.up, grads.down, grads.up_bias, grads.down_bias
+        return given + (None,) * (_NUM_ARGUMENTS - len(given))
 
 
 def grouped_mm_experts(
@@ -287,7 +208,8 @@ def grouped_mm_experts(
 
     Memory in elements of the dtype, with the rows S = T top_k or, if that is less, capacity, P = 2 I (I if not gated),
     small index tensors apart. Saved for backward: T H (hidden_states itself; not if gate_up_proj is frozen) + S P; with
-    recompute=True T H. Transient in forward: S (I + H); in backward, on an accelerator, S (I + H) beside the gradient
+    recompute=True T H. Transient in forward: S (I + H), or S H + T H with
+    the output, if that is more; in backward, on an accelerator, S (I + H) beside the gradient
     of hidden_states, then S I beside all, those of the weights last. The pre-activation becomes its own gradient in
     place and goes before down_proj's gradient comes. Up to there it is S P more if it is recomputed, or must stay as it
     is: where the backward keeps the graph, under torch.compile or a profiler, and behind hooks that move what is saved.
@@ -303,41 +225,19 @@ def grouped_mm_experts(
 
     Raises TypeError or ValueError that names the argument, before anything is launched.
     """
-    tensors = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias
+    checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     activation = as_activation(activation, gated, interleaved)
-    return _call(tensors, activation, gated, interleaved, transposed, recompute, capacity)
-
-
-def _call(tensors, activation, gated, interleaved, transposed, recompute, capacity) -> Tensor:
-    """`grouped_mm_experts`: by a plan that is kept, else checked and by the op or what stands in for it."""
-    checks.check_capacity("capacity", capacity)  # before it is part of a key
-    record = needs_autograd(*tensors)
-    key = plan_key(tensors, activation, gated, interleaved, transposed, recompute, capacity, record)
-    call = None if key is None else _plans.get(key)
-    if call is None:
-        given, tensors = tensors, _checked(*tensors, gated, transposed)
-    if torch.version.hip is not None:  # no device assertions there: an overflow would go unseen
-        capacity = None
-    kind = pack_kind(activation, gated, interleaved, transposed, recompute, capacity)
-    if call is None:
-        if not is_plain(*tensors):
-            return ops.experts.default(*tensors, *kind, record)[0]
-        if key is not None and all(map(operator.is_, given, tensors)):
-            call = _plans.keep(key, call_plan(make_block(*tensors[3:], *kind), *tensors[:3], record))
-    if record:
-        return _apply_plain(*tensors, *kind, record, call or True)[0]
-    if call is None:
-        return _infer(make_block(*tensors[3:], *kind), *tensors[:3])
-    with on_device_of(tensors[0]):
-        return call.plan(*tensors)[-1]
-
-
-_plans = Plans()
-
-
-def _checked(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed):
-    """The op's tensors. Raises what `grouped_mm_experts` raises."""
-    dtype = checks.autocast_dtype(x.device.type) if isinstance(x, Tensor) else None
-    x, up, down, up_bias, down_bias = (checks.autocast(tensor, dtype) for tensor in (x, up, down, up_bias, down_bias))
+    checks.check_capacity("capacity", capacity)
+    dtype = checks.autocast_dtype(hidden_states.device.type) if isinstance(hidden_states, Tensor) else None
+    x, up, down, up_bias, down_bias = (
+        checks.autocast(tensor, dtype)
+        for tensor in (hidden_states, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
+    )
     checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed)
-    return x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias
+    refuse_forward_mode("grouped_mm_experts", x, top_k_weights, up, down, up_bias, down_bias)
+    if not _compat.has_device_assertions():  # an overflow would go unseen
+        capacity = capacity if x.device.type == "cpu" else None
+    kind = kind_arguments(activation, gated, interleaved, transposed, recompute)
+    return ops.experts.default(
+        x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias, *kind, capacity
+    )  # fmt: skip

@@ -1,232 +1,156 @@
-"""Two grouped linear layers with an activation between them, over rows that are sorted by expert already."""
+"""Two grouped linear layers with an activation between them, over rows that are sorted by group already."""
 
-from typing import NamedTuple, Optional, Sequence, Tuple, Union
+from typing import List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 
-from . import _checks as checks
-from ._ops import add_op_namespace_prefix, ops
-from ._torch import grouped_mlp as _torch_mlp
-from .activation import Activation, as_activation
-from .block import Block, make_block, pack_kind
-from .define import once_differentiable, refuse_forward_mode
-from .fused import launch_down_dgrad, launch_up_proj
-from .gemm import (
-    launch_bias_backward,
-    launch_gemm,
-    launch_sum_partials,
-    launch_wgrad,
-    nk_strides,
-    unit_rows,
+from . import pipeline
+from ._ops import ops
+from .backends import backend_of
+from .block import BLOCK_SCHEMA, Grads, Needs, fake_grads, kind_arguments, make_block
+from .common import checks
+from .common.activation import Activation, as_activation
+from .common.autograd import (
+    define_differentiable_op,
+    define_op,
+    is_plain,
+    mark_as_own,
+    once_differentiable,
+    or_empty,
+    refuse_forward_mode,
+    spread,
+    take_over,
+    wanted,
 )
-from .schedule import Splits, as_splits, schedule_for
-from .tuning import on_device_of
+from .common.device import on_device
+from .rows import schedule_size
+from .splits import Splits, as_splits
+
+_ARGUMENTS = (
+    f"Tensor x, Tensor splits, Tensor? act_scales, Tensor? bias_scales, {BLOCK_SCHEMA}"
+)  # fmt: skip
+_NUM_ARGUMENTS = 12
 
 
-class Needs(NamedTuple):
-    """Which gradients are asked for."""
-
-    x: bool
-    act_scales: bool
-    bias_scales: bool
-    up: bool
-    down: bool
-    up_bias: bool
-    down_bias: bool
-
-    @property
-    def preact(self) -> bool:
-        """Whether any of them is made of the pre-activation: all but those of the second bias and its scales are."""
-        return any(self._replace(bias_scales=False, down_bias=False))
+def _forward(
+    x: Tensor, splits: Tensor, act_scales: Optional[Tensor], bias_scales: Optional[Tensor], *block_and_save: object
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """(y, preact, the schedule of the rows); preact is empty unless it is to be saved."""
+    *arguments, save = block_and_save
+    block, kernels = make_block(*arguments), backend_of(x)
+    with on_device(x):
+        rows = kernels.split_rows(splits, block.num_experts, x.shape[0], x.dtype)
+        y, preact = pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=save)
+    return y, x.new_empty(0) if preact is None else preact, rows.schedule
 
 
-class Grads(NamedTuple):
-    """The gradients; an empty tensor stands for one that is not asked for."""
-
-    x: Tensor
-    act_scales: Tensor
-    bias_scales: Tensor
-    up: Tensor
-    down: Tensor
-    up_bias: Tensor
-    down_bias: Tensor
+def _forward_fake(x, splits, act_scales, bias_scales, *block_and_save):
+    *arguments, save = block_and_save
+    block, num_rows = make_block(*arguments), x.shape[0]
+    schedule = splits.new_empty(schedule_size(num_rows, block.num_experts), dtype=torch.int32)
+    return x.new_empty(x.shape), x.new_empty((num_rows, block.preact_width) if save else 0), schedule
 
 
-def forward_triton(
-    block: Block,
-    x: Tensor,
-    splits: Tensor,
-    act_scales: Optional[Tensor],
-    bias_scales: Optional[Tensor],
-    save: bool,
-) -> Tuple[Tensor, Tensor]:
-    """(y (rows, H), preact (rows, P) or empty) by the Triton kernels."""
-    schedule = schedule_for(splits, block.num_experts, x.shape[0], x.dtype)
-    preact, a = launch_up_proj(block, x, schedule, save, activate=True, scales=act_scales)
-    strides = nk_strides(block.down, block.transposed)
-    y = launch_gemm(a, block.down, strides, x.shape[1], block.down_bias, schedule, bias_scales, zero_rest=True)
-    return y, preact if save else x.new_empty(0)
+def _backward(dy, x, act_scales, bias_scales, *rest, overwrite: bool) -> Grads:
+    """The gradients that are asked for. rest: the block, what was saved, needs."""
+    *arguments, preact, schedule, needs = rest
+    block, kernels = make_block(*arguments), backend_of(dy)
+    # Hooks on what was saved may return it in other strides.
+    act_scales, bias_scales = (None if scales is None else scales.contiguous() for scales in (act_scales, bias_scales))
+    with on_device(dy):
+        rows = kernels.split_rows(schedule, block.num_experts, dy.shape[0], dy.dtype)
+        return pipeline.backward(
+            kernels, block, dy, x, rows, act_scales, bias_scales, preact.contiguous(), Needs(*needs), overwrite
+        )
 
 
-def backward_triton(
-    block: Block,
-    dy: Tensor,
-    x: Optional[Tensor],
-    splits: Tensor,
-    act_scales: Optional[Tensor],
-    bias_scales: Optional[Tensor],
-    preact: Tensor,
-    needs: Needs,
-) -> Grads:
-    """The gradients by the Triton kernels. Those of the weights come last, that of down once dpreact is gone."""
-    dy = unit_rows(dy)
-    schedule = schedule_for(splits, block.num_experts, dy.shape[0], dy.dtype)
-    grads = _empty_grads(needs._replace(x=False, up=False, down=False), block, dy, act_scales, bias_scales)
-    dpreact = scaled_act = partials = None
-    if needs.preact:
-        if block.recompute:
-            preact, _ = launch_up_proj(block, x, schedule, save=True, activate=False)
-        dpreact, scaled_act, partials = launch_down_dgrad(
-            block, dy, act_scales, preact, schedule,
-            dpreact=needs.x or needs.up or needs.up_bias, scaled_act=needs.down, partials=needs.act_scales,
+def _backward_op(dy, *rest) -> Tuple[Tensor, ...]:
+    return or_empty(_backward(dy, *rest, overwrite=False), dy)
+
+
+def _backward_overwriting_op(*args) -> List[Tensor]:
+    return wanted(_backward(*args, overwrite=True), args[-1])
+
+
+def _fake_grads(dy, x, act_scales, bias_scales, *rest) -> Grads:
+    *arguments, _, _, needs = rest
+    return fake_grads(Needs(*needs), make_block(*arguments), dy, act_scales, bias_scales)
+
+
+def _plain(*args) -> Tensor:
+    return ops.grouped_mlp_forward.default(*args, False)[0]
+
+
+def _recorded(*args) -> Tensor:
+    return _GroupedMLP.apply(*args)[0]
+
+
+define_op(
+    "grouped_mlp_forward",
+    f"({_ARGUMENTS}, bool save) -> (Tensor y, Tensor preact, Tensor schedule)",
+    _forward,
+    _forward_fake,
+)
+_BACKWARD = (
+    f"(Tensor dy, Tensor? x, Tensor? act_scales, Tensor? bias_scales, {BLOCK_SCHEMA}, Tensor%s preact,"
+    " Tensor schedule, bool[] needs)"
+)
+define_op(
+    "grouped_mlp_backward",
+    f"{_BACKWARD % ''} -> ({', '.join(f'Tensor d{name}' for name in Needs._fields)})",
+    _backward_op,
+    lambda dy, *rest: or_empty(_fake_grads(dy, *rest), dy),
+)
+# Overwrites preact and gives its memory back.
+define_op(
+    "grouped_mlp_backward_overwriting",
+    f"{_BACKWARD % '(a!)'} -> Tensor[]",
+    _backward_overwriting_op,
+    lambda *args: wanted(_fake_grads(*args), args[-1]),
+)
+define_differentiable_op(
+    "grouped_mlp", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, lambda x, *_: x.new_empty(x.shape)
+)
+
+
+class _GroupedMLP(torch.autograd.Function):
+    """The autograd of the op, whose inputs these are. Why preact is an output: see `experts._Experts`."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        x, _, act_scales, bias_scales, up, down, up_bias, down_bias, *kind = inputs
+        needs = ctx.needs = _needs_of(ctx)
+        recompute = make_block(up, down, up_bias, down_bias, *kind).recompute
+        y, preact, schedule = ops.grouped_mlp_forward.default(*inputs, needs.preact and not recompute)
+        ctx.set_materialize_grads(False)
+        ctx.kind = kind
+        mark_as_own(preact)
+        reads_x = needs.up or (recompute and needs.preact)
+        ctx.save_for_backward(
+            x if reads_x else None, act_scales, bias_scales, up, down, up_bias, down_bias, preact, schedule
         )  # fmt: skip
-    if needs.act_scales:
-        launch_sum_partials(partials, schedule, grads.act_scales)
-    if needs.down_bias or needs.bias_scales:
-        dbias, dscales = grads.down_bias if needs.down_bias else None, grads.bias_scales if needs.bias_scales else None
-        launch_bias_backward(dy, bias_scales, block.down_bias, schedule, dbias, dscales)
-    del partials
-    if needs.x:
-        strides = nk_strides(block.up, not block.transposed)
-        dx = launch_gemm(dpreact, block.up, strides, dy.shape[1], None, schedule, zero_rest=True)
-        grads = grads._replace(x=dx)
-    if needs.up_bias:
-        launch_bias_backward(dpreact, None, None, schedule, grads.up_bias, None)
-    if needs.up:
-        grads = grads._replace(up=torch.empty_like(block.up))
-        dw = grads.up.transpose(1, 2) if block.transposed else grads.up
-        launch_wgrad(dpreact, 0, x, 0, None, schedule.map, dw)
-    del dpreact
-    if needs.down:
-        grads = grads._replace(down=torch.empty_like(block.down))
-        dw = grads.down.transpose(1, 2) if block.transposed else grads.down
-        launch_wgrad(dy, 0, scaled_act, 0, None, schedule.map, dw)
-    return grads
+        return y, preact
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, saved, dy, _):
+        if dy is None:
+            return (None,) * _NUM_ARGUMENTS
+        *tensors, preact, schedule = saved
+        arguments = dy, *tensors, *ctx.kind, preact, schedule, list(ctx.needs)
+        if ctx.needs.preact and is_plain(dy) and take_over(preact):
+            made = ops.grouped_mlp_backward_overwriting.default(*arguments)
+        else:
+            made = wanted(ops.grouped_mlp_backward.default(*arguments), ctx.needs)
+        dx, *grads = spread(made, ctx.needs)
+        return (dx, None, *grads) + (None,) * (_NUM_ARGUMENTS - 8)
 
 
-def _empty_grads(
-    needs: Needs, block: Block, dy: Tensor, act_scales: Optional[Tensor], bias_scales: Optional[Tensor]
-) -> Grads:
-    """Unwritten gradients. A weight's keeps its strides; the others are contiguous, which is what the kernels write."""
-
-    def like(tensor: Optional[Tensor], need: bool, keep_strides: bool = False) -> Tensor:
-        if not need:
-            return dy.new_empty(0)
-        return torch.empty_like(tensor) if keep_strides else tensor.new_empty(tensor.shape)
-
-    return Grads(
-        x=like(dy, needs.x),
-        act_scales=like(act_scales, needs.act_scales),
-        bias_scales=like(bias_scales, needs.bias_scales),
-        up=like(block.up, needs.up, keep_strides=True),
-        down=like(block.down, needs.down, keep_strides=True),
-        up_bias=like(block.up_bias, needs.up_bias),
-        down_bias=like(block.down_bias, needs.down_bias),
-    )
-
-
-@torch.library.custom_op(add_op_namespace_prefix("grouped_mlp"), mutates_args=())
-def _grouped_mlp(
-    x: Tensor,
-    splits: Tensor,
-    act_scales: Optional[Tensor],
-    bias_scales: Optional[Tensor],
-    up: Tensor,
-    down: Tensor,
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
-    activation: str,
-    parameters: Sequence[float],
-    flags: Sequence[bool],
-    save: bool,
-) -> Tuple[Tensor, Tensor]:
-    block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
-    if x.device.type == "cpu":
-        return _torch_mlp.forward(block, x, splits, act_scales, bias_scales, save)
-    with on_device_of(x):
-        return forward_triton(block, x, splits, act_scales, bias_scales, save)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("grouped_mlp"))
-def _grouped_mlp_fake(
-    x, splits, act_scales, bias_scales, up, down, up_bias, down_bias, activation, parameters, flags, save
-):  # fmt: skip
-    block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
-    return x.new_empty(x.shape), x.new_empty((x.shape[0], block.preact_width) if save else (0,))
-
-
-@torch.library.custom_op(add_op_namespace_prefix("grouped_mlp_backward"), mutates_args=())
-def _grouped_mlp_backward(
-    dy: Tensor,
-    x: Optional[Tensor],
-    splits: Tensor,
-    act_scales: Optional[Tensor],
-    bias_scales: Optional[Tensor],
-    up: Tensor,
-    down: Tensor,
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
-    preact: Tensor,
-    activation: str,
-    parameters: Sequence[float],
-    flags: Sequence[bool],
-    needs: Sequence[bool],
-) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    block, wanted = make_block(up, down, up_bias, down_bias, activation, parameters, flags), Needs(*needs)
-    if dy.device.type == "cpu":
-        grads = _empty_grads(wanted, block, dy, act_scales, bias_scales)
-        _torch_mlp.backward(block, dy, x, splits, act_scales, bias_scales, preact, wanted, grads)
-        return tuple(grads)
-    with on_device_of(dy):
-        return tuple(backward_triton(block, dy, x, splits, act_scales, bias_scales, preact, wanted))
-
-
-@torch.library.register_fake(add_op_namespace_prefix("grouped_mlp_backward"))
-def _grouped_mlp_backward_fake(
-    dy, x, splits, act_scales, bias_scales, up, down, up_bias, down_bias, preact, activation, parameters, flags, needs
-):
-    block = make_block(up, down, up_bias, down_bias, activation, parameters, flags)
-    return tuple(_empty_grads(Needs(*needs), block, dy, act_scales, bias_scales))
-
-
-_DIFFERENTIABLE = (0, 2, 3, 4, 5, 6, 7)  # of the op's arguments those that `Needs` is of
-
-
-def _setup_context(ctx, inputs, output):
-    x, splits, act_scales, bias_scales, up, down, up_bias, down_bias, activation, parameters, flags, save = inputs
-    *flags, recompute = flags
-    if not (recompute or save):  # under vmap the caller cannot know what wants a gradient
-        recompute = Needs(*(ctx.needs_input_grad[i] for i in _DIFFERENTIABLE)).preact
-    preact = output[1]  # differentiable, though nobody uses it: see `experts._Experts`
-    ctx.kind = activation, parameters, [*flags, recompute]
-    ctx.set_materialize_grads(False)
-    reads_x = ctx.needs_input_grad[4] or recompute
-    saved = x if reads_x else None, splits, act_scales, bias_scales, up, down, up_bias, down_bias, preact
-    ctx.save_for_backward(*saved)
-
-
-@once_differentiable
-def _backward(ctx, saved, dy, _):
-    wanted = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
-    if dy is None:
-        return (None,) * len(ctx.needs_input_grad)
-    grads = ops.grouped_mlp_backward(dy, *saved, *ctx.kind, wanted)
-    dx, *others = (grad if want else None for grad, want in zip(grads, wanted))
-    return (dx, None, *others) + (None,) * 4
-
-
-torch.library.register_autograd(add_op_namespace_prefix("grouped_mlp"), _backward, setup_context=_setup_context)
+def _needs_of(ctx) -> Needs:
+    """What the autograd function has to compute: the gradients of all its floating inputs that ask for one."""
+    x, _, act_scales, bias_scales, up, down, up_bias, down_bias, *_ = ctx.needs_input_grad
+    return Needs(x, act_scales, bias_scales, up, down, up_bias, down_bias)
 
 
 def grouped_mlp(
@@ -259,7 +183,8 @@ def grouped_mlp(
     repeatable; no host sync. Saved for backward: x (not if gate_up_proj is frozen) and the pre-activation, (rows, 2 I)
     or (rows, I); with recompute=True x alone. Raises TypeError or ValueError that names the argument.
     """
-    kind = as_activation(activation, gated, interleaved)
+    checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
+    activation = as_activation(activation, gated, interleaved)
     dtype = checks.autocast_dtype(x.device.type) if isinstance(x, Tensor) else None
     x, up, down, up_bias, down_bias = (
         checks.autocast(tensor, dtype) for tensor in (x, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
@@ -272,13 +197,8 @@ def grouped_mlp(
             scales[name] = tensor.contiguous()
     if bias_scales is not None and down_bias is None:
         raise ValueError("bias_scales: expected None without down_proj_bias, which they scale")
-    splits = as_splits(splits, up.shape[0], x.device)
-    tensors = (x, *scales.values(), up, down, up_bias, down_bias)
-    refuse_forward_mode("grouped_mlp", *tensors)
-    needs = Needs(*(t is not None and t.requires_grad for t in tensors))
-    y, _ = ops.grouped_mlp(
-        x, splits, *scales.values(), up, down, up_bias, down_bias,
-        *pack_kind(kind, gated, interleaved, transposed, recompute),
-        torch.is_grad_enabled() and needs.preact and not recompute,
-    )  # fmt: skip
-    return y
+    splits = as_splits(splits, up.shape[0], x.shape[0], x.device)
+    tensors = *scales.values(), up, down, up_bias, down_bias
+    refuse_forward_mode("grouped_mlp", x, *tensors)
+    kind = kind_arguments(activation, gated, interleaved, transposed, recompute)
+    return ops.grouped_mlp.default(x, splits, *tensors, *kind, None)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .transformers_shim import experts_forward
+from .integrations.transformers import experts_forward
 
 
 class GroupedMoeExperts(nn.Module):

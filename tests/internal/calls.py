@@ -1,0 +1,106 @@
+"""Calls of every kind, which between them launch all kernels of the package."""
+
+import torch
+
+BF16 = torch.bfloat16
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 16, 128, 96, 2
+
+
+def tensors(*shapes, dtype=BF16):
+    return [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def differentiate(out, *inputs):
+    inputs = [tensor for tensor in inputs if tensor is not None]
+    return torch.autograd.grad(out, inputs, torch.zeros_like(out), allow_unused=True)
+
+
+def linear(package, rows, transposed, bias, dtype=BF16):
+    """A step of the linear layer, of splits of each kind."""
+    (x, weight), n = tensors((rows, 256), (4, 256, 512) if transposed else (4, 512, 256), dtype=dtype), 512
+    bias, scales = tensors((4, n), (rows,), dtype=dtype) if bias else (None, None)
+    for splits in (torch.full((4,), rows // 4), torch.arange(5, dtype=torch.int32) * (rows // 4)):
+        y = package.grouped_linear(x, weight, splits, bias, scales, transposed=transposed)
+        differentiate(y, x, weight, bias, scales)
+
+
+def weights_of(gated, bias, transposed):
+    """up, down, up_bias, down_bias"""
+    width = INTERMEDIATE * (1 + gated)
+    up, down = (EXPERTS, width, HIDDEN), (EXPERTS, HIDDEN, INTERMEDIATE)
+    up, down = tensors(*((e, k, n) if transposed else (e, n, k) for e, n, k in (up, down)))
+    return up, down, *(tensors((EXPERTS, width), (EXPERTS, HIDDEN)) if bias else (None, None))
+
+
+def experts(package, tokens, gated=True, bias=False, transposed=False, interleaved=False, recompute=False):
+    """A forward without gradients, and a step."""
+    up, down, up_bias, down_bias = weights_of(gated, bias, transposed)
+    (x,), (weights,) = tensors((tokens, HIDDEN)), tensors((tokens, TOP_K), dtype=torch.float32)
+    ids = torch.zeros(tokens, TOP_K, dtype=torch.int64)
+
+    def call():
+        return package.grouped_mm_experts(
+            x, ids, weights, up, down, gate_up_proj_bias=up_bias, down_proj_bias=down_bias, gated=gated,
+            transposed=transposed, interleaved=interleaved, recompute=recompute,
+        )  # fmt: skip
+
+    with torch.no_grad():
+        call()
+    differentiate(call(), x, weights, up, down, up_bias, down_bias)
+
+
+def mlp(package, rows, gated=True, bias=True, transposed=False):
+    """A step of the MLP."""
+    up, down, up_bias, down_bias = weights_of(gated, bias, transposed)
+    (x,), (scales, bias_scales) = tensors((rows, HIDDEN)), tensors((rows,), (rows,), dtype=torch.float32)
+    bias_scales = bias_scales if bias else None
+    y = package.grouped_mlp(
+        x, torch.full((EXPERTS,), rows // EXPERTS), scales, up, down, bias_scales=bias_scales,
+        gate_up_proj_bias=up_bias, down_proj_bias=down_bias, gated=gated, transposed=transposed,
+    )  # fmt: skip
+    differentiate(y, x, scales, up, down, bias_scales, up_bias, down_bias)
+
+
+def parts(package, tokens):
+    """Routing, and the passes between tokens and rows."""
+    (x,), (weights,) = tensors((tokens, HIDDEN)), tensors((tokens, TOP_K), dtype=torch.float32)
+    routing = package.route(torch.zeros(tokens, TOP_K, dtype=torch.int32), EXPERTS)
+    rows = package.gather_rows(x, routing)
+    differentiate(package.combine_rows(rows, weights, routing), x, weights)
+
+
+def sums(package, rows):
+    """Gradients of a bias and its scales, made and added to."""
+    dy, bias, scales = torch.zeros(rows, 256, dtype=BF16), torch.zeros(4, 256, dtype=BF16), torch.zeros(rows)
+    splits = torch.full((4,), rows // 4)
+    dbias, dscales = package.grouped_dbias_dscales(dy, scales, bias, splits)
+    package.grouped_dbias_dscales(dy, scales, bias, splits, dbias=dbias, dscales=dscales)
+
+
+def main_grads(package, rows):
+    """Weight gradients that are added to buffers."""
+    layer = package.GroupedLinear(4, 256, 512, dtype=BF16, accumulate_into_main_grad=True)
+    layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    (x,) = tensors((rows, 256))
+    differentiate(layer(x, torch.full((4,), rows // 4)), x, layer.bias, layer.weight)
+
+
+KINDS = {
+    **{f"linear-{rows}-{'kn' if kn else 'nk'}-{'bias' if bias else 'plain'}": (linear, rows, kn, bias)
+       for rows in (64, 2048) for kn in (False, True) for bias in (False, True)},
+    "linear-fp32": (linear, 256, False, True, torch.float32),
+    **{f"experts-{tokens}{'' if gated else '-not-gated'}{'-bias' if bias else ''}{'-transposed' if kn else ''}":
+       (experts, tokens, gated, bias, kn)
+       for tokens in (1, 40, 2048) for gated in (True, False) for bias in (False, True) for kn in (False, True)},
+    "experts-2048-interleaved": (experts, 2048, True, True, True, True),
+    "experts-2048-recompute": (experts, 2048, True, False, False, False, True),
+    "experts-many-chunks": (experts, 20000),
+    "mlp-64": (mlp, 64), "mlp-2048": (mlp, 2048), "mlp-plain": (mlp, 2048, False, False, True),
+    "parts-40": (parts, 40), "parts-2048": (parts, 2048),
+    "sums": (sums, 256), "main_grads-64": (main_grads, 64), "main_grads-2048": (main_grads, 2048),
+}  # fmt: skip
+
+
+def make(package, kind):
+    function, *arguments = KINDS[kind]
+    function(package, *arguments)

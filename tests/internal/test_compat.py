@@ -1,0 +1,190 @@
+"""Without any of the private names that `common/_compat.py` asks for, the package computes the same."""
+
+import ast
+import re
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+pytest_plugins = ["driver_stub"]
+
+PACKAGE = ROOT / "torch-ext" / "grouped_moe"
+
+
+class Without:
+    """A module as it would be without the last of the names, which lead there."""
+
+    def __init__(self, module, *names):
+        self.module, self.names = module, names
+
+    def __getattr__(self, name):
+        first, *rest = self.names
+        found = getattr(self.module, name)
+        if name != first:
+            return found
+        if not rest:
+            raise AttributeError(name)
+        return Without(found, *rest)
+
+
+def without_graph_task(monkeypatch, compat):
+    monkeypatch.setattr(compat, "torch", Without(torch, "_C", "_autograd", "_get_current_graph_task_keep_graph"))
+    assert compat.keeps_graph() is True
+
+
+def without_autograd_in_c(monkeypatch, compat):
+    monkeypatch.setattr(compat, "torch", Without(torch, "_C", "_autograd"))
+    assert compat.keeps_graph() is True
+
+
+def without_device_assertions(monkeypatch, compat):
+    monkeypatch.setattr(compat, "torch", Without(torch, "_assert_async"))
+    assert not compat.has_device_assertions()
+
+
+def without_current_modes(monkeypatch, compat):
+    monkeypatch.delattr(torch.utils._python_dispatch, "_disable_current_modes")
+    with compat.real_values():
+        assert torch.ones(2).sum() == 2
+
+
+def without_forward_level(monkeypatch, compat):
+    """Each tensor is asked whether it has a tangent."""
+    monkeypatch.setattr(compat, "torch", Without(torch, "autograd", "forward_ad", "_current_level"))
+    assert compat.has_tangents()
+
+
+def without_versions(monkeypatch, compat):
+    monkeypatch.setattr(compat, "version_of", lambda tensor: 0)
+
+
+def with_unknown_triton(monkeypatch, compat):
+    monkeypatch.setattr(compat, "triton_version", lambda: (9, 0))
+    assert not compat.keeps_variants.__wrapped__(True)
+
+
+REMOVALS = (
+    without_graph_task, without_autograd_in_c, without_device_assertions, without_current_modes,
+    without_forward_level, without_versions, with_unknown_triton,
+)  # fmt: skip
+
+
+def results(package):
+    """Outputs and gradients of the experts block and of both forms of the linear module, with all that asks."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(12, 8, requires_grad=True), torch.rand(12, 2, requires_grad=True)
+    up, down = (torch.randn(*shape, requires_grad=True) for shape in ((4, 12, 8), (4, 8, 6)))
+    ids = torch.randint(0, 6, (12, 2))
+    ids[ids > 4] = -1
+    y = package.grouped_mm_experts(x, ids, weights, up, down, capacity=24)
+    found = [y, *torch.autograd.grad(y, (x, weights, up, down), torch.ones_like(y))]
+    for single in (True, False):
+        layer = package.GroupedLinear(3, 8, 5, single_grouped_weight=single, delay_wgrad=True)
+        y = layer(x, [4, 0, 7])
+        found += [y, *torch.autograd.grad(y, x, torch.ones_like(y))]
+        layer.backward_dw()
+        found += [parameter.grad for parameter in layer.parameters()]
+    return [tensor.detach().clone() for tensor in found]
+
+
+@pytest.mark.parametrize("remove", REMOVALS, ids=lambda remove: remove.__name__)
+def test_results_without_a_private_name(grouped_moe, module, monkeypatch, remove):
+    expected = results(grouped_moe)
+    remove(monkeypatch, module("common._compat"))
+    found = results(grouped_moe)
+    assert len(found) == len(expected) > 10
+    assert all(map(torch.equal, found, expected))
+
+
+def test_versions_are_0_where_there_are_none(module):
+    assert module("common._compat").version_of(object()) == 0
+
+
+def test_known_names_are_asked(module):
+    """Of this PyTorch, which has them all: what the fallbacks stand in for is really there."""
+    compat, tensor = module("common._compat"), torch.ones(2)
+    tensor.add_(1)
+    assert compat.version_of(tensor) == 1 and not compat.has_tangents()
+    assert compat.has_device_assertions() == (torch.version.hip is None)
+    x = torch.ones(2, requires_grad=True)
+    kept = []
+    x.register_hook(lambda grad: kept.append(compat.keeps_graph()))
+    y = x.square().sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert kept == [True, False]
+
+
+def test_without_gluon_triton_launches(grouped_moe, stub, request):
+    """Also a product that has a Gluon kernel where Gluon is."""
+    compat, device = stub.module("common._compat"), stub.module("common.device")
+    request.addfinalizer(compat.has_gluon.cache_clear)
+
+    def kernel():
+        compat.has_gluon.cache_clear()
+        spec = device.DeviceSpec(132, 232448, hopper=compat.has_gluon())
+        problem = stub.module("backends.problems").GemmProblem(
+            spec, torch.bfloat16, "ieee", 4, 128, 512, 256, "nk", True, False, False
+        )
+        return stub.module("backends.table").launcher_of("gemm", problem).kernel.function.__name__
+
+    if compat.has_gluon():
+        assert kernel() == "hopper_gemm_kernel"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "triton.experimental.gluon.language.nvidia.hopper", None)
+        assert kernel() == "grouped_gemm_kernel"
+
+
+# Names that torch or triton have for themselves, however they are reached.
+PRIVATE = re.compile(
+    r"""torch\._|_C\b|_dynamo|_inductor|_functorch|_subclasses|_guards|forward_ad\._|autograd\._|cuda\._|utils\._
+    |_python_dispatch|library\._|_ops\.ops\b|\._version\b|["']_version["']|packed_metadata|_BASE_ARGS|_assert_async
+    |_current_level|_current_modes|_graph_task|driver\._|triton\._|runtime\._|_do_compile|device_caches
+    |launch_metadata|\bexec\(|\beval\(|__import__\(""",
+    re.VERBOSE,
+)
+# Methods of torch.nn.Module with a leading underscore that a class overrides, and why there is no public way.
+OVERRIDES = {
+    "_apply": "no hook runs after `to`, `cuda` or `half`, which give discrete weights memory of their own",
+    "_load_from_state_dict": "a pre-hook would change the caller's checkpoint where a loader hands over all of it",
+}
+_MODULE_NAMES = {name for name in dir(torch.nn.Module) if name.startswith("_") and not name.startswith("__")}
+
+
+def test_private_names_are_in_one_file():
+    """In the code, docstrings and comments apart."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).as_posix() == "common/_compat.py":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+                if isinstance(getattr(body[0].value, "value", None), str):
+                    body[0] = ast.Pass()
+        lines = ast.unparse(tree).splitlines()
+        found += [f"{path.relative_to(PACKAGE)}: {line.strip()}" for line in lines if PRIVATE.search(line)]
+    assert not found
+
+
+def test_private_methods_that_modules_override():
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                names = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+                found |= names & _MODULE_NAMES
+    assert found == {*OVERRIDES}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["torch._C._x()", "from torch._dynamo import x", "tensor._version", "exec(source)", "forward_ad._current_level",
+     "compiled.packed_metadata", "nvidia._BASE_ARGS_FORMAT", "torch.utils._python_dispatch", "torch.autograd._x",
+     "getattr(tensor, '_version')"],
+)  # fmt: skip
+def test_the_pattern_finds(line):
+    assert PRIVATE.search(line)

@@ -1,0 +1,260 @@
+"""Kept variants: their launches hand over what Triton's own do, and which one a call takes is Triton's choice."""
+
+import importlib
+import pkgutil
+import random
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from calls import BF16, KINDS, make
+
+pytest_plugins = ["driver_stub"]
+
+COMPILED = ("linear-64-nk-bias", "linear-2048-kn-plain", "experts-1-bias", "experts-2048")
+QWEN3_30B = {"experts": 128, "top_k": 8, "hidden": 2048, "intermediate": 768}
+# Of that layer's kernels, for all numbers of tokens, without gradients and in training.
+VARIANTS = 39
+
+
+def launch_both(stub, compared):
+    """A `Kernel.__call__` that launches what a kept variant has launched by Triton's own path, too, and compares."""
+    call = stub.module("backends.triton.launch").Kernel.__call__
+
+    def both(self, grid, *args):
+        count = len(self.variants)
+        del stub.launches[:]
+        call(self, grid, *args)
+        if len(self.variants) > count:
+            return
+        first = args[0] if isinstance(args[0], torch.Tensor) else args[0].base
+        variant = self.compile_and_launch(grid, first, args)
+        kept, by_triton = stub.launches
+        assert kept == by_triton
+        assert any(variant is known for known in self.variants.values()), "Triton has another variant for the arguments"
+        compared.append(self.function.__name__)
+
+    return both
+
+
+@pytest.fixture
+def compared(stub, monkeypatch):
+    """The names of kernels whose launches were compared, one for each launch."""
+    names = []
+    monkeypatch.setattr(stub.module("backends.triton.launch").Kernel, "__call__", launch_both(stub, names))
+    return names
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_later_launches_are_tritons_own(grouped_moe, stub, compared, kind):
+    make(grouped_moe, kind)
+    compiled = stub.names()
+    make(grouped_moe, kind)
+    assert stub.names() == compiled
+    assert {*compiled} == {*compared}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", COMPILED)
+def test_compiled_kernels_get_what_triton_hands_them(grouped_moe, compiling_stub, monkeypatch, kind):
+    """What comes to the launcher in C: also the maps of descriptors, and that launches are dependent ones."""
+    compared, Kernel = [], compiling_stub.module("backends.triton.launch").Kernel
+    with monkeypatch.context() as patch:
+        patch.setattr(Kernel, "__call__", launch_both(compiling_stub, compared))
+        for _ in range(2):
+            make(grouped_moe, kind)
+    assert {*compared} == {*compiling_stub.names()}
+    del compiling_stub.launches[:]
+    make(grouped_moe, kind)
+    assert compiling_stub.launches and all(args[6] is True for args in compiling_stub.launches), (
+        "not a dependent launch"
+    )
+
+
+def kernels_of(stub):
+    """All kernels of the package by name. Functions that kernels call have other names."""
+    from triton.runtime.jit import JITFunction
+
+    found, package = {}, sys.modules[stub.package]
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if isinstance(value, JITFunction) and name.endswith("_kernel"):
+                found[name] = value
+    return found
+
+
+def test_the_kinds_launch_all_kernels(grouped_moe, stub):
+    for kind in KINDS:
+        make(grouped_moe, kind)
+    assert {*stub.names()} == {*kernels_of(stub)}
+
+
+def test_varying_parameters_are_those_not_specialized(stub):
+    varying, found = stub.module("backends.triton.launch").VARYING, set()
+    for name, kernel in kernels_of(stub).items():
+        marked = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+        assert marked == varying & {*kernel.arg_names}, name
+        found |= marked
+    assert found == varying
+
+
+# Sizes and strides: above -2^31, which is taken for one that needs 64 bits.
+SIZES = (0, 1, 2, 15, 16, 17, 48, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 1, 2**40, 2**62, -1, -16, -(2**40))
+DTYPES = (BF16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
+TRIED = ("schedule_kernel", "sum_partials_kernel", "bias_grads_kernel", "grouped_gemm_kernel", "combine_grad_kernel")
+
+
+def random_arguments(draw, memory, like):
+    """Tensors of any dtype and alignment, or None; any size in place of another."""
+    arguments = []
+    for number, arg in enumerate(like):
+        if isinstance(arg, int):
+            arguments.append(draw.choice(SIZES))
+        elif number and draw.random() < 0.2:
+            arguments.append(None)
+        else:
+            dtype = draw.choice(DTYPES)
+            start = draw.choice((0, 0, 1, 2, 3, 4, 8)) * dtype.itemsize
+            arguments.append(memory[start : start + 64].view(dtype))
+    return arguments
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_each_call_takes_the_variant_that_triton_would(grouped_moe, stub, monkeypatch, name):
+    """Of random arguments, most of which differ in one place from earlier ones."""
+    Kernel, seen, compared = stub.module("backends.triton.launch").Kernel, [], []
+    call = Kernel.__call__
+    with monkeypatch.context() as patch:
+        patch.setattr(Kernel, "__call__", lambda self, *args: (seen.append((self, args)), call(self, *args)))
+        for kind in ("linear-fp32", "experts-40-bias", "parts-40"):
+            make(grouped_moe, kind)
+    old, (grid, *like) = next((kernel, args) for kernel, args in seen if kernel.function.__name__ == name)
+    kernel, draw, memory = Kernel(old.function, old.constants, old.options), random.Random(name), torch.zeros(512)
+    monkeypatch.setattr(Kernel, "__call__", launch_both(stub, compared))
+    memory, arguments = memory.view(torch.uint8), like
+    for _ in range(600):
+        fresh = random_arguments(draw, memory, like)
+        place = draw.randrange(len(like))
+        arguments = fresh if draw.random() < 0.1 else [*arguments[:place], fresh[place], *arguments[place + 1 :]]
+        for _ in range(2):
+            kernel(grid, *arguments)
+    assert len(compared) >= 600 and len({*map(id, kernel.variants.values())}) > 20
+
+
+@pytest.mark.parametrize("when", ["enter", "exit"])
+def test_hooks_see_all_launches(grouped_moe, stub, when):
+    from triton import knobs
+
+    seen, hooks = [], getattr(knobs.runtime, f"launch_{when}_hook")
+
+    def hook(metadata):
+        seen.append(metadata.get()["name"])
+
+    make(grouped_moe, "experts-40")
+    hooks.add(hook)
+    try:
+        counts = []
+        for _ in range(2):
+            del seen[:], stub.launches[:]
+            make(grouped_moe, "experts-40")
+            counts.append((len(seen), len(stub.launches)))
+    finally:
+        hooks.remove(hook)
+    assert counts[0] == counts[1] and counts[0][0] == counts[0][1] > 8
+    assert {*seen} == {*stub.names()}
+
+
+def layer_of(experts, top_k, hidden, intermediate, bias=False):
+    """step(tokens, backward) of an experts block. Memory is neither written nor read."""
+    up = torch.empty(experts, 2 * intermediate, hidden, dtype=BF16)
+    down = torch.empty(experts, hidden, intermediate, dtype=BF16)
+    biases = [torch.empty(experts, n, dtype=BF16) if bias else None for n in (2 * intermediate, hidden)]
+    leaves = [tensor.requires_grad_() for tensor in (up, down, *biases) if tensor is not None]
+
+    def step(package, tokens, backward):
+        x, ids = torch.empty(tokens, hidden, dtype=BF16), torch.zeros(tokens, top_k, dtype=torch.int64)
+        weights = torch.empty(tokens, top_k)
+        with torch.set_grad_enabled(backward):
+            inputs = [x.requires_grad_(backward), weights.requires_grad_(backward)]
+            out = package.grouped_mm_experts(
+                x, ids, weights, up, down, gate_up_proj_bias=biases[0], down_proj_bias=biases[1]
+            )
+        if backward:
+            torch.autograd.grad(out, inputs + leaves, out.detach())
+
+    return step
+
+
+@pytest.mark.parametrize("top_k, bias", [(8, False), (8, True), (2, True), (1, True)])
+@pytest.mark.parametrize("first, last", [(130, 255), (513, 1023)])
+def test_new_numbers_of_tokens_compile_nothing(grouped_moe, stub, first, last, top_k, bias):
+    step = layer_of(8 * top_k, top_k, 256, 192, bias)
+    launchers = stub.module("backends.table").launcher_of
+    counts = []
+    for tokens in (first, last, *range(first, last, 7)):
+        for backward in (False, True):
+            step(grouped_moe, tokens, backward)
+        counts.append((len(stub.variants), launchers.cache_info().currsize))
+    assert {*counts[2:]} == {counts[0]}
+
+
+def numbers_of_tokens():
+    """From 1 to 65536: powers of two with their neighbours, and others between them."""
+    draw, found = random.Random(0), {*range(1, 20)}
+    for power in range(4, 17):
+        found |= {2**power - 1, 2**power, 2**power + 1, *(draw.randrange(2**power) + 1 for _ in range(4))}
+    return sorted(number for number in found if number <= 65536)
+
+
+def test_a_layer_has_few_variants(grouped_moe, stub):
+    step = layer_of(**QWEN3_30B)
+    for backward in (False, True):
+        for tokens in numbers_of_tokens():
+            step(grouped_moe, tokens, backward)
+        print(f"\n{len(stub.variants)} variants, {'with' if backward else 'without'} backward:")
+        for name, count in sorted(Counter(stub.names()).items()):
+            print(f"  {count:3} {name}")
+    assert len(stub.variants) == VARIANTS
+
+
+def test_unaligned_memory_has_variants_of_its_own(grouped_moe, stub, compared):
+    memory, weight = torch.zeros(64 * 256 + 1, dtype=BF16), torch.zeros(4, 512, 256, dtype=BF16)
+    sizes, counts = torch.full((4,), 16), []
+    for start in (0, 1, 0, 1, 1):
+        grouped_moe.grouped_linear(memory[start:][: 64 * 256].view(64, 256), weight, sizes)
+        counts.append(Counter(stub.names())["grouped_gemm_kernel"])
+    assert counts == [1, 2, 2, 2, 2]
+    assert Counter(compared) == {"grouped_gemm_kernel": 3, "schedule_kernel": 4}
+
+
+@pytest.mark.parametrize("version, keeps", [((3, 5), True), ((3, 9), True), ((3, 4), False), ((4, 0), False)])
+def test_versions_whose_variants_are_kept(module, monkeypatch, version, keeps):
+    compat = module("common._compat")
+    keeps_variants = compat.keeps_variants.__wrapped__
+    monkeypatch.setattr(compat, "triton_version", lambda: version)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert keeps_variants(True) is keeps and keeps_variants(False) is False
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert keeps_variants(True) is False
+
+
+def test_unknown_versions_launch_by_tritons_own_path(grouped_moe, stub, monkeypatch):
+    launch, kinds, counts = stub.module("backends.triton.launch"), ("experts-40-bias", "linear-2048-nk-bias"), []
+    for keeps in (True, False):
+        monkeypatch.setattr(stub.module("common._compat"), "keeps_variants", lambda is_cuda, keeps=keeps: keeps)
+        for kind in kinds:
+            make(grouped_moe, kind)
+        by_triton, compile_and_launch = [], launch.Kernel.compile_and_launch
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                launch.Kernel,
+                "compile_and_launch",
+                lambda self, *args: by_triton.append(self) or compile_and_launch(self, *args),
+            )
+            del stub.launches[:]
+            for kind in kinds:
+                make(grouped_moe, kind)
+        counts.append((len(by_triton), len(stub.launches), len(stub.variants)))
+    (_, launches, variants), *_ = counts
+    assert counts == [(0, launches, variants), (launches, launches, variants)]

@@ -1,0 +1,211 @@
+"""`warm_up` compiles all that later calls need, and leaves no trace but that."""
+
+import random
+
+import pytest
+import torch
+from calls import BF16
+
+pytest_plugins = ["driver_stub"]
+
+
+@pytest.fixture
+def compiles(stub, monkeypatch):
+    """The stub, on which CPU tensors need kernels."""
+    monkeypatch.setattr(stub.module("warm_up"), "_needs_kernels", lambda tensor: True)
+    return stub
+
+
+def qwen3(layers=1, dtype=BF16, **sizes):
+    """Experts of Qwen3 in a model. Their memory is as it was."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_experts": 64, "num_experts_per_tok": 8, "hidden_size": 256, "moe_intermediate_size": 192, **sizes}
+    config = transformers.Qwen3MoeConfig(
+        **sizes, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, head_dim=64, vocab_size=64
+    )
+    config._experts_implementation = "eager"
+    return transformers.Qwen3MoeModel(config).to(dtype)
+
+
+def gpt_oss(**sizes):
+    """Experts with biases, whose gate and up columns alternate."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_local_experts": 32, "num_experts_per_tok": 4, "hidden_size": 256, "intermediate_size": 256, **sizes}
+    config = transformers.GptOssConfig(
+        **sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, head_dim=64, vocab_size=64
+    )
+    return transformers.GptOssModel(config).to(BF16)
+
+
+class Ungated(torch.nn.Module):
+    """Experts that the fused block does not compute, so that its parts do."""
+
+    def __init__(self, experts=16, hidden=128, intermediate=96):
+        super().__init__()
+        self.num_experts, self.top_k, self.has_gate, self.act_fn = experts, 2, False, torch.nn.Tanh()
+        self.up_proj = torch.nn.Parameter(torch.zeros(experts, intermediate, hidden, dtype=BF16))
+        self.down_proj = torch.nn.Parameter(torch.zeros(experts, hidden, intermediate, dtype=BF16))
+
+
+def experts_of(model):
+    return next(module for module in model.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts"))
+
+
+def call_experts(stub, model, tokens, top_k, backward, weights_dtype, share=None):
+    """As the implementation for transformers does."""
+    experts, forward = experts_of(model), stub.module("integrations.transformers").experts_forward
+    hidden = experts.down_proj.shape[2 if getattr(experts, "is_transposed", False) else 1]
+    x, weights = torch.zeros(tokens, hidden, dtype=BF16), torch.zeros(tokens, top_k, dtype=weights_dtype)
+    with torch.set_grad_enabled(backward):
+        x, weights = x.requires_grad_(backward), weights.requires_grad_(backward)
+        out = forward(experts, x, torch.zeros(tokens, top_k, dtype=torch.int64), weights, share)
+    if backward:
+        leaves = [x, weights, *(p for p in experts.parameters() if p.requires_grad)]
+        torch.autograd.grad(out, leaves, torch.zeros_like(out))
+
+
+MODELS = {
+    "qwen3": (qwen3, 8), "top-1": (lambda: qwen3(num_experts_per_tok=1), 1), "gpt-oss": (gpt_oss, 4),
+    "parts": (Ungated, 2), "long": (lambda: qwen3(num_experts=4, num_experts_per_tok=2, hidden_size=8192), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_later_calls_compile_nothing(grouped_moe, compiles, name):
+    make, top_k = MODELS[name]
+    model, draw = make(), random.Random(name)
+    count = grouped_moe.warm_up(model, (1, 4096), backward=True, progress=False)
+    assert count == len(compiles.variants) > 15
+    for tokens in [1, 2, 3, 4096, *(draw.choice((draw.randrange(1, 4097), draw.randrange(1, 300))) for _ in range(60))]:
+        for backward in (False, True):
+            call_experts(compiles, model, tokens, top_k, backward, draw.choice((BF16, torch.float32)))
+        assert len(compiles.variants) == count, f"{tokens} tokens: {compiles.names()[count:]}"
+
+
+def test_no_token_count_is_run_in_vain(grouped_moe, compiles, monkeypatch):
+    """Each compiles something."""
+    counts, model, warm_up = [], qwen3(), compiles.module("warm_up")
+    forward = warm_up.experts_forward
+    monkeypatch.setattr(
+        warm_up,
+        "experts_forward",
+        lambda module, x, *rest: counts.append((x.shape[0], len(compiles.variants))) or forward(module, x, *rest),
+    )
+    total = warm_up.warm_up(model, (1, 65536), progress=False)
+    before = sorted({tokens: count for tokens, count in reversed(counts)}.items())
+    found = [count for _, count in before] + [total]
+    assert len(before) > 4 and found == sorted({*found}), before
+
+
+def test_a_share_as_it_was_registered(grouped_moe, compiles, monkeypatch):
+    """No more slots have an expert than there is room for, or the device would fail an assertion."""
+    routed, route = [], compiles.module("backends.triton").route
+
+    def counting(ids, num_experts, dtype, capacity):
+        routed.append((int((ids < num_experts).sum()), capacity))
+        return route(ids, num_experts, dtype, capacity)
+
+    monkeypatch.setattr(compiles.module("backends.triton"), "route", counting)
+    monkeypatch.setattr(compiles.module("common._compat"), "assert_on_device", lambda *args: None)
+    name = grouped_moe.register_experts_implementation("grouped_moe_quarter", capacity=0.25)
+    model = qwen3()
+    experts_of(model).config._experts_implementation = name
+    count = grouped_moe.warm_up(model, (1, 2048), backward=True, progress=False)
+    assert len(routed) > 10 and all(slots <= capacity for slots, capacity in routed)
+    for tokens in (1, 5, 40, 300, 511, 1027, 2048):
+        for backward in (False, True):
+            call_experts(compiles, model, tokens, 8, backward, BF16, share=(1, 4))
+    assert len(compiles.variants) == count
+
+
+def test_layers_of_one_kind_are_run_once(grouped_moe, compiles):
+    one = grouped_moe.warm_up(qwen3(), (1, 64), progress=False)
+    launches = len(compiles.launches)
+    assert one > 0 and grouped_moe.warm_up(qwen3(), (1, 64), progress=False) == 0
+    del compiles.launches[:]
+    assert grouped_moe.warm_up(qwen3(layers=3), (1, 64), progress=False) == 0
+    assert len(compiles.launches) == launches
+
+
+LINEARS = {
+    "plain": {}, "no-bias": {"bias": False}, "scaled": {"scale_bias": True},
+    "discrete": {"single_grouped_weight": False, "single_grouped_bias": False},
+    "main_grad": {"accumulate_into_main_grad": True}, "delayed": {"delay_wgrad": True, "scale_bias": True},
+    "all": {"accumulate_into_main_grad": True, "delay_wgrad": True, "single_grouped_weight": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_linear_layers(grouped_moe, compiles, name):
+    layer, draw = grouped_moe.GroupedLinear(8, 256, 384, dtype=BF16, **LINEARS[name]), random.Random(name)
+    if layer.accumulate_into_main_grad:
+        for weight in layer._of("weight"):
+            weight.main_grad = torch.zeros(weight.shape)
+    before = {key: tensor.clone() for key, tensor in layer.state_dict().items()}
+    count = grouped_moe.warm_up(layer, (1, 4096), backward=True, progress=False)
+    assert count == len(compiles.variants) > 5
+    assert all(parameter.grad is None for parameter in layer.parameters()) and not layer._delayed
+    assert not any(weight.main_grad.any() for weight in layer._of("weight") if layer.accumulate_into_main_grad)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in layer.state_dict().items())
+    for rows in (1, 4096, *(draw.randrange(1, 4097) for _ in range(30))):
+        x, splits = torch.zeros(rows, 256, dtype=BF16, requires_grad=True), torch.full((8,), rows // 8)
+        y = layer(x, splits, *([torch.zeros(rows, requires_grad=True)] if layer.scale_bias else []))
+        y.backward(torch.zeros_like(y))
+        layer.backward_dw()
+        assert len(compiles.variants) == count, f"{rows} rows: {compiles.names()[count:]}"
+
+
+def test_nothing_but_kernels_is_left(grouped_moe, compiles):
+    model, seen = gpt_oss(), []
+    experts = experts_of(model)
+    experts.gate_up_proj.grad = kept = torch.ones_like(experts.gate_up_proj)
+    experts.down_proj.requires_grad_(False)
+    experts.gate_up_proj.register_hook(seen.append)
+    experts.register_forward_hook(lambda *args: seen.append(args))
+    before, state = [parameter.clone() for parameter in model.parameters()], torch.get_rng_state()
+    grouped_moe.warm_up(model, (1, 8), backward=True, progress=False)
+    assert torch.equal(torch.get_rng_state(), state) and not seen
+    assert experts.gate_up_proj.grad is kept and bool((kept == 1).all())
+    assert all(p.grad is None for p in model.parameters() if p is not experts.gate_up_proj)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_on_a_cpu_there_is_nothing_to_compile(grouped_moe):
+    assert grouped_moe.warm_up(Ungated(), backward=True) == 0
+    assert grouped_moe.warm_up(grouped_moe.GroupedLinear(2, 16, 16)) == 0
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_progress(grouped_moe, compiles, capsys, progress):
+    pytest.importorskip("tqdm")
+    grouped_moe.warm_up(Ungated(), (1, 8), progress=progress)
+    assert ("compiling" in capsys.readouterr().err) == progress
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"target": "model"}, TypeError, "^target: expected a torch.nn.Module, got str"),
+        ({"target": torch.nn.Linear(2, 2)}, ValueError, "^target: expected experts or GroupedLinear .* got Linear"),
+        ({"target": Ungated().to("meta")}, ValueError, "^target: .*meta"),
+        ({"num_tokens": 4096}, TypeError, "^num_tokens: expected a pair of ints, got 4096"),
+        ({"num_tokens": (1, 2.0)}, TypeError, "^num_tokens: expected a pair of ints"),
+        ({"num_tokens": (1, 2, 3)}, ValueError, "^num_tokens: "),
+        ({"num_tokens": (0, 8)}, ValueError, "^num_tokens: .*1 or more, got \\(0, 8\\)"),
+        ({"num_tokens": (8, 4)}, ValueError, "^num_tokens: "),
+        ({"top_k": 2.0}, TypeError, "^top_k: expected an int or None, got float"),
+        ({"top_k": 0}, ValueError, "^top_k: expected at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(grouped_moe, change, error, message):
+    with pytest.raises(error, match=message):
+        grouped_moe.warm_up(**{"target": Ungated(), **change})
+
+
+def test_an_unknown_top_k(grouped_moe, compiles):
+    experts = Ungated()
+    del experts.top_k
+    with pytest.raises(ValueError, match="^top_k: expected the number of experts of a token"):
+        grouped_moe.warm_up(experts, progress=False)
+    assert grouped_moe.warm_up(experts, (1, 2), top_k=2, progress=False) > 0

@@ -1,0 +1,29 @@
+"""Backends: the products and passes that ops are made of, once in torch for CPUs, once in Triton for accelerators.
+
+Each backend is a module with these functions, whose docstrings there say what they compute:
+    routes and groups   route, split_rows                          -> `rows.Rows`
+    products            gemm, up_proj, down_dgrad, wgrad
+    passes over rows    combine, combine_grad, gather_rows, bias_grads, sum_dots, num_bias_dots
+    few tokens          is_decode, decode
+On Hopper the Triton backend takes a product from the Gluon kernels in `hopper` where these support it: a table beside
+each product's launcher says which kernels there are, in order of preference.
+"""
+
+import importlib
+from functools import lru_cache
+from types import ModuleType
+
+from torch import Tensor
+
+_NAMES = {"cpu": "torch", "cuda": "triton", "xpu": "triton"}
+
+
+def backend_of(tensor: Tensor) -> ModuleType:
+    """The backend for the device that holds `tensor`."""
+    return _load(tensor.device.type)
+
+
+@lru_cache(maxsize=None)
+def _load(device_type: str) -> ModuleType:
+    """Imported on first use: a machine without Triton has no use for the other one."""
+    return importlib.import_module(f"{__name__}.{_NAMES[device_type]}")

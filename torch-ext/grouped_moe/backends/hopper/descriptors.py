@@ -1,0 +1,43 @@
+"""Descriptors of the tensor memory accelerator (TMA) for the Gluon kernels."""
+
+from typing import Optional, Sequence
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..triton.descriptors import MAX_RAGGED_ROWS, tma_strides
+
+_EXTENT = 0x7FFF0000
+
+
+class TmaBlock:
+    """A block of a tensor that a kernel reads or writes at once, and its layout in shared memory, as wgmma reads it."""
+
+    def __init__(self, dtype: torch.dtype, *shape: int):
+        self.shape = list(shape)
+        self.layout = gl.NVMMASharedLayout.get_default_for(self.shape, getattr(gl, str(dtype).replace("torch.", "")))
+
+    def of(self, tensor: Tensor, shape: Optional[Sequence[int]] = None, strides: Optional[Sequence[int]] = None):
+        """The descriptor of a tensor that TMA takes, in such blocks. shape, strides: its own by default."""
+        return TensorDescriptor(
+            tensor, shape or tensor.shape, strides or tma_strides(tensor), self.shape, self.layout
+        )  # fmt: skip
+
+
+class RaggedTmaBlock(TmaBlock):
+    """A block of rows (R, C), columns contiguous, in whose reads the rows from any end on are 0.
+
+    The hardware writes 0 past a dimension's extent. Two more dimensions of rows, whose steps cancel modulo 2^64, let
+    that extent fall on any row: `ragged_coordinates` says where. As in triton.tools.ragged_tma.
+    """
+
+    def __init__(self, dtype: torch.dtype, rows: int, columns: int):
+        super().__init__(dtype, 1, 1, rows, columns)
+
+    def of_rows(self, rows: Tensor, columns: Optional[int] = None):
+        """The descriptor of the first columns of some rows, all by default."""
+        stride = tma_strides(rows)[0]
+        shape = (_EXTENT, _EXTENT, MAX_RAGGED_ROWS, columns or rows.shape[1])
+        return self.of(rows, shape, (2**34 - stride, stride, stride, 1))

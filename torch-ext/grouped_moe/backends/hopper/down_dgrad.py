@@ -1,0 +1,56 @@
+"""The fused dgrad of the down-projection by the Gluon kernel for Hopper, whose rows are in place."""
+
+from typing import Optional
+
+from torch import Tensor
+
+from ...block import Block
+from ...rows import Rows, max_tiles
+from ...tuning.heuristic import hopper_dgrad_config, persistent_grid
+from ..kernels.hopper_experts import hopper_down_dgrad_kernel
+from ..problems import BlockProblem
+from ..triton.launch import Kernel
+from .descriptors import RaggedTmaBlock, TmaBlock
+from .up_proj import STORE_COLUMNS, block_constants, describe_halves, fits
+
+_SLOTS = {True: 3, False: 4}  # staging tiles of gate and up, or of no gate, that are on their way or worked on
+
+
+def supports(problem: BlockProblem) -> bool:
+    """Sorted copies of routed rows must suit descriptors, too."""
+    return fits(problem) and problem.k % 8 == 0 and hopper_dgrad_config(problem.block_m, problem.n) is not None
+
+
+class Launcher:
+    """Two warp groups take tiles in turn, one warp loads."""
+
+    reads_sorted_rows = True
+
+    def __init__(self, problem: BlockProblem):
+        self.problem, self.config = problem, hopper_dgrad_config(problem.block_m, problem.n)
+        config, dtype = self.config, problem.dtype
+        self.num_dots = -(-problem.n // config.block_n)
+        w_block = (config.block_k, config.block_n) if problem.layout == "kn" else (config.block_n, config.block_k)
+        self.dout_block, self.w_block = TmaBlock(dtype, config.block_m, config.block_k), TmaBlock(dtype, 1, *w_block)
+        self.row_block = RaggedTmaBlock(dtype, config.block_m, STORE_COLUMNS)
+        constants = {
+            **block_constants(problem), "SLOTS": _SLOTS[problem.gated], **self.config.gluon_constants(),
+        }  # fmt: skip
+        options = {"num_warps": self.config.num_warps}
+        self.kernel = Kernel(hopper_down_dgrad_kernel, constants, options, self.config.describe("Gluon for Hopper"))
+
+    def __call__(
+        self, block: Block, dout: Tensor, scales: Optional[Tensor], preact: Tensor, dpreact: Optional[Tensor],
+        act: Optional[Tensor], dots: Optional[Tensor], rows: Rows,
+    ) -> None:  # fmt: skip
+        """Writes dpreact, act and the first `num_dots` of dots, where they are given. dout: sorted rows."""
+        p, row_block = self.problem, self.row_block
+        tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
+        inputs = describe_halves(preact, p, row_block)
+        outputs = inputs if dpreact is preact else describe_halves(dpreact, p, row_block)
+        self.kernel(
+            persistent_grid(self.config, tiles, p.n, p.spec), self.dout_block.of(dout), self.w_block.of(block.down),
+            scales, *inputs, *outputs,
+            None if act is None else row_block.of_rows(act), dots, rows.num_rows,
+            rows.row_to_slot if p.top_k else None, rows.schedule,
+        )  # fmt: skip

@@ -1,0 +1,121 @@
+"""Activations in registers: value and derivative, in fp32. `grouped_moe.common.activation` has the formulas."""
+
+import triton
+import triton.language as tl
+
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+_TANH_SCALE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi); 1 + tanh(x) = 2 sigmoid(2 x)
+_MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
+_TANH_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), by two approximate instructions that need no range reduction."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * _MINUS_LOG2_E))
+    return root * root
+
+
+@triton.jit
+def relu(x):
+    """max(x, 0); a NaN stays one. LLVM would turn a comparison into one of the bf16 values behind x, and spill them."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def activate(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
+    """act(x)."""
+    if NAME == "silu":
+        return x * sigmoid(x * ALPHA)
+    elif NAME == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
+    elif NAME == "gelu_tanh":
+        return x * sigmoid((x + x * x * x * _TANH_CUBIC) * _TANH_SCALE)
+    elif NAME == "relu":
+        return relu(x)
+    else:
+        tl.static_assert(NAME == "relu2", "unknown activation")
+        return relu(x) * relu(x)
+
+
+@triton.jit
+def activate_grad(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
+    """act'(x)."""
+    if NAME == "silu":
+        s = sigmoid(x * ALPHA)
+        return s * (1.0 + x * ALPHA * (1.0 - s))
+    elif NAME == "gelu":
+        return 0.5 * (1.0 + tl.erf(x * _SQRT_HALF)) + x * _INV_SQRT_2PI * tl.exp(-0.5 * x * x)
+    elif NAME == "gelu_tanh":
+        s = sigmoid((x + x * x * x * _TANH_CUBIC) * _TANH_SCALE)
+        return s * (1.0 + x * (1.0 - s) * _TANH_SCALE * (1.0 + x * x * 3.0 * _TANH_CUBIC))
+    elif NAME == "relu":
+        return tl.where(relu(x) > 0, 1.0, 0.0)
+    else:
+        tl.static_assert(NAME == "relu2", "unknown activation")
+        return 2.0 * relu(x)
+
+
+@triton.jit
+def clamp_above(x, LIMIT: tl.constexpr):
+    """min(x, LIMIT); a NaN stays one."""
+    if LIMIT is None:
+        return x
+    else:
+        return tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def clamp_up(up, LIMIT: tl.constexpr):
+    """up limited to [-LIMIT, LIMIT]; a NaN stays one."""
+    if LIMIT is None:
+        return up
+    else:
+        return tl.maximum(clamp_above(up, LIMIT), -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def act(x, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """act(min(x, LIMIT))."""
+    return activate(clamp_above(x, LIMIT), NAME, ALPHA)
+
+
+@triton.jit
+def act_grad(x, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """(act, its derivative with respect to min(x, LIMIT)); `zero_past` then makes a gradient one with respect to x."""
+    clamped = clamp_above(x, LIMIT)
+    grad = activate_grad(clamped, NAME, ALPHA)
+    return activate(clamped, NAME, ALPHA), grad
+
+
+@triton.jit
+def zero_past(grad, x, LIMIT: tl.constexpr):
+    """grad, but 0 where x > LIMIT, also if grad is not finite there."""
+    if LIMIT is None:
+        return grad
+    else:
+        return tl.where(x > clamp_above(x, LIMIT), 0.0, grad)
+
+
+@triton.jit
+def glu(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
+    """act(min(gate, LIMIT)) * (clamp(up) + UP_OFFSET)."""
+    return activate(clamp_above(gate, LIMIT), NAME, ALPHA) * (clamp_up(up, LIMIT) + UP_OFFSET)
+
+
+@triton.jit
+def glu_grad(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
+    """(glu, d glu / d gate, d glu / d up)."""
+    clamped_gate = clamp_above(gate, LIMIT)
+    shifted_up = clamp_up(up, LIMIT) + UP_OFFSET
+    value = activate(clamped_gate, NAME, ALPHA)
+    d_gate = activate_grad(clamped_gate, NAME, ALPHA) * shifted_up
+    if LIMIT is None:
+        return value * shifted_up, d_gate, value
+    else:
+        # Compared with LIMIT itself, LLVM would compare the bf16 values behind x, in a fourth more instructions.
+        size = tl.abs(up)
+        d_gate = tl.where(gate > clamped_gate, 0.0, d_gate)
+        d_up = tl.where(size > clamp_above(size, LIMIT), 0.0, value)
+        return value * shifted_up, d_gate, d_up

@@ -1,0 +1,140 @@
+"""The experts block for a few tokens, whose time is that of reading weights: no routing, no sorted rows, no tl.dot.
+
+Each slot reads the weights of its expert. If several slots share an expert, all but the first mostly read from L2.
+"""
+
+import triton
+import triton.language as tl
+
+from .activation import act, glu
+from .dependent import wait_for_stream
+from .tiles import load_weights
+
+
+@triton.jit
+def fold(products):
+    """(ROWS, COLUMNS) -> (ROWS, COLUMNS // 8): sums of 8 neighbours, read at once by a thread if rows are aligned."""
+    return tl.sum(tl.reshape(products, (products.shape[0], products.shape[1] // 8, 8)), 2)
+
+
+@triton.jit
+def inner_products(
+    x_ptr, w_ptrs, n_mask, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """<x, w[n]> over K for BLOCK_N rows of weights, (BLOCK_N,) fp32. w_ptrs: (BLOCK_N, BLOCK_K) pointers at k = 0."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        x = tl.load(x_ptr + start + k, mask=k < K - start, other=0.0).to(tl.float32)
+        w = load_weights(w_ptrs + start, n_mask, k < K - start, N % BLOCK_N == 0, K % BLOCK_K == 0)
+        acc += fold(x[None, :] * w.to(tl.float32))
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def load_bias_or_zeros(bias_ptr, stride_bn, columns, n_mask):
+    """Values of an expert's bias in fp32; 0 without a bias and where masked."""
+    if bias_ptr is None:
+        return tl.zeros_like(columns).to(tl.float32)
+    else:
+        return tl.load(bias_ptr + columns.to(tl.int64) * stride_bn, mask=n_mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def slot_up_proj_kernel(
+    x_ptr, stride_xt,  # (T, K), columns contiguous
+    ids_ptr,  # (S,) int32 or int64, expert id per slot
+    w_ptr, stride_we, stride_wn,  # (E, 2 N or N, K), K contiguous
+    bias_ptr, stride_be, stride_bn,  # (E, 2 N or N) or None
+    act_ptr,  # (S, N), out: rows of sentinels stay unwritten
+    NUM_EXPERTS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """act[s] = activation(W[e] x[token of s] + bias[e]), e being the expert of slot s.
+
+    Grid: (n tiles, S).
+    """
+    wait_for_stream()
+    slot = tl.program_id(1)
+    expert = tl.load(ids_ptr + slot).to(tl.int64)
+    if (expert >= 0) & (expert < NUM_EXPERTS):
+        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        n_mask = columns < N
+        x_row_ptr = x_ptr + (slot // TOP_K).to(tl.int64) * stride_xt
+        gate_rows = 2 * columns if INTERLEAVED else columns
+        w_ptrs = (
+            w_ptr + expert * stride_we + gate_rows.to(tl.int64)[:, None] * stride_wn + tl.arange(0, BLOCK_K)[None, :]
+        )
+        expert_bias_ptr = bias_ptr + expert * stride_be if bias_ptr is not None else None
+        gate = inner_products(x_row_ptr, w_ptrs, n_mask, N, K, BLOCK_N, BLOCK_K)
+        gate += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows, n_mask)
+        if GATED:
+            TO_UP: tl.constexpr = 1 if INTERLEAVED else N
+            up = inner_products(
+                x_row_ptr, w_ptrs + tl.cast(stride_wn, tl.int64) * TO_UP, n_mask, N, K, BLOCK_N, BLOCK_K
+            )
+            up += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows + TO_UP, n_mask)
+            value = glu(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+        else:
+            value = act(gate, ACTIVATION, ALPHA, LIMIT)
+        tl.store(act_ptr + slot.to(tl.int64) * N + columns, value.to(act_ptr.dtype.element_ty), mask=n_mask)
+
+
+@triton.jit
+def slot_down_proj_kernel(
+    act_ptr,  # (S, K)
+    ids_ptr,  # (S,) int32 or int64, expert id per slot
+    weights_ptr,  # (S,) routing weight per slot
+    w_ptr, stride_we, stride_wn,  # (E, N, K), K contiguous
+    bias_ptr, stride_be, stride_bn,  # (E, N) or None
+    out_ptr,  # (T, N), out
+    NUM_EXPERTS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_POW2: tl.constexpr,  # power of two, TOP_K or more
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out[t] = sum over the routed slots s of token t, with expert e, of weights[s] (W[e] act[s] + bias[e]), in fp32.
+
+    Nothing of a sentinel is read. The rows of a tile are BLOCK_N columns of the token's first choice, then those of its
+    second one, and so on, so that the weights of all choices are loaded together.
+    Grid: (n tiles, T).
+    """
+    wait_for_stream()
+    row = tl.arange(0, TOP_K_POW2 * BLOCK_N)
+    choice = row // BLOCK_N
+    column = tl.program_id(0) * BLOCK_N + row % BLOCK_N
+    slot = tl.program_id(1) * TOP_K + choice
+    expert = tl.load(ids_ptr + slot, mask=choice < TOP_K, other=-1)
+    routed = (expert >= 0) & (expert < NUM_EXPERTS) & (column < N)
+    expert = tl.where(routed, expert, 0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    w_ptrs = w_ptr + (expert * stride_we + column.to(tl.int64) * stride_wn)[:, None] + k[None, :]
+    act_ptrs = act_ptr + slot.to(tl.int64)[:, None] * K + k[None, :]
+    acc = tl.zeros((TOP_K_POW2 * BLOCK_N, BLOCK_K // 8), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        mask = routed[:, None] & (k < K - start)[None, :]
+        a = tl.load(act_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(w_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+        acc += fold(a * w)
+    y = tl.sum(acc, 1)
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + expert * stride_be + column.to(tl.int64) * stride_bn
+        y += tl.load(bias_ptrs, mask=routed, other=0.0).to(tl.float32)
+    y *= tl.load(weights_ptr + slot, mask=routed, other=0.0).to(tl.float32)
+    out = tl.sum(tl.reshape(y, (TOP_K_POW2, BLOCK_N)), 0)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    out_ptrs = out_ptr + tl.program_id(1).to(tl.int64) * N + columns
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=columns < N)

@@ -1,0 +1,25 @@
+"""Programmatic dependent launch: a kernel starts while the stores of the one before it on the stream are flushed.
+
+Every kernel of the package begins with `wait_for_stream`, so launchers may launch any of them this way, which hides the
+launch latency between kernels. No kernel triggers its dependents early: programs of the next kernel that only wait made
+kernels that stream weights up to 10 % slower. Source: CUDA programming guide, programmatic dependent launch.
+"""
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra.cuda import gdc_wait
+from triton.runtime.jit import constexpr_function
+
+
+@constexpr_function
+def has_dependent_launches():
+    """Whether the target supports them: NVIDIA GPUs from Hopper on."""
+    return not knobs.runtime.interpret and tl.target_info.cuda_capability_geq(9)
+
+
+@triton.jit
+def wait_for_stream():
+    """Waits until all earlier kernels of the stream have ended and their stores are visible."""
+    if has_dependent_launches():
+        gdc_wait()

@@ -1,0 +1,217 @@
+"""Grouped GEMM over rows that are sorted by expert, and the weight gradient over an expert's rows."""
+
+import triton
+import triton.language as tl
+
+from .dependent import wait_for_stream
+from .tiles import (
+    add_bias,
+    column_halves,
+    dot_tile,
+    dot_tile_tma,
+    end_of_rows,
+    expert_rows,
+    find_tile,
+    grouped_order,
+    load_scales,
+    num_row_tiles,
+    source_rows,
+    store_columns,
+    tile_rows,
+)
+
+
+@triton.jit
+def zero_chunk(y_ptr, first_row, end_row, chunk, N: tl.constexpr, CHUNK: tl.constexpr):
+    """Zeros the chunk-th CHUNK elements of the rows [first_row, end_row) of a contiguous (rows, N) tensor."""
+    index = tl.cast(chunk, tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    size = tl.cast(end_row - first_row, tl.int64) * N
+    zeros = tl.zeros((CHUNK,), y_ptr.dtype.element_ty)
+    tl.store(y_ptr + tl.cast(first_row, tl.int64) * N + index, zeros, mask=index < size)
+
+
+@triton.jit
+def zero_rows(y_ptr, first_row, end_row, first_chunk, N: tl.constexpr, CHUNK: tl.constexpr):
+    """Zeros the rows [first_row, end_row) from chunk first_chunk on; the programs of axis 0 share the chunks."""
+    size = tl.cast(end_row - first_row, tl.int64) * N
+    for chunk in tl.range(first_chunk + tl.program_id(0), tl.cdiv(size, CHUNK), tl.num_programs(0)):
+        zero_chunk(y_ptr, first_row, end_row, chunk, N, CHUNK)
+
+
+@triton.jit(do_not_specialize=["total_rows"])
+def zero_ungrouped_kernel(
+    y_ptr, offsets_ptr, total_rows, NUM_GROUPS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr
+):
+    """y[r] = 0 for r < offsets[0] and for offsets[G] <= r < total_rows.
+
+    Grid: (programs,).
+    The caller guarantees 0 <= offsets[0] <= offsets[G] <= total_rows.
+    """
+    wait_for_stream()
+    zero_rows(y_ptr, tl.load(offsets_ptr) * 0, tl.load(offsets_ptr), 0, N, CHUNK)
+    zero_rows(y_ptr, end_of_rows(offsets_ptr, NUM_GROUPS), total_rows, 0, N, CHUNK)
+
+
+@triton.jit(do_not_specialize=["total_rows"])
+def grouped_gemm_kernel(
+    x_ptr, stride_xr, stride_xk,  # (rows, K); with TMA its descriptor
+    w_ptr, stride_we, stride_wn, stride_wk,  # (E, N, K) by strides; with TMA its descriptor, (E, K, N) if W_KN
+    bias_ptr, stride_be, stride_bn,  # (E, N) or None
+    scales_ptr,  # (rows,) or None
+    y_ptr,  # (rows, N), out
+    schedule_ptr,
+    total_rows,
+    NUM_EXPERTS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ZERO_UNGROUPED: tl.constexpr,
+    TMA: tl.constexpr,
+    W_KN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e.
+
+    Rows of no expert are set to 0 if ZERO_UNGROUPED, else not written.
+    Grid: (programs,), persistent.
+    The caller guarantees a schedule made for BLOCK_M.
+    """
+    wait_for_stream()
+    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
+    last_row = end_of_rows(schedule_ptr, NUM_EXPERTS)
+    # Flattened, a tile's loads start before the previous tile is stored. Without TMA, each step would compute pointers.
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=TMA):
+        expert, m_tile, n_tile = find_tile(tile, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M)
+        first_row, rows, row_mask = tile_rows(expert, m_tile, schedule_ptr, BLOCK_M)
+        column = n_tile * BLOCK_N
+        if TMA:
+            acc = dot_tile_tma(x_ptr, first_row, w_ptr, expert, column, K, W_KN, BLOCK_M, BLOCK_N, BLOCK_K)
+        else:
+            columns = column + tl.arange(0, BLOCK_N)
+            k = tl.arange(0, BLOCK_K).to(tl.int64)
+            x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_xr + k[None, :] * stride_xk
+            expert_ptr = w_ptr + expert.to(tl.int64) * stride_we
+            w_ptrs = expert_ptr + columns.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
+            acc = dot_tile(
+                x_ptrs, row_mask, stride_xk, w_ptrs, stride_wk, columns < N, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+            )
+        expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
+        scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
+        left, right = column_halves(acc)
+        left = add_bias(left, expert_bias_ptr, stride_bn, column, scales, N, BLOCK_N // 2)
+        store_columns(y_ptr, left, first_row, row_mask, column, N, BLOCK_M, BLOCK_N // 2)
+        column += BLOCK_N // 2
+        right = add_bias(right, expert_bias_ptr, stride_bn, column, scales, N, BLOCK_N // 2)
+        store_columns(y_ptr, right, first_row, row_mask, column, N, BLOCK_M, BLOCK_N // 2)
+        if ZERO_UNGROUPED:
+            # As many zeros as results with each tile: they are stored while the next tile is computed.
+            zero_chunk(y_ptr, last_row, total_rows, tile, N, BLOCK_M * BLOCK_N)
+    if ZERO_UNGROUPED:
+        zero_rows(y_ptr, last_row, total_rows, num_tiles, N, BLOCK_M * BLOCK_N)
+        first_row = tl.load(schedule_ptr)
+        zero_rows(y_ptr, first_row * 0, first_row, 0, N, BLOCK_M * BLOCK_N)
+
+
+@triton.jit
+def load_transposed_pair(
+    lhs_ptr, stride_lr, rhs_ptr, stride_rr, row_to_slot_ptr, start, end, m, n,
+    M: tl.constexpr, N: tl.constexpr, LHS_TOP_K: tl.constexpr, RHS_TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """lhs^T (BLOCK_M, BLOCK_K) and rhs (BLOCK_K, BLOCK_N) of the BLOCK_K rows from `start` on.
+
+    Rows from `end` on are 0 in both: 0 * NaN is NaN.
+    """
+    rows = start + tl.arange(0, BLOCK_K)
+    mask = rows < end
+    rows = tl.minimum(rows, end - 1)
+    lhs_ptrs = lhs_ptr + source_rows(rows, row_to_slot_ptr, LHS_TOP_K)[None, :] * stride_lr + m[:, None]
+    rhs_ptrs = rhs_ptr + source_rows(rows, row_to_slot_ptr, RHS_TOP_K)[:, None] * stride_rr + n[None, :]
+    lhs = tl.load(lhs_ptrs, mask=mask[None, :] & (m < M)[:, None], other=0.0)
+    rhs = tl.load(rhs_ptrs, mask=mask[:, None] & (n < N)[None, :], other=0.0)
+    return lhs, rhs
+
+
+@triton.jit
+def store_wgrad(dw_ptrs, value, mask, ACCUMULATE: tl.constexpr):
+    """Writes value, or adds it to what is there."""
+    if ACCUMULATE:
+        value += tl.load(dw_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dw_ptrs, value.to(dw_ptrs.dtype.element_ty), mask=mask)
+
+
+# To compute one group alone, the launcher passes a pointer into the offsets, of any alignment.
+@triton.jit(do_not_specialize_on_alignment=["expert_offsets_ptr"])
+def wgrad_kernel(
+    p_ptr, stride_pr,  # (rows, M), or (T, M) read at row_to_slot[row] // P_TOP_K; columns contiguous
+    q_ptr, stride_qr,  # (rows, N), or (T, N) read at row_to_slot[row] // Q_TOP_K; columns contiguous
+    p_desc, q_desc,  # with TMA: the same, in blocks of (BLOCK_K, BLOCK_M) and (BLOCK_K, BLOCK_N)
+    dw_ptr, stride_de, stride_dm, stride_dn,  # (E, M, N) by strides, out
+    dw_desc,  # the same in blocks of (1, BLOCK_M, BLOCK_N), or None
+    row_to_slot_ptr,  # (rows,) int32 or None
+    expert_offsets_ptr,  # (E + 1,) int32
+    NUM_EXPERTS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    P_TOP_K: tl.constexpr,
+    Q_TOP_K: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """dw[e] = sum over the rows r of expert e of p[r] q[r]^T; with ACCUMULATE the sum is added to dw[e].
+
+    An expert without rows gets 0, with ACCUMULATE it keeps its values.
+    Grid: (programs,), persistent.
+    The caller guarantees dw_desc is None with ACCUMULATE.
+    """
+    wait_for_stream()
+    NUM_M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    NUM_TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES
+    for tile in tl.range(tl.program_id(0), NUM_EXPERTS * NUM_TILES, tl.num_programs(0)):
+        expert = tile // NUM_TILES
+        m_tile, n_tile = grouped_order(tile % NUM_TILES, NUM_M_TILES, NUM_N_TILES, GROUP_M)
+        m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        start, end = expert_rows(expert, expert_offsets_ptr)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if TMA:
+            # Full steps go by descriptor. The rest goes by pointer: a descriptor cannot mask the next expert's rows.
+            whole = start + (end - start) // BLOCK_K * BLOCK_K
+            for k in tl.range(start, whole, BLOCK_K):
+                acc = tl.dot(p_desc.load([k, m_tile * BLOCK_M]).T, q_desc.load([k, n_tile * BLOCK_N]), acc)
+            if whole < end:
+                lhs, rhs = load_transposed_pair(
+                    p_ptr, stride_pr, q_ptr, stride_qr, row_to_slot_ptr, whole, end, m, n,
+                    M, N, P_TOP_K, Q_TOP_K, BLOCK_K,
+                )  # fmt: skip
+                acc = tl.dot(lhs, rhs, acc, input_precision=PRECISION)
+        else:
+            for k in tl.range(start, end, BLOCK_K):
+                lhs, rhs = load_transposed_pair(
+                    p_ptr, stride_pr, q_ptr, stride_qr, row_to_slot_ptr, k, end, m, n,
+                    M, N, P_TOP_K, Q_TOP_K, BLOCK_K,
+                )  # fmt: skip
+                acc = tl.dot(lhs, rhs, acc, input_precision=PRECISION)
+        if dw_desc is not None:
+            value = acc.to(dw_ptr.dtype.element_ty).reshape(1, BLOCK_M, BLOCK_N)
+            dw_desc.store([expert, m_tile * BLOCK_M, n_tile * BLOCK_N], value)
+        else:
+            # An expert without rows has nothing to add.
+            columns_end = tl.where(start < end, N, 0) if ACCUMULATE else N
+            expert_ptr = dw_ptr + expert.to(tl.int64) * stride_de + m.to(tl.int64)[:, None] * stride_dm
+            left, right = column_halves(acc)
+            n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N // 2)
+            dw_ptrs = expert_ptr + n.to(tl.int64)[None, :] * stride_dn
+            store_wgrad(dw_ptrs, left, (m < M)[:, None] & (n < columns_end)[None, :], ACCUMULATE)
+            n += BLOCK_N // 2
+            dw_ptrs = expert_ptr + n.to(tl.int64)[None, :] * stride_dn
+            store_wgrad(dw_ptrs, right, (m < M)[:, None] & (n < columns_end)[None, :], ACCUMULATE)

@@ -1,0 +1,46 @@
+"""Barriers, descriptors and version differences that the Gluon kernels for Hopper share."""
+
+from functools import lru_cache
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+# Triton 3.7 renamed these.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+# Rows of a ragged descriptor end here, wherever a group ends in memory.
+RAGGED_END = gl.constexpr(1 << 30)
+
+
+@gluon.jit
+def allocate_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
+    """NUM mbarriers, (NUM, 1), each of which completes a phase after ARRIVALS arrivals.
+
+    Call this before `gl.warp_specialize`, which synchronises the warps. Allocate only barriers that a partition uses:
+    Triton gives the shared memory of an unused one to other buffers, but PTX forbids to overwrite an mbarrier that was
+    not invalidated. Such a kernel produced NaN while other processes ran on the GPU.
+    """
+    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    fence_async_shared()  # makes the initialisation visible to TMA
+    return barriers
+
+
+@lru_cache(maxsize=None)
+def shared_layout(block, dtype):
+    """The shared-memory layout in which TMA writes a block of a torch dtype and wgmma reads it."""
+    return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(dtype).removeprefix("torch.")))
+
+
+@gluon.jit
+def ragged_coordinates(row, end, column):
+    """Coordinates in a ragged descriptor (`hopper.descriptors.RaggedTmaBlock`) of the block at (row, column).
+
+    Rows from `end` on are read as 0 and are not written.
+    """
+    return [RAGGED_END, end, RAGGED_END - end + row, column]

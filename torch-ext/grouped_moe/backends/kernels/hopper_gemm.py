@@ -1,0 +1,133 @@
+"""Grouped GEMM for Hopper in Gluon: loads, products and stores overlap (`.hopper_pipeline`).
+
+The two consumer warp groups take tiles in turn, or share tiles of twice as many rows, for which less is read.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from .dependent import wait_for_stream
+from .hopper import allocate_barriers, ragged_coordinates, tma_store
+from .hopper_pipeline import Bias, Tiling, consume, produce
+from .hopper_ring import allocate_ring, finish_products
+from .hopper_staging import write_staging
+from .tiles import column_halves, load_bias, load_scales, num_row_tiles
+
+
+class Output(NamedTuple):
+    """What the epilogue of a GEMM needs."""
+
+    desc: object  # the descriptor of y, ragged
+    staging: gl.shared_memory_descriptor  # a block of y
+    bias: Bias
+    scales_ptr: gl.tensor  # factors of the bias, (rows,), or None
+
+
+@gluon.jit
+def store_rows(acc, output, row, end, column, bias_ptr, N: gl.constexpr):
+    """Stores the rows from `row` to `end` plus their bias, in pieces of as many columns as the staging tile has."""
+    ROWS: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
+    if COLUMNS > output.staging.shape[3]:
+        left, right = column_halves(acc)
+        store_rows(left, output, row, end, column, bias_ptr, N)
+        store_rows(right, output, row, end, column + COLUMNS // 2, bias_ptr, N)
+    else:
+        if bias_ptr is not None:
+            layout: gl.constexpr = acc.type.layout
+            columns = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+            bias = load_bias(bias_ptr, output.bias.stride_n, columns, N)[None, :]
+            if output.scales_ptr is not None:
+                rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+                bias = load_scales(output.scales_ptr, gl.minimum(rows, end - 1))[:, None] * bias
+            acc += bias
+        tma.store_wait(0)  # until the earlier store has read the staging tile
+        write_staging(acc, output.staging)
+        tma_store(output.desc, ragged_coordinates(row, end, column), output.staging)
+
+
+@gluon.jit
+def gemm_epilogue(GROUP: gl.constexpr, acc, ring, slot, tile, turn, output, N: gl.constexpr):
+    """Stores a tile or, of a shared one, the group's half, whose first row is then tile.row."""
+    acc = finish_products(acc, ring, slot)
+    BLOCK_N: gl.constexpr = acc.shape[1]
+    bias = output.bias
+    bias_ptr = bias.ptr + tile.expert.to(gl.int64) * bias.stride_e if bias.ptr is not None else None
+    store_rows(acc, output, tile.row, tile.end, tile.n_tile * BLOCK_N, bias_ptr, N)
+
+
+@gluon.jit
+def consume_gemm(
+    GROUP: gl.constexpr, ring, pingpong, y_desc, staging, bias_ptr, stride_be, stride_bn, scales_ptr,
+    schedule_ptr, num_tiles,
+    TILING: gl.constexpr, STEPS: gl.constexpr, W_KN: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr,
+    SHARED: gl.constexpr,
+):  # fmt: skip
+    """A consumer warp group."""
+    # Made here: in the kernel, strides that are constants would become arguments of the partition.
+    output = Output(y_desc, staging, Bias(bias_ptr, stride_be, stride_bn), scales_ptr)
+    step = (1 if SHARED else 2) * gl.num_programs(0)
+    first_tile = gl.program_id(0) + (0 if SHARED else GROUP) * gl.num_programs(0)
+    consume(
+        GROUP, first_tile, step, ring, pingpong, schedule_ptr, num_tiles, TILING, STEPS, W_KN, BLOCK_N,
+        gemm_epilogue, output, N, PREFETCH=True, SHARED=SHARED,
+    )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["total_rows"])
+def hopper_gemm_kernel(
+    x_desc,  # (rows, K), blocks of (BLOCK_M, BLOCK_K)
+    w_desc,  # (E, K, N), blocks of (1, BLOCK_K, BLOCK_N), if W_KN; else (E, N, K), blocks of (1, BLOCK_N, BLOCK_K)
+    bias_ptr, stride_be, stride_bn,  # (E, N) or None
+    scales_ptr,  # (rows,) or None
+    y_desc,  # (rows, N), out; ragged, blocks of some columns and BLOCK_M rows or, of shared tiles, half of them
+    schedule_ptr,
+    total_rows,
+    NUM_EXPERTS: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    ZERO_UNGROUPED: gl.constexpr,
+    W_KN: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e.
+
+    Rows of no expert are set to 0 if ZERO_UNGROUPED, else not written.
+    Grid: (programs,), persistent.
+    The caller guarantees a schedule made for BLOCK_M, and four warps.
+    """
+    wait_for_stream()
+    TILING: gl.constexpr = Tiling(NUM_EXPERTS, (N + BLOCK_N - 1) // BLOCK_N, BLOCK_M, GROUP_M)
+    STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    ROWS: gl.constexpr = y_desc.block_type.shape[2]
+    SHARED: gl.constexpr = ROWS < BLOCK_M
+    dtype: gl.constexpr = x_desc.dtype
+    ring = allocate_ring(x_desc, w_desc, STAGES, 2 if SHARED else 1)
+    staging0 = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
+    staging1 = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
+    pingpong = allocate_barriers(2, 1)
+    zeros = staging0
+    if ZERO_UNGROUPED:
+        COLUMNS: gl.constexpr = y_desc.block_type.shape[3]
+        zeros = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
+        layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 8, 4], [1, 1, gl.num_warps(), 1], [3, 2, 1, 0])
+        zeros.store(gl.zeros([1, 1, ROWS, COLUMNS], dtype, layout))
+        fence_async_shared()
+    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * TILING.NUM_N_TILES
+    # Registers of a thread: a consumer's holds 128 sums of products.
+    gl.warp_specialize([
+        (consume_gemm, (0, ring, pingpong, y_desc, staging0, bias_ptr, stride_be, stride_bn, scales_ptr,
+                        schedule_ptr, num_tiles, TILING, STEPS, W_KN, N, BLOCK_N, SHARED)),
+        (consume_gemm, (1, ring, pingpong, y_desc, staging1, bias_ptr, stride_be, stride_bn, scales_ptr,
+                        schedule_ptr, num_tiles, TILING, STEPS, W_KN, N, BLOCK_N, SHARED)),
+        (produce, (x_desc, w_desc, y_desc, zeros, ring, schedule_ptr, num_tiles, total_rows, TILING,
+                   N, K, ZERO_UNGROUPED, W_KN, BLOCK_N)),
+    ], [4, 1], [232, 40])  # fmt: skip

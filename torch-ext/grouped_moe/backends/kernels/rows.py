@@ -1,0 +1,118 @@
+"""Row-wise kernels between slot order and row order: sort, gather and combine."""
+
+import triton
+import triton.language as tl
+
+from .dependent import wait_for_stream
+
+
+@triton.jit
+def combine_kernel(
+    y_ptr,  # (S, H) rows sorted by expert
+    weights_ptr,  # (S,) routing weight per slot, or None
+    slot_to_row_ptr,  # (S,) int32, -1 for a sentinel
+    out_ptr,  # (T, H), out
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """out[t] = sum over the routed slots s of token t, in order, of weights[s] y[slot_to_row[s]], in fp32.
+
+    Neither the row nor the weight of a sentinel is read.
+    Grid: (T, h tiles).
+    """
+    wait_for_stream()
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    acc = tl.zeros((BLOCK_H,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(slot_to_row_ptr + token * TOP_K + k).to(tl.int64)
+        width = tl.where(row >= 0, H, 0)
+        y = tl.load(y_ptr + row * H + columns, mask=columns < width, other=0.0).to(tl.float32)
+        if weights_ptr is not None:
+            y *= tl.load(weights_ptr + token * TOP_K + k, mask=row >= 0, other=0.0).to(tl.float32)
+        acc += y
+    tl.store(out_ptr + token * H + columns, acc.to(out_ptr.dtype.element_ty), mask=columns < H)
+
+
+@triton.jit
+def sort_rows_kernel(
+    x_ptr, stride_xt,  # (T, H), columns contiguous
+    slot_to_row_ptr,  # (S,) int32, -1 for a sentinel
+    out_ptr,  # (rows, H), out: the first R rows are written
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """out[slot_to_row[s]] = x[t] for the routed slots s of each token t.
+
+    A token is read once, or not at all if it has no routed slot.
+    Grid: (T, h tiles).
+    """
+    wait_for_stream()
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    last = tl.load(slot_to_row_ptr + token * TOP_K)
+    for k in tl.static_range(1, TOP_K):
+        last = tl.maximum(last, tl.load(slot_to_row_ptr + token * TOP_K + k))
+    x = tl.load(x_ptr + token * stride_xt + columns, mask=columns < tl.where(last >= 0, H, 0), other=0.0)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(slot_to_row_ptr + token * TOP_K + k).to(tl.int64)
+        tl.store(out_ptr + row * H + columns, x, mask=columns < tl.where(row >= 0, H, 0))
+
+
+@triton.jit
+def combine_grad_kernel(
+    dout_ptr, stride_dt,  # (T, H), columns contiguous
+    y_ptr,  # (S, H) or None: needed for dweights only
+    weights_ptr,  # (S,) routing weight per slot
+    slot_to_row_ptr,  # (S,) int32, -1 for a sentinel
+    dy_ptr,  # (S, H) or None, out: the first R rows are written
+    dweights_ptr,  # (S,) or None, out
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """dy[row of s] = weights[s] dout[token of s]; dweights[s] = <dout[token of s], y[row of s]>, 0 for a sentinel.
+
+    Grid: (S,).
+    """
+    wait_for_stream()
+    slot = tl.program_id(0).to(tl.int64)
+    row = tl.load(slot_to_row_ptr + slot).to(tl.int64)
+    inner = tl.zeros((BLOCK_H,), tl.float32)
+    if row >= 0:
+        weight = tl.load(weights_ptr + slot).to(tl.float32)
+        for start in range(0, H, BLOCK_H):
+            columns = start + tl.arange(0, BLOCK_H)
+            inside = columns < H
+            dout = tl.load(dout_ptr + slot // TOP_K * stride_dt + columns, mask=inside, other=0.0).to(tl.float32)
+            if dy_ptr is not None:
+                tl.store(dy_ptr + row * H + columns, (weight * dout).to(dy_ptr.dtype.element_ty), mask=inside)
+            if dweights_ptr is not None:
+                inner += dout * tl.load(y_ptr + row * H + columns, mask=inside, other=0.0).to(tl.float32)
+    if dweights_ptr is not None:
+        tl.store(dweights_ptr + slot, tl.sum(inner, 0).to(dweights_ptr.dtype.element_ty))
+
+
+@triton.jit
+def gather_rows_kernel(
+    x_ptr, stride_xt,  # (T, H), columns contiguous
+    row_to_slot_ptr,  # (S,) int32
+    num_rows_ptr,  # () int32, R
+    out_ptr,  # (S, H), out: all of it is written
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """out[r] = x[token of r] for r < R, else 0.
+
+    Grid: (S, h tiles).
+    """
+    wait_for_stream()
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    routed = row < tl.load(num_rows_ptr)
+    token = (tl.load(row_to_slot_ptr + row, mask=routed, other=0) // TOP_K).to(tl.int64)
+    x = tl.load(x_ptr + token * stride_xt + columns, mask=columns < tl.where(routed, H, 0), other=0.0)
+    tl.store(out_ptr + row.to(tl.int64) * H + columns, x, mask=columns < H)

@@ -1,0 +1,258 @@
+"""Device functions that all grouped kernels share, Gluon's included: the layout of a schedule, tiles, loads and stores.
+
+A schedule (`grouped_moe.rows.Rows`) is one int32 array of three parts:
+    expert offsets (E + 1,): the first row of each expert, and the row past the last expert's last one;
+    tile offsets (E + 1,): the number of m tiles before each expert, and the number of all m tiles;
+    tile experts: the expert of each m tile.
+Only the functions below know where the parts begin. A pointer to expert offsets alone serves where no tiles are needed.
+
+A row index is int32 (fewer than 2^31 rows); its product with a stride is int64 (2^31 elements or more).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def expert_rows(expert, schedule_ptr):
+    """(first row, the row past the last one) of an expert."""
+    return tl.load(schedule_ptr + expert), tl.load(schedule_ptr + expert + 1)
+
+
+@triton.jit
+def end_of_rows(schedule_ptr, NUM_EXPERTS: tl.constexpr):
+    """The row past the last expert's last one."""
+    return tl.load(schedule_ptr + NUM_EXPERTS)
+
+
+@triton.jit
+def tile_offsets(schedule_ptr, NUM_EXPERTS: tl.constexpr):
+    """Pointer to the tile offsets."""
+    return schedule_ptr + (NUM_EXPERTS + 1)
+
+
+@triton.jit
+def tile_offset(expert, schedule_ptr, NUM_EXPERTS: tl.constexpr):
+    """The number of m tiles before an expert."""
+    return tl.load(tile_offsets(schedule_ptr, NUM_EXPERTS) + expert)
+
+
+@triton.jit
+def expert_tiles(expert, schedule_ptr, NUM_EXPERTS: tl.constexpr):
+    """(number of m tiles before an expert, number of its m tiles)."""
+    tile_offsets_ptr = tile_offsets(schedule_ptr, NUM_EXPERTS)
+    before = tl.load(tile_offsets_ptr + expert)
+    return before, tl.load(tile_offsets_ptr + expert + 1) - before
+
+
+@triton.jit
+def tile_experts(schedule_ptr, NUM_EXPERTS: tl.constexpr):
+    """Pointer to the expert of each m tile."""
+    return schedule_ptr + (2 * NUM_EXPERTS + 2)
+
+
+@triton.jit
+def num_row_tiles(schedule_ptr, NUM_EXPERTS: tl.constexpr):
+    """The number of m tiles."""
+    return tl.load(schedule_ptr + (2 * NUM_EXPERTS + 1))
+
+
+@triton.jit
+def find_expert(m_tile, schedule_ptr, NUM_EXPERTS: tl.constexpr):
+    """The expert of an m tile, which must be less than num_row_tiles."""
+    return tl.load(tile_experts(schedule_ptr, NUM_EXPERTS) + m_tile)
+
+
+@triton.jit
+def find_tile(tile, schedule_ptr, NUM_EXPERTS: tl.constexpr, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
+    """Tile number -> (expert, m tile within the expert, n tile).
+
+    Experts come in order; `grouped_order` orders the tiles of one. The caller guarantees that
+    tile < num_row_tiles * NUM_N_TILES.
+    """
+    expert = find_expert(tile // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
+    before, num_m_tiles = expert_tiles(expert, schedule_ptr, NUM_EXPERTS)
+    m_tile, n_tile = grouped_order(tile - before * NUM_N_TILES, num_m_tiles, NUM_N_TILES, GROUP_M)
+    return expert, m_tile, n_tile
+
+
+@triton.jit
+def grouped_order(tile, num_m_tiles, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
+    """Number of a tile within its expert -> (m tile, n tile).
+
+    GROUP_M m tiles go through the n tiles together, so that they read a weight tile from L2. If fewer than half of
+    GROUP_M are left over, they go with the last group: on their own they would read all weights again.
+    """
+    last = tl.maximum((num_m_tiles + GROUP_M // 2) // GROUP_M - 1, 0)
+    group = tl.minimum(tile // (GROUP_M * NUM_N_TILES), last)
+    group_size = tl.where(group == last, num_m_tiles - last * GROUP_M, GROUP_M)
+    group_size = tl.maximum(group_size, 1)  # an expert without tiles: the result is not used
+    within_group = tile - group * (GROUP_M * NUM_N_TILES)
+    return group * GROUP_M + within_group % group_size, within_group // group_size
+
+
+@triton.jit
+def tile_rows(expert, m_tile, expert_offsets_ptr, BLOCK_M: tl.constexpr):
+    """(first row, rows, mask) of a tile.
+
+    Rows past the expert's last one repeat it, so that every address is valid. The mask leaves them out of stores, and
+    out of loads, which would read that one row many times.
+    """
+    first = tl.load(expert_offsets_ptr + expert) + m_tile * BLOCK_M
+    count = tl.load(expert_offsets_ptr + expert + 1) - first
+    index = tl.arange(0, BLOCK_M)
+    return first, first + tl.minimum(index, count - 1), index < count
+
+
+@triton.jit
+def tile_ptrs(ptr, first_row, first_column, ROW_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pointers to a (BLOCK_M, BLOCK_N) tile of a contiguous (rows, ROW_SIZE) tensor; offsets in the tile are int32."""
+    offsets = tl.arange(0, BLOCK_M)[:, None] * ROW_SIZE + tl.arange(0, BLOCK_N)[None, :]
+    return ptr + (first_row.to(tl.int64) * ROW_SIZE + first_column) + offsets
+
+
+@triton.jit
+def add_bias(acc, bias_ptr, stride_bn, first_column, scales, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """acc plus BLOCK_N values of an expert's bias, (N,), each times the row's scale if given; acc without bias_ptr."""
+    if bias_ptr is None:
+        return acc
+    else:
+        columns = first_column + tl.arange(0, BLOCK_N)
+        bias = load_bias(bias_ptr, stride_bn, columns, N)[None, :]
+        return acc + (bias if scales is None else scales[:, None] * bias)
+
+
+@triton.jit
+def load_bias(bias_ptr, stride_bn, columns, N: tl.constexpr):
+    """Values of an expert's bias, (N,), in fp32; 0 for columns from N on."""
+    return tl.load(bias_ptr + columns.to(tl.int64) * stride_bn, mask=columns < N, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_slots(row_to_slot_ptr, rows):
+    """The slot of each row; the row itself without row_to_slot_ptr."""
+    if row_to_slot_ptr is None:
+        return rows
+    else:
+        return tl.load(row_to_slot_ptr + rows)
+
+
+@triton.jit
+def load_scales(scales_ptr, rows):
+    """One factor per row, in fp32."""
+    return tl.load(scales_ptr + rows).to(tl.float32)
+
+
+@triton.jit
+def store_columns(
+    ptr, value, first_row, row_mask, first_column, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Stores BLOCK_N columns of a tile to a contiguous (rows, N) tensor."""
+    inside = first_column + tl.arange(0, BLOCK_N) < N
+    ptrs = tile_ptrs(ptr, first_row, first_column, N, BLOCK_M, BLOCK_N)
+    tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=row_mask[:, None] & inside[None, :])
+
+
+@triton.jit
+def column_halves(acc):
+    """(left half, right half) of a tile. An epilogue that takes them one after the other needs fewer registers."""
+    return tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def column_pieces(acc, PIECES: tl.constexpr):
+    """A tile as a tuple of PIECES tiles of neighbouring columns."""
+    if PIECES == 1:
+        return (acc,)
+    else:
+        left, right = column_halves(acc)
+        return column_pieces(left, PIECES // 2) + column_pieces(right, PIECES // 2)
+
+
+@triton.jit
+def scale_rows(value, scales):
+    """value times one factor per row; value itself without scales."""
+    if scales is None:
+        return value
+    else:
+        return scales[:, None] * value
+
+
+@triton.jit
+def source_rows(rows, row_to_slot_ptr, TOP_K: tl.constexpr):
+    """The row of the operand that each routed row reads: its token, slot // TOP_K, or with TOP_K == 0 itself. int64."""
+    if TOP_K == 0:
+        return rows.to(tl.int64)
+    else:
+        return (tl.load(row_to_slot_ptr + rows) // TOP_K).to(tl.int64)
+
+
+@triton.jit
+def load_weights(w_ptrs, k_mask, n_mask, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr):
+    """A (BLOCK_K, BLOCK_N) weight tile, 0 where masked. A mask that is not needed would prevent vectorized loads."""
+    if EVEN_K and EVEN_N:
+        return tl.load(w_ptrs)
+    elif EVEN_N:
+        return tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
+    elif EVEN_K:
+        return tl.load(w_ptrs, mask=n_mask[None, :], other=0.0)
+    else:
+        return tl.load(w_ptrs, mask=k_mask[:, None] & n_mask[None, :], other=0.0)
+
+
+@triton.jit
+def dot_tile(
+    x_ptrs,  # (BLOCK_M, BLOCK_K) pointers at k = 0
+    row_mask,  # (BLOCK_M,) rows to read; the others count as 0
+    stride_xk,
+    w_ptrs,  # (BLOCK_K, BLOCK_N) pointers at k = 0
+    stride_wk,
+    n_mask,  # (BLOCK_N,) columns in range
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """x @ w over K, (BLOCK_M, BLOCK_N) fp32. The tail of K is masked in both operands."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
+        else:
+            x = tl.load(x_ptrs, mask=row_mask[:, None] & (k < K - start)[None, :], other=0.0)
+        w = load_weights(w_ptrs, k < K - start, n_mask, K % BLOCK_K == 0, N % BLOCK_N == 0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
+        w_ptrs += tl.cast(stride_wk, tl.int64) * BLOCK_K
+    return acc
+
+
+@triton.jit
+def dot_tile_tma(
+    x_desc,  # (rows, K), blocks of (BLOCK_M, BLOCK_K)
+    first_row,
+    w_desc,  # (E, K, N), blocks of (1, BLOCK_K, BLOCK_N), if W_KN; else (E, N, K), blocks of (1, BLOCK_N, BLOCK_K)
+    expert,
+    first_column,
+    K: tl.constexpr,
+    W_KN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`dot_tile` with operands loaded by TMA, which reads 0 past every extent.
+
+    Rows past the expert's last one are the next expert's or undefined: the caller must not store their results.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x = x_desc.load([first_row, k])
+        if W_KN:
+            w = w_desc.load([expert, k, first_column]).reshape(BLOCK_K, BLOCK_N)
+        else:
+            w = w_desc.load([expert, first_column, k]).reshape(BLOCK_N, BLOCK_K).T
+        acc = tl.dot(x, w, acc)
+    return acc

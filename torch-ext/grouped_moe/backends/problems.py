@@ -1,0 +1,88 @@
+"""What decides how a product is computed: all that kernels are compiled for, nothing that changes from call to call.
+
+No field depends on the number of rows but for classes of it, of which there are few: a number of rows that was not seen
+before finds the launcher of an earlier one.
+"""
+
+from typing import NamedTuple, Optional
+
+import torch
+
+from ..common.activation import Activation
+from ..common.device import DeviceSpec
+
+
+class GemmProblem(NamedTuple):
+    """y[r] = W[e] x[r] + scales[r] bias[e].
+
+    layout: "nk" for a weight (E, N, K), "kn" for (E, K, N), where x and the weight can be read by descriptor; else
+    None. zero_rest: rows of no group are written as 0. many_rows: more than ragged descriptors count. wide: tiles of
+    256 columns take less time (`tuning.heuristic.wide_pays`).
+    """
+
+    spec: DeviceSpec
+    dtype: torch.dtype
+    precision: str
+    num_groups: int
+    block_m: int
+    n: int
+    k: int
+    layout: Optional[str]
+    zero_rest: bool
+    many_rows: bool
+    wide: bool
+
+
+class BlockProblem(NamedTuple):
+    """One of the two fused products of the experts block: the up-projection, or the dgrad of the down-projection.
+
+    n: I. k: H. top_k: slots of a token where rows are routed, else 0. layout: of the weight as in `GemmProblem`, None
+    if it cannot be read by descriptor. rows_by_tma: whether x or dout can be. many_rows: as there. saves_preact:
+    whether the up-projection also returns the pre-activation.
+    """
+
+    spec: DeviceSpec
+    dtype: torch.dtype
+    precision: str
+    num_groups: int
+    block_m: int
+    n: int
+    k: int
+    top_k: int
+    layout: Optional[str]
+    transposed: bool
+    rows_by_tma: bool
+    many_rows: bool
+    gated: bool
+    interleaved: bool
+    activation: Activation
+    saves_preact: bool
+
+    @property
+    def width(self) -> int:
+        """Columns of the pre-activation."""
+        return 2 * self.n if self.gated else self.n
+
+
+class WgradProblem(NamedTuple):
+    """dw[e] = sum over the rows r of e of lhs[r] rhs[r]^T, (E, M, N).
+
+    gathered: "lhs" or "rhs" for the operand that is read at the tokens of the rows, else None. rows_per_group: the
+    class of the average (`tuning.heuristic.rows_per_group`). rows_by_tma: whether both operands can be read by
+    descriptor. out_by_tma: whether dw can be written by one. many_rows: as in `GemmProblem`.
+    """
+
+    spec: DeviceSpec
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    precision: str
+    num_groups: int
+    m: int
+    n: int
+    top_k: int
+    gathered: Optional[str]
+    rows_per_group: int
+    rows_by_tma: bool
+    out_by_tma: bool
+    many_rows: bool
+    accumulate: bool

@@ -1,0 +1,20 @@
+"""The CPU backend: the same contract as the Triton backend, one GEMM per group that has rows.
+
+One rounding differs: in two-byte dtypes the activation starts from the stored, rounded pre-activation here, and from
+the accumulator there.
+"""
+
+from .experts import down_dgrad, up_proj
+from .linear import bias_grads, gemm, num_bias_dots, sum_dots, wgrad
+from .permute import combine, combine_grad, gather_rows
+from .routing import route, split_rows
+
+__all__ = [
+    "bias_grads", "combine", "combine_grad", "down_dgrad", "gather_rows", "gemm", "is_decode",
+    "num_bias_dots", "route", "split_rows", "sum_dots", "up_proj", "wgrad",
+]  # fmt: skip
+
+
+def is_decode(block, num_tokens, top_k) -> bool:
+    """Whether `decode` is for a call; it never is on a CPU."""
+    return False

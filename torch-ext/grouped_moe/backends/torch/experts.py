@@ -1,0 +1,78 @@
+"""The two fused products of the experts block on the CPU: elementwise passes in fp32 or wider."""
+
+from typing import Iterator, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ...block import Block
+from ...common import activation as act
+from ...rows import Rows
+from .linear import groups_with_rows, in_its_dtype, rows_of, scales_of, wide_dtype
+
+_CHUNK = 256  # rows per elementwise pass: its temporaries stay in the cache
+
+
+def _chunks(rows: Rows) -> Iterator[Tuple[int, int]]:
+    """The rows that any expert has, some at a time: (first row, end)."""
+    first, end = int(rows.group_offsets[0]), int(rows.group_offsets[-1])
+    for start in range(first, end, _CHUNK):
+        yield start, min(start + _CHUNK, end)
+
+
+@in_its_dtype
+def up_proj(
+    block: Block, x: Tensor, rows: Rows, scales: Optional[Tensor], *, save: bool, activate: bool
+) -> Tuple[Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    """(preact (rows, P) if save, scales * activation (rows, I) if activate); rows of no expert stay unwritten.
+
+    preact[r] = W1[e] x[r] + b1[e], of x[token of r] for routed rows. scales: (rows,), of rows in place.
+    """
+    weight = block.up if block.transposed else block.up.transpose(1, 2)
+    preact = x.new_empty((rows.num_rows, block.preact_width))
+    for group, start, end in groups_with_rows(rows):
+        source = rows_of(x, rows, start, end, rows.top_k > 0)
+        if block.up_bias is None:
+            torch.mm(source, weight[group], out=preact[start:end])
+        else:
+            torch.addmm(block.up_bias[group], source, weight[group], out=preact[start:end])
+    if not activate:
+        return preact, None
+    activated = x.new_empty((rows.num_rows, block.intermediate))
+    for start, end in _chunks(rows):
+        wide = preact[start:end].to(wide_dtype(x))
+        value = act.forward(wide, block.activation, block.gated, block.interleaved)
+        if scales is not None:
+            value = value * scales[start:end, None].to(value.dtype)
+        activated[start:end] = value
+    return preact if save else None, activated
+
+
+@in_its_dtype
+def down_dgrad(
+    block: Block, dout: Tensor, rows: Rows, scales: Optional[Tensor], preact: Tensor, *, needs_dpreact: bool,
+    needs_act: bool, needs_dots: bool, more_dots: int, overwrite: bool,
+) -> Tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """With g[r] = dout[r] W2[e], of dout[token of r] for routed rows, and the activation a[r] recomputed out of preact:
+
+    (dpreact (rows, P) = scales[r] g[r] * a'(preact[r]), scales[r] a[r] (rows, I), dots (1 + more_dots, rows), of which
+    the first are <g[r], a[r]>). scales: per row, or per slot for routed rows. Rows of no expert stay unwritten.
+    more_dots: further inner products there is room for. overwrite: dpreact takes the place of preact.
+    """
+    wide = wide_dtype(preact)
+    weight = block.down.transpose(1, 2) if block.transposed else block.down  # (E, H, I)
+    grad = preact.new_empty((rows.num_rows, block.intermediate))
+    for group, start, end in groups_with_rows(rows):
+        torch.mm(rows_of(dout, rows, start, end, rows.top_k > 0), weight[group], out=grad[start:end])
+    dpreact = preact if overwrite else torch.empty_like(preact)
+    dots = preact.new_empty((1 + more_dots, rows.num_rows), dtype=wide)
+    for start, end in _chunks(rows):
+        wide_grad = grad[start:end].to(wide)
+        factors = None if scales is None else scales_of(scales, rows, start, end)[:, None].to(wide)
+        weighted = wide_grad if factors is None else factors * wide_grad
+        value, dpreact[start:end] = act.forward_and_vjp(
+            preact[start:end].to(wide), weighted, block.activation, block.gated, block.interleaved
+        )
+        dots[0, start:end] = (wide_grad * value).sum(1)
+        grad[start:end] = value if factors is None else value.mul_(factors)
+    return dpreact, grad, dots

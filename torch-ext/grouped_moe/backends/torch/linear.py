@@ -1,0 +1,147 @@
+"""Products and sums over the rows of each group on the CPU: one GEMM per group that has rows.
+
+`_in_its_dtype` keeps autocast away: operands have their dtype already, and sums are meant to be wide.
+"""
+
+import functools
+from typing import Callable, Iterator, List, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ...rows import Rows
+
+
+def in_its_dtype(function: Callable) -> Callable:
+    """Runs a function outside of autocast. (`torch.autocast` as a decorator would hold the state of all threads.)"""
+
+    @functools.wraps(function)
+    def plain(*args, **kwargs):
+        with torch.autocast("cpu", enabled=False):
+            return function(*args, **kwargs)
+
+    return plain
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of sums: fp32, or fp64 for fp64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def groups_with_rows(rows: Rows) -> Iterator[Tuple[int, int, int]]:
+    """(group, first row, end row) of each group that has rows. Offsets are on the CPU: no sync."""
+    bounds: List[int] = rows.group_offsets.tolist()
+    for group, (start, end) in enumerate(zip(bounds, bounds[1:])):
+        if end > start:
+            yield group, start, end
+
+
+def slots_of(rows: Rows, start: int, end: int) -> Tensor:
+    """The slots of some rows."""
+    return rows.row_to_slot[start:end]
+
+
+def rows_of(x: Tensor, rows: Rows, start: int, end: int, of_tokens: bool) -> Tensor:
+    """Rows [start, end) of x, gathered if x has one row per token."""
+    return x.index_select(0, slots_of(rows, start, end) // rows.top_k) if of_tokens else x[start:end]
+
+
+def scales_of(scales: Tensor, rows: Rows, start: int, end: int) -> Tensor:
+    """The scales of some rows, which are per slot if rows are routed."""
+    return scales.reshape(-1)[slots_of(rows, start, end)] if rows.top_k else scales[start:end]
+
+
+@in_its_dtype
+def gemm(
+    x: Tensor, weight: Tensor, rows: Rows, *, transposed: bool = False, bias: Optional[Tensor] = None,
+    scales: Optional[Tensor] = None, zero_rest: bool = False,
+) -> Tensor:  # fmt: skip
+    """y[r] = W[e] x[r] + scales[r] bias[e], for rows in place.
+
+    x: (rows, K). weight: (E, N, K) or, transposed, (E, K, N). bias: (E, N). Returns (rows, N), where rows of no group
+    are unwritten or, with zero_rest, 0.
+    """
+    w = weight if transposed else weight.transpose(1, 2)
+    y = x.new_empty((x.shape[0], w.shape[2]))
+    if zero_rest:
+        y[: rows.group_offsets[0]] = 0
+        y[rows.group_offsets[-1] :] = 0
+    for group, start, end in groups_with_rows(rows):
+        if bias is None:
+            torch.mm(x[start:end], w[group], out=y[start:end])
+            continue
+        added = bias[group]
+        if scales is not None:
+            wide = wide_dtype(x)
+            added = torch.outer(scales[start:end].to(wide), added.to(wide)).to(x.dtype)
+        torch.addmm(added, x[start:end], w[group], out=y[start:end])
+    return y
+
+
+@in_its_dtype
+def wgrad(
+    lhs: Tensor, rhs: Tensor, rows: Rows, out: Tensor, *, lhs_of_tokens: bool = False, rhs_of_tokens: bool = False,
+    accumulate: bool = False,
+) -> None:  # fmt: skip
+    """out[g] = sum over the rows r of group g of lhs[r] rhs[r]^T, 0 for a group without rows; or is added to out[g].
+
+    lhs: (rows, M), or (T, M) with lhs_of_tokens. rhs: (rows, N), the same. out: (G, M, N), any strides and dtype.
+    """
+    if not accumulate:
+        offsets = rows.group_offsets
+        for group in (offsets[1:] == offsets[:-1]).nonzero().squeeze(1).tolist():
+            out[group].zero_()
+    for group, start, end in groups_with_rows(rows):
+        left, right = (
+            rows_of(operand, rows, start, end, of_tokens)
+            for operand, of_tokens in ((lhs, lhs_of_tokens), (rhs, rhs_of_tokens))
+        )
+        if out.dtype != lhs.dtype:
+            wide = wide_dtype(lhs)
+            product = left.t().to(wide) @ right.to(wide)
+            out[group] = out[group] + product if accumulate else product
+        elif accumulate:
+            out[group].addmm_(left.t(), right)
+        else:
+            torch.mm(left.t(), right, out=out[group])
+
+
+def num_bias_dots(n: int) -> int:
+    """Into how many parts `bias_grads` cuts an inner product over N columns."""
+    return 1
+
+
+@in_its_dtype
+def bias_grads(
+    dy: Tensor, rows: Rows, scales: Optional[Tensor], bias: Optional[Tensor], dbias: Optional[Tensor],
+    dots: Optional[Tensor], accumulate: bool = False,
+) -> None:  # fmt: skip
+    """dbias[e] = sum over the rows r of e of scales[r] dy[r], or plus that; dots[:, r] = parts of <dy[r], bias[e]>.
+
+    dy: (rows, N), or (T, N) of routed rows, whose scales are per slot. bias: (E, N). dbias: (E, N) or None. dots:
+    (`num_bias_dots`, rows), or None without a bias.
+    """
+    if dbias is not None and not accumulate:
+        dbias.zero_()
+    wide = wide_dtype(dy)
+    for group, start, end in groups_with_rows(rows):
+        grads = rows_of(dy, rows, start, end, rows.top_k > 0).to(wide)
+        if dots is not None:
+            dots[0, start:end] = grads @ bias[group].to(wide)
+        if dbias is not None:
+            if scales is None:
+                total = grads.sum(0)
+            else:
+                total = scales_of(scales, rows, start, end).to(wide) @ grads
+            dbias[group] += total.to(dbias.dtype)
+
+
+def sum_dots(dots: Tensor, rows: Rows, out: Tensor, accumulate: bool = False) -> None:
+    """out[r] = sum of dots[:, r], or plus that; out[s] = that of the slot's row for routed rows; 0 without a row."""
+    first, end = int(rows.group_offsets[0]), int(rows.group_offsets[-1])
+    if not accumulate:
+        out.zero_()
+    index = slots_of(rows, first, end).to(torch.int64) if rows.top_k else torch.arange(first, end)
+    sums = dots[:, first:end].sum(0)
+    flat = out.view(-1)
+    flat[index] = (flat[index] + sums if accumulate else sums).to(out.dtype)

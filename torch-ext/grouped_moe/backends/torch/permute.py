@@ -1,0 +1,62 @@
+"""From token order to row order and back on the CPU."""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ...rows import Rows
+from .linear import wide_dtype
+
+_TOKENS = 64  # tokens combined at a time: their rows in fp32 stay in the cache
+
+
+def gather_rows(x: Tensor, rows: Rows) -> Tensor:
+    """out[r] = x[token of r] for routed rows, 0 for the rest. x: (T, H). Returns (rows, H)."""
+    out = x.new_zeros((rows.num_rows, x.shape[1]))
+    end = int(rows.group_offsets[-1])
+    out[:end] = x.index_select(0, rows.row_to_slot[:end] // rows.top_k)
+    return out
+
+
+def combine(y: Tensor, weights: Optional[Tensor], rows: Rows) -> Tensor:
+    """out[t] = sum over the routed slots of token t, in order, of weights[slot] y[row], in fp32 or wider.
+
+    y: (rows, H). weights: (S,) or (T, top_k), None for ones. Returns (T, H) in the dtype of y.
+    """
+    top_k, slot_to_row = rows.top_k, rows.slot_to_row
+    num_tokens = slot_to_row.shape[0] // top_k
+    out = y.new_empty((num_tokens, y.shape[1]))
+    for start in range(0, num_tokens, _TOKENS):
+        end = min(start + _TOKENS, num_tokens)
+        chunk = slot_to_row[start * top_k : end * top_k]
+        slots = (chunk >= 0).nonzero().squeeze(1)
+        values = y.index_select(0, chunk[slots]).to(wide_dtype(y))
+        # A bag per token: a slot without a row is in none, and a token without rows has an empty one, whose sum is 0.
+        counts = torch.bincount(slots // top_k, minlength=end - start)
+        factors = None
+        if weights is not None:
+            factors = weights.reshape(-1)[start * top_k : end * top_k][slots].to(values.dtype)
+        ids = torch.arange(slots.shape[0], device=slots.device)
+        out[start:end] = torch.nn.functional.embedding_bag(
+            ids, values, counts.cumsum(0) - counts, mode="sum", per_sample_weights=factors
+        )
+    return out
+
+
+def combine_grad(
+    dout: Tensor, y: Optional[Tensor], weights: Tensor, rows: Rows, needs_dy: bool
+) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    """(dy, dweights) of `combine`, dy if it is needed and dweights if y is given; dy of rows that no slot owns is 0."""
+    slots = (rows.slot_to_row >= 0).nonzero().squeeze(1)
+    index = rows.slot_to_row[slots]
+    dout_rows = dout.index_select(0, slots // rows.top_k).to(wide_dtype(dout))
+    dy = dweights = None
+    if needs_dy:
+        dy = dout.new_zeros((rows.num_rows, dout.shape[1]))
+        dy[index] = (dout_rows * weights.reshape(-1)[slots, None].to(dout_rows.dtype)).to(dy.dtype)
+    if y is not None:
+        dweights = torch.zeros_like(weights)
+        inner = (dout_rows * y.index_select(0, index).to(dout_rows.dtype)).sum(1)
+        dweights.view(-1)[slots] = inner.to(weights.dtype)
+    return dy, dweights

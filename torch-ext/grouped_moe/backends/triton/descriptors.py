@@ -1,0 +1,49 @@
+"""Descriptors of the tensor memory accelerator (TMA): which tensors it takes, and how kernels get them."""
+
+from typing import Optional, Sequence, Tuple
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...common.device import DeviceSpec
+from .launch import ALIGNMENT
+
+MAX_RAGGED_ROWS = 1 << 30  # that the ragged descriptors of Gluon's kernels count
+
+
+def tma_strides(tensor: Tensor) -> Optional[Tuple[int, ...]]:
+    """The strides of a tensor if TMA takes it, else None: contiguous columns, all else in steps of 16 bytes.
+
+    A dimension of one step may have any stride, but is given one that the hardware wants.
+    """
+    strides, unit = tensor.stride(), ALIGNMENT // tensor.element_size()
+    if strides[-1] != 1 or tensor.data_ptr() % ALIGNMENT:
+        return None
+    for stride in strides[:-1]:
+        if stride <= 0 or stride % unit:
+            break
+    else:
+        return strides
+    shape = tensor.shape
+    taken = [stride if size > 1 else -(-shape[-1] // unit) * unit for size, stride in zip(shape[:-1], strides)]
+    return None if any(stride <= 0 or stride % unit for stride in taken) else (*taken, 1)
+
+
+def takes_rows(x: Tensor, spec: DeviceSpec) -> bool:
+    """Whether rows x (rows, K) can be read by descriptor, and it pays."""
+    return spec.wide_tiles and x.element_size() == 2 and tma_strides(x) is not None
+
+
+def weight_layout(weight: Tensor, transposed: bool) -> Optional[str]:
+    """How a weight lies in memory for TMA: "nk" for (E, N, K), "kn" for (E, K, N), None if TMA does not take it.
+
+    weight: (E, N, K) or, transposed, (E, K, N), of any strides.
+    """
+    if tma_strides(weight) is None:
+        return None
+    return "kn" if transposed else "nk"
+
+
+def describe(tensor: Tensor, block: Sequence[int]):
+    """A descriptor of a tensor that TMA takes, for Triton's kernels."""
+    return TensorDescriptor(tensor, tensor.shape, tma_strides(tensor), list(block))

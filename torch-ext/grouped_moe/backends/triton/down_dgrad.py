@@ -1,0 +1,85 @@
+"""The gradient that the down-projection's input gets, fused with the activation's derivative."""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ...block import Block
+from ...rows import Rows, max_tiles
+from ...tuning.heuristic import dgrad_config, persistent_grid, triton_path
+from ..kernels.experts import down_dgrad_kernel
+from ..problems import BlockProblem
+from ..table import launcher_of
+from .descriptors import describe
+from .gemm import nk_strides
+from .launch import Kernel
+from .permute import sort_rows
+from .up_proj import block_constants, problem_of, weight_by_tma
+
+
+def supports(problem: BlockProblem) -> bool:
+    """All of them."""
+    return True
+
+
+class Launcher:
+    """The Triton kernel, persistent, which gathers routed rows; the weight comes by descriptor or by pointer."""
+
+    reads_sorted_rows = False
+
+    def __init__(self, problem: BlockProblem):
+        self.problem, self.by_tma = problem, weight_by_tma(problem)
+        p = problem
+        self.config = dgrad_config(p.block_m, p.n, p.dtype, p.spec, p.interleaved, self.by_tma)
+        self.num_dots = -(-p.n // self.config.block_n)
+        constants = {
+            **block_constants(p), "TMA": self.by_tma, "W_KN": self.by_tma and p.layout == "kn",
+            **self.config.constants(),
+        }  # fmt: skip
+        self.kernel = Kernel(
+            down_dgrad_kernel, constants, self.config.options(), self.config.describe(triton_path(self.by_tma))
+        )
+
+    def __call__(
+        self, block: Block, dout: Tensor, scales: Optional[Tensor], preact: Tensor, dpreact: Optional[Tensor],
+        act: Optional[Tensor], dots: Optional[Tensor], rows: Rows,
+    ) -> None:  # fmt: skip
+        """Writes dpreact, act and the first `num_dots` of dots, where they are given."""
+        p, config = self.problem, self.config
+        if self.by_tma:
+            tile = (1, config.block_k, config.block_n) if p.layout == "kn" else (1, config.block_n, config.block_k)
+            weight = describe(block.down, tile), 0, 0, 0
+        else:
+            weight = block.down, *nk_strides(block.down, p.transposed)
+        tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
+        self.kernel(
+            persistent_grid(config, tiles, p.n, p.spec), dout, *dout.stride(), *weight, scales, preact, dpreact, act,
+            dots, rows.num_rows, rows.row_to_slot if p.top_k else None, rows.schedule,
+        )  # fmt: skip
+
+
+def down_dgrad(
+    block: Block, dout: Tensor, rows: Rows, scales: Optional[Tensor], preact: Tensor, *, needs_dpreact: bool,
+    needs_act: bool, needs_dots: bool, more_dots: int, overwrite: bool,
+) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    """With g[r] = dout[r] W2[e], of dout[token of r] for routed rows, and the activation a[r] recomputed out of preact:
+
+    (dpreact (rows, P) = scales[r] g[r] * a'(preact[r]), scales[r] a[r] (rows, I), dots (parts + more_dots, rows), of
+    which the first parts sum up to <g[r], a[r]>), None where not needed. scales: per row, or per slot for routed rows.
+    Rows of no expert stay unwritten. more_dots: further inner products there is room for. overwrite: dpreact takes the
+    place of preact.
+    """
+    num_rows, n = rows.num_rows, block.intermediate
+    dpreact = (preact if overwrite else torch.empty_like(preact)) if needs_dpreact else None
+    problem = problem_of(block, dout, block.down, rows, False, not block.transposed)
+    launcher = launcher_of("down_dgrad", problem)
+    if num_rows and launcher.reads_sorted_rows and rows.top_k:
+        dout = sort_rows(dout, rows)
+    act = dout.new_empty((num_rows, n)) if needs_act else None
+    dots = None
+    if needs_dots:
+        dots = dout.new_empty((launcher.num_dots + more_dots, num_rows), dtype=torch.float32)
+    if num_rows:
+        launcher(block, dout, scales, preact, dpreact, act, dots, rows)
+    return dpreact, act, dots

@@ -1,0 +1,104 @@
+"""Grouped GEMM over rows that are sorted by group."""
+
+from functools import lru_cache
+from typing import Optional
+
+from torch import Tensor
+
+from ...common.device import dot_precision, spec_of
+from ...rows import Rows, max_tiles
+from ...tuning.heuristic import gemm_config, persistent_grid, triton_path, wide_pays
+from ..kernels.gemm import grouped_gemm_kernel, zero_ungrouped_kernel
+from ..problems import GemmProblem
+from ..table import launcher_of
+from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
+from .launch import Kernel
+
+_ZERO_PROGRAMS_PER_SM = 4
+_ZERO_CHUNK = 4096  # elements
+
+
+def supports(problem: GemmProblem) -> bool:
+    """All of them."""
+    return True
+
+
+class Launcher:
+    """The Triton kernel, persistent; by descriptor where both operands can be read so, else by pointer."""
+
+    def __init__(self, problem: GemmProblem):
+        self.problem, self.by_tma = problem, problem.layout is not None
+        p = problem
+        self.config = config = gemm_config(p.block_m, p.n, p.dtype, p.spec, self.by_tma)
+        constants = {
+            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "ZERO_UNGROUPED": p.zero_rest, "TMA": self.by_tma,
+            "W_KN": p.layout == "kn", "PRECISION": p.precision, **config.constants(),
+        }  # fmt: skip
+        self.kernel = Kernel(
+            grouped_gemm_kernel, constants, config.options(), config.describe(triton_path(self.by_tma))
+        )
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, transposed: bool, bias: Optional[Tensor], scales: Optional[Tensor],
+        y: Tensor, rows: Rows,
+    ) -> None:  # fmt: skip
+        """Writes y."""
+        config, p = self.config, self.problem
+        if self.by_tma:
+            block = (config.block_k, config.block_n) if p.layout == "kn" else (config.block_n, config.block_k)
+            x_and_strides = describe(x, (config.block_m, config.block_k)), 0, 0
+            w_and_strides = describe(weight, (1, *block)), 0, 0, 0
+        else:
+            x_and_strides = x, *x.stride()
+            w_and_strides = weight, *nk_strides(weight, transposed)
+        tiles = max_tiles(x.shape[0], p.num_groups, p.block_m)
+        self.kernel(
+            persistent_grid(config, tiles, p.n, p.spec), *x_and_strides, *w_and_strides, *bias_and_strides(bias),
+            scales, y, rows.schedule, x.shape[0],
+        )  # fmt: skip
+
+
+def nk_strides(weight: Tensor, transposed: bool) -> tuple:
+    """Strides over (E, N, K) of a weight (E, N, K) or, transposed, (E, K, N)."""
+    stride_e, first, second = weight.stride()
+    return (stride_e, second, first) if transposed else (stride_e, first, second)
+
+
+def bias_and_strides(bias: Optional[Tensor]) -> tuple:
+    """A bias (E, N) and its strides as arguments of a kernel."""
+    return (None, 0, 0) if bias is None else (bias, *bias.stride())
+
+
+def gemm(
+    x: Tensor, weight: Tensor, rows: Rows, *, transposed: bool = False, bias: Optional[Tensor] = None,
+    scales: Optional[Tensor] = None, zero_rest: bool = False,
+) -> Tensor:  # fmt: skip
+    """y[r] = W[e] x[r] + scales[r] bias[e], for rows in place.
+
+    x: (rows, K), any strides. weight: (E, N, K) or, transposed, (E, K, N), any strides. bias: (E, N). Returns
+    (rows, N), where rows of no group are unwritten or, with zero_rest, 0.
+    """
+    (num_rows, k), n = x.shape, weight.shape[2 if transposed else 1]
+    y = x.new_empty((num_rows, n))
+    if num_rows:
+        spec, dtype, block_m = spec_of(x), x.dtype, rows.block_m
+        # Row tiles that stream weights do not earn back what descriptors cost.
+        layout = weight_layout(weight, transposed) if block_m >= 64 and takes_rows(x, spec) else None
+        problem = GemmProblem(
+            spec, dtype, dot_precision(dtype, spec), rows.num_groups, block_m, n, k, layout, zero_rest,
+            num_rows > MAX_RAGGED_ROWS, spec.hopper and wide_pays(num_rows, rows.num_groups, n, k, spec),
+        )  # fmt: skip
+        launcher_of("gemm", problem)(x, weight, transposed, bias, scales, y, rows)
+    return y
+
+
+def zero_ungrouped(y: Tensor, rows: Rows) -> None:
+    """Writes 0 to the rows of y before the first group and after the last; costs those rows only."""
+    total, n = y.shape
+    programs = max(1, min(-(-total * n // _ZERO_CHUNK), spec_of(y).num_sms * _ZERO_PROGRAMS_PER_SM))
+    _zero_kernel(rows.num_groups, n)((programs, 1, 1), y, rows.schedule, total)
+
+
+@lru_cache(maxsize=None)
+def _zero_kernel(num_groups: int, n: int) -> Kernel:
+    return Kernel(zero_ungrouped_kernel, {"NUM_GROUPS": num_groups, "N": n, "CHUNK": _ZERO_CHUNK})

@@ -1,0 +1,90 @@
+"""Launches of Triton's kernels: which compiled variant a call needs is looked up, not worked out anew.
+
+`kernel[grid](...)` takes the host 18 to 29 us, most of them to bind arguments and to find the variant.
+`compiled[grid](...)`, as Triton's tutorial on fused softmax launches what it has compiled, takes 8 to 11.
+"""
+
+import inspect
+import logging
+from functools import lru_cache
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ...common import _compat
+
+ALIGNMENT = 16  # bytes: the alignment of pointers that Triton compiles variants for
+# Parameters that change with the number of rows: every kernel marks those it has `do_not_specialize`.
+VARYING = frozenset(("total_rows", "num_slots", "num_rows", "num_chunks", "stride_pn"))
+_INT32 = 31  # bits of a value that needs no int64
+COMPILED = set()  # the variants that were ever launched, which `warm_up` counts
+
+_log = logging.getLogger("grouped_moe")
+
+
+class Kernel:
+    """A kernel with its constexprs and options bound: called with a grid and the arguments before the constexprs.
+
+    variants: the compiled kernels by all that Triton specializes them on besides the constexprs: the device, dtypes,
+    alignment of pointers, and ints, of those that vary whether they need 64 bits.
+    """
+
+    def __init__(
+        self, function: Any, constants: Dict[str, Any], options: Optional[Dict[str, Any]] = None, tile: Any = None
+    ):
+        """tile: how the log describes the choice."""
+        self.function, self.tile = function, tile
+        self.constants, self.options = constants, options or {}
+        parameters = inspect.signature(function.fn).parameters
+        self.values = tuple(constants[name] for name in parameters if name in constants)
+        self.is_varying = tuple(name in VARYING for name in parameters)
+        self.variants: Dict[tuple, Any] = {}
+
+    def __call__(self, grid: Tuple[int, ...], *args: Any) -> None:
+        """The first argument is a tensor or a descriptor; blocks of descriptors are the same in all calls."""
+        first = args[0] if isinstance(args[0], Tensor) else args[0].base
+        if not _compat.keeps_variants(first.is_cuda):
+            self.compile_and_launch(grid, first, args)
+            return
+        key, addresses = [first.get_device()], 0
+        for arg, is_varying in zip(args, self.is_varying):
+            if isinstance(arg, Tensor):
+                addresses |= arg.data_ptr()
+                key.append(arg.dtype)
+            elif is_varying:
+                key.append(arg.bit_length() > _INT32)
+            elif arg is None or type(arg) is int:
+                key.append(arg)
+            else:
+                key.append(arg.base.dtype)
+        if addresses % ALIGNMENT:
+            key += (arg.data_ptr() % ALIGNMENT == 0 for arg in args if isinstance(arg, Tensor))
+        key = tuple(key)
+        compiled = self.variants.get(key)
+        if compiled is None:
+            self.variants[key] = self.compile_and_launch(grid, first, args)
+        else:
+            compiled[grid](*args, *self.values)
+
+    def compile_and_launch(self, grid: Tuple[int, ...], first: Tensor, args: Tuple[Any, ...]) -> Any:
+        """By Triton's own way, which compiles a variant that is not there. Returns the variant."""
+        if self.tile is not None and _log.isEnabledFor(logging.INFO):
+            _log_once(f"{self.function.__name__} on {first.device}: {self.tile}")
+        options = {**_options_of(first.device), **self.options}
+        compiled = self.function[grid](*args, **self.constants, **options)
+        COMPILED.add(compiled)
+        return compiled
+
+
+@lru_cache(maxsize=None)
+def _options_of(device: torch.device) -> Dict[str, Any]:
+    if device.type != "cuda":
+        return _compat.launch_options((0, 0), False)
+    return _compat.launch_options(torch.cuda.get_device_capability(device), torch.version.hip is not None)
+
+
+@lru_cache(maxsize=None)
+def _log_once(line: str) -> None:
+    """Other shapes make the same choice, which is worth one line."""
+    _log.info(line)

@@ -1,0 +1,106 @@
+"""The up-projection of experts, fused with the activation."""
+
+from typing import Optional, Tuple
+
+from torch import Tensor
+
+from ...block import Block
+from ...common.device import dot_precision, spec_of
+from ...rows import Rows, max_tiles
+from ...tuning.heuristic import persistent_grid, triton_path, up_config
+from ..kernels.experts import up_proj_kernel
+from ..problems import BlockProblem
+from ..table import launcher_of
+from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
+from .gemm import bias_and_strides, nk_strides
+from .launch import Kernel
+
+
+def supports(problem: BlockProblem) -> bool:
+    """All of them."""
+    return True
+
+
+def block_constants(problem: BlockProblem) -> dict:
+    """The constexprs of both fused kernels but for the tile's."""
+    activation = problem.activation
+    return {
+        "NUM_EXPERTS": problem.num_groups, "N": problem.n, "K": problem.k, "TOP_K": problem.top_k,
+        "GATED": problem.gated, "INTERLEAVED": problem.interleaved, "ACTIVATION": activation.name,
+        "ALPHA": activation.alpha, "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
+        "PRECISION": problem.precision,
+    }  # fmt: skip
+
+
+def weight_by_tma(problem: BlockProblem) -> bool:
+    """Whether the kernels for any device read the weight by descriptor."""
+    return problem.layout is not None and problem.spec.wide_tiles and problem.dtype.itemsize == 2
+
+
+class Launcher:
+    """The Triton kernel, persistent; the weight comes by descriptor or by pointer."""
+
+    def __init__(self, problem: BlockProblem):
+        self.problem, self.by_tma = problem, weight_by_tma(problem)
+        p = problem
+        self.config = up_config(p.block_m, p.n, p.dtype, p.spec, p.gated, self.by_tma)
+        constants = {
+            **block_constants(p), "TMA": self.by_tma, "W_KN": self.by_tma and p.layout == "kn",
+            **self.config.constants(),
+        }  # fmt: skip
+        self.kernel = Kernel(
+            up_proj_kernel, constants, self.config.options(), self.config.describe(triton_path(self.by_tma))
+        )
+
+    def __call__(
+        self, block: Block, x: Tensor, scales: Optional[Tensor], preact: Optional[Tensor], act: Optional[Tensor],
+        rows: Rows,
+    ) -> None:  # fmt: skip
+        """Writes preact and act, where they are given."""
+        p, config = self.problem, self.config
+        if self.by_tma:
+            weight = self._describe(block.up), 0, 0, 0
+        else:
+            weight = block.up, *nk_strides(block.up, p.transposed)
+        tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
+        self.kernel(
+            persistent_grid(config, tiles, p.n, p.spec), x, *x.stride(), *weight, *bias_and_strides(block.up_bias),
+            preact, act, scales, rows.row_to_slot if p.top_k else None, rows.schedule,
+        )  # fmt: skip
+
+    def _describe(self, up: Tensor):
+        """A tile holds BLOCK_N columns of gate and as many of up: of each half, or neighbours if they alternate."""
+        p, config = self.problem, self.config
+        if p.gated and not p.interleaved and p.layout == "nk":
+            return describe(up.view(p.num_groups, 2, p.n, p.k), (1, 2, config.block_n, config.block_k))
+        width = config.block_n * (2 if p.gated and p.interleaved else 1)
+        return describe(up, (1, config.block_k, width) if p.layout == "kn" else (1, width, config.block_k))
+
+
+def up_proj(
+    block: Block, x: Tensor, rows: Rows, scales: Optional[Tensor], *, save: bool, activate: bool
+) -> Tuple[Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    """(preact (rows, P) if save, scales * activation (rows, I) if activate); rows of no expert stay unwritten.
+
+    preact[r] = W1[e] x[r] + b1[e], of x[token of r] for routed rows. scales: (rows,), of rows in place.
+    """
+    num_rows, n = rows.num_rows, block.intermediate
+    preact = x.new_empty((num_rows, block.preact_width)) if save else None
+    act = x.new_empty((num_rows, n)) if activate else None
+    if num_rows:
+        problem = problem_of(block, x, block.up, rows, save, block.transposed)
+        launcher_of("up_proj", problem)(block, x, scales, preact, act, rows)
+    return preact, act
+
+
+def problem_of(
+    block: Block, x: Tensor, weight: Tensor, rows: Rows, saves_preact: bool, transposed: bool
+) -> BlockProblem:  # fmt: skip
+    """The problem of either fused product, x times the weight (E, N, K) or, transposed, (E, K, N)."""
+    spec, dtype, block_m = spec_of(x), x.dtype, rows.block_m
+    tall = block_m >= 128  # shorter tiles, which stream weights, do not earn back what descriptors cost
+    return BlockProblem(
+        spec, dtype, dot_precision(dtype, spec), rows.num_groups, block_m, block.intermediate, x.shape[1], rows.top_k,
+        weight_layout(weight, transposed) if tall else None, transposed, tall and takes_rows(x, spec),
+        rows.num_rows > MAX_RAGGED_ROWS, block.gated, block.interleaved, block.activation, saves_preact,
+    )  # fmt: skip

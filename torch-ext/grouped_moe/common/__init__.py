@@ -1,0 +1,1 @@
+"""What every op of the package shares; nothing here imports Triton."""

@@ -1,0 +1,115 @@
+"""Every private name of torch and triton that the package uses, each behind a test for it and with a way without it.
+
+The docstring of each function says what is private, why nothing public does the same, and what happens without it.
+"""
+
+import contextlib
+import importlib
+from functools import lru_cache
+from typing import Any, Tuple
+
+import torch
+
+# Versions of Triton whose compiled kernels `backends.triton.launch` can tell apart: by the dtype and the 16-byte
+# alignment of pointers, and by whether an int is 1, a multiple of 16 or needs 64 bits.
+_KNOWN_TRITON = ((3, 5), (3, 6), (3, 7), (3, 8), (3, 9))
+
+
+def triton_version() -> Tuple[int, ...]:
+    """(major, minor)"""
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+@lru_cache(maxsize=None)
+def keeps_variants(is_cuda: bool) -> bool:
+    """Whether compiled kernels may be kept by the facts that Triton compiles them for. is_cuda: of a launch's tensors.
+
+    What these facts are is known of some versions, on CUDA. Elsewhere each launch goes through `kernel[grid]`, which
+    takes the host two to three times as long.
+    """
+    return is_cuda and torch.version.cuda is not None and triton_version() in _KNOWN_TRITON
+
+
+@lru_cache(maxsize=None)
+def has_gluon() -> bool:
+    """Whether the Gluon kernels for Hopper can be compiled.
+
+    Gluon is experimental: Triton 3.6 is the first version that has all of what they use. Without it Triton's kernels
+    run on Hopper.
+    """
+    try:
+        importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
+    except ImportError:
+        return False
+    return triton_version() >= (3, 6)
+
+
+@lru_cache(maxsize=None)
+def launch_options(capability: Tuple[int, int], on_amd: bool) -> dict:
+    """Options of all launches: dependent ones where the GPU has them.
+
+    Triton documents neither option. All kernels wait as dependent launches ask for (`device.dependent`); without the
+    option a kernel starts when the one before it has ended. That multiplications and additions are fused is said, as
+    Triton 3.9 warns where it is left open.
+    """
+    options = {"enable_fp_fusion": True}
+    return {**options, "launch_pdl": True} if capability >= (9, 0) and not on_amd else options
+
+
+def keeps_graph() -> bool:
+    """Within a backward: whether the graph stays for another one, so that what was saved must not be overwritten.
+
+    Nothing public tells. Where this is not known the graph counts as kept: a backward then needs more memory.
+    """
+    ask = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else ask()
+
+
+def has_tangents() -> bool:
+    """Whether tensors may have tangents of forward mode; True where that is not known, and each has to be asked.
+
+    The level is private; asking five tensors takes as long as an allocation.
+    """
+    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+
+
+def has_device_assertions() -> bool:
+    """Whether `assert_on_device` can fail. PyTorch for ROCm is built without them."""
+    return hasattr(torch, "_assert_async") and torch.version.hip is None
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Fails on the device, at the next sync, if the condition does not hold. Ask `has_device_assertions` before.
+
+    PyTorch has no public assertion without a sync. Without it a capacity makes room for all slots.
+    """
+    torch._assert_async(condition, message)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor was modified in place, as autograd counts; always 0 where that is not to be had.
+
+    `save_for_backward` compares it, too, but a thousand weights of a layer would cost a thousand saved tensors.
+    """
+    return getattr(tensor, "_version", 0)
+
+
+def is_transparent(kind: type) -> bool:
+    """Whether a class of tensors is one by which PyTorch traces or shards, so that ops see through it.
+
+    They are in private modules, and have nothing public in common. One that moves elsewhere counts as a subclass with
+    operations of its own, which is refused by an error that names it.
+    """
+    return kind.__module__.startswith(("torch._subclasses.", "torch._functorch.", "torch.distributed."))
+
+
+def real_values() -> Any:
+    """Context in which tensors have values although a compiler or an exporter traces with fake ones.
+
+    PyTorch has nothing public for it. Without it, what asks for values under a compiler gets fake ones.
+    """
+    modes = importlib.import_module("torch.utils._python_dispatch")
+    disable = getattr(modes, "_disable_current_modes", None)
+    return contextlib.nullcontext() if disable is None else disable()

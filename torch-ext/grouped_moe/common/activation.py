@@ -1,0 +1,130 @@
+"""Activations of the experts block: their names, parameters and formulas, and the torch implementation of both passes.
+
+With `name` one of silu, gelu (exact, by erf), gelu_tanh, relu, relu2 (relu squared):
+    gated:     a = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
+    not gated: a = act(min(x, limit))
+where act(x) = x * sigmoid(alpha * x) for silu; alpha is 1 and unused for the others. A limit of None clamps nothing.
+transformers' names for the same functions are taken, too: swish, quick_gelu (silu with an alpha of 1.702), gelu_python
+for gelu, and gelu_pytorch_tanh, gelu_python_tanh, gelu_new, gelu_fast, gelu_accurate for gelu_tanh.
+"""
+
+from typing import NamedTuple, Optional, Tuple, Union
+
+import torch
+
+ACTIVATION_NAMES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+
+
+class Activation(NamedTuple):
+    """An activation with parameters; see the module's docstring for the formula.
+
+    The clamped SwiGLU of gpt-oss is `Activation("silu", alpha=1.702, limit=7.0, up_offset=1.0)`.
+    """
+
+    name: str = "silu"
+    alpha: float = 1.0
+    limit: Optional[float] = None
+    up_offset: float = 0.0
+
+
+_ALIASES = {
+    "swish": Activation("silu"),
+    "quick_gelu": Activation("silu", alpha=1.702),
+    "gelu_python": Activation("gelu"),
+    **dict.fromkeys(
+        ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), Activation("gelu_tanh")
+    ),
+}
+
+
+def as_activation(activation: Union[str, Activation], gated: bool, interleaved: bool) -> Activation:
+    """Checks and completes what a caller gave. Raises TypeError and ValueError that name the argument."""
+    if isinstance(activation, str):
+        activation = Activation(activation)
+    elif not isinstance(activation, Activation):
+        raise TypeError(f"activation: expected a name or an Activation, got {type(activation).__name__}")
+    name, alpha, limit, up_offset = activation
+    for field, value in (("alpha", alpha), ("limit", limit), ("up_offset", up_offset)):
+        if not isinstance(value, (int, float)) and not (field == "limit" and value is None):
+            raise TypeError(f"activation: expected a number as {field}, got {type(value).__name__}")
+    alias = _ALIASES.get(name) if isinstance(name, str) else None
+    if alias is not None and 1.0 in (alpha, alias.alpha):
+        name, alpha = alias.name, alpha * alias.alpha
+        activation = Activation(name, alpha, limit, up_offset)
+    elif name not in ACTIVATION_NAMES and alias is None:
+        raise ValueError(f"activation: expected one of {', '.join(ACTIVATION_NAMES)}, got {name!r}")
+    if alpha != 1.0 and name != "silu":
+        raise ValueError(f"activation: alpha applies to silu only, got alpha={alpha} with {name!r}")
+    if not gated and (interleaved or up_offset):
+        raise ValueError("gated: expected True with interleaved or an activation with up_offset, got False")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"activation: limit must be positive or None, got {limit}")
+    return activation
+
+
+def activate(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
+    """act(x), in the dtype of x."""
+    if name == "silu":
+        return torch.nn.functional.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
+    if name == "gelu":
+        return torch.nn.functional.gelu(x)
+    if name == "gelu_tanh":
+        return torch.nn.functional.gelu(x, approximate="tanh")
+    rectified = torch.relu(x)
+    return rectified if name == "relu" else rectified * rectified
+
+
+def activate_vjp(grad: torch.Tensor, x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
+    """grad * act'(x), in the dtype of x; 0 at the kink of relu."""
+    if name == "silu":
+        # x sigmoid(alpha x) = silu(alpha x) / alpha
+        return torch.ops.aten.silu_backward(grad, x if alpha == 1.0 else alpha * x)
+    if name == "gelu":
+        return torch.ops.aten.gelu_backward(grad, x)
+    if name == "gelu_tanh":
+        return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+    return torch.ops.aten.threshold_backward(grad if name == "relu" else 2.0 * x * grad, x, 0)
+
+
+def split_gate_up(preact: torch.Tensor, interleaved: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Views of gate and up in (..., 2 I): [gate | up], or gate and up in turn."""
+    if interleaved:
+        return preact[..., ::2], preact[..., 1::2]
+    gate, up = preact.chunk(2, dim=-1)
+    return gate, up
+
+
+def forward(preact: torch.Tensor, activation: Activation, gated: bool, interleaved: bool) -> torch.Tensor:
+    """a(preact): (R, 2 I) gated or (R, I) -> (R, I), in the dtype of preact."""
+    name, alpha, limit, up_offset = activation
+    if not gated:
+        return activate(preact if limit is None else preact.clamp(max=limit), name, alpha)
+    gate, up = split_gate_up(preact, interleaved)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return activate(gate, name, alpha) * (up + up_offset if up_offset else up)
+
+
+def forward_and_vjp(
+    preact: torch.Tensor, grad: torch.Tensor, activation: Activation, gated: bool, interleaved: bool
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(a(preact), grad * a'(preact)): (R, I) and the shape of preact, in the dtype of preact."""
+    name, alpha, limit, up_offset = activation
+    if not gated:
+        clamped = preact if limit is None else preact.clamp(max=limit)
+        dpreact = activate_vjp(grad, clamped, name, alpha)
+        return activate(clamped, name, alpha), dpreact if limit is None else dpreact.masked_fill_(preact > limit, 0.0)
+    gate, up = split_gate_up(preact, interleaved)
+    clamped, shifted = gate, up
+    if limit is not None:
+        clamped, shifted = gate.clamp(max=limit), up.clamp(-limit, limit)
+    shifted = shifted + up_offset if up_offset else shifted
+    value = activate(clamped, name, alpha)
+    dpreact = torch.empty_like(preact, memory_format=torch.contiguous_format)
+    d_gate, d_up = split_gate_up(dpreact, interleaved)
+    d_gate.copy_(activate_vjp(grad * shifted, clamped, name, alpha))
+    torch.mul(value, grad, out=d_up)
+    if limit is not None:
+        d_gate.masked_fill_(gate > limit, 0.0)
+        d_up.masked_fill_((up > limit) | (up < -limit), 0.0)
+    return value.mul_(shifted), dpreact

@@ -1,0 +1,126 @@
+"""How ops are registered and differentiated, by public functions of torch alone.
+
+A differentiable op has three parts: `name` itself, which callers, compilers and exporters see; `name_forward`, which
+also returns what a backward needs; `name_backward`. The first decides whether autograd records the call. (By
+`torch.library.register_autograd` a recorded call takes the host 58 us, so registered 17.)
+"""
+
+from typing import Callable, List, Optional, Sequence, Tuple
+
+import torch
+
+from .._ops import add_op_namespace_prefix
+from . import _compat
+
+_TWICE = "grouped_moe: differentiable once, but a derivative of a gradient was asked for"
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+
+def define_op(name: str, schema: str, implementation: Callable, fake: Callable) -> None:
+    """Defines an op with one implementation for all devices, and one that makes results of the right shapes alone."""
+    qualified = add_op_namespace_prefix(name)
+    torch.library.define(qualified, schema, tags=_TAGS)
+    torch.library.impl(qualified, "CompositeExplicitAutograd")(implementation)
+    torch.library.register_fake(qualified)(fake)
+
+
+def define_differentiable_op(name: str, schema: str, plain: Callable, recorded: Callable, fake: Callable) -> None:
+    """Defines an op that calls `recorded` where autograd has to record it, else `plain`: both are made of other ops."""
+
+    def choose(*args):
+        return recorded(*args) if needs_autograd(*args) else plain(*args)
+
+    define_op(name, schema, plain, fake)
+    torch.library.impl(add_op_namespace_prefix(name), "Autograd")(choose)
+
+
+def needs_autograd(*args: object) -> bool:
+    """Whether autograd records a call with these arguments."""
+    if torch.is_grad_enabled():
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                return True
+    return False
+
+
+def refuse_forward_mode(name: str, *args: object) -> None:
+    """Raises NotImplementedError if a tensor has a tangent, which the ops would drop silently."""
+    for arg in args if _compat.has_tangents() else ():
+        if isinstance(arg, torch.Tensor) and torch.autograd.forward_ad.unpack_dual(arg).tangent is not None:
+            raise NotImplementedError(f"{name}: no forward-mode differentiation (jvp), got a tensor with a tangent")
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor in memory, no subclass and none that a transform wraps, as the batched ones of vmap."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    try:
+        return tensor.untyped_storage().device.type != "meta"
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def mark_as_own(saved: torch.Tensor) -> None:
+    """Says of what a forward saves for its backward that it is the whole of its memory, and that no caller has it."""
+    if is_plain(saved):
+        saved.untyped_storage().grouped_moe_own = True
+
+
+def take_over(saved: torch.Tensor) -> bool:
+    """In a backward: whether what was saved may be overwritten, and its memory given back, since nobody will miss it.
+
+    It is so if a forward has marked it, which hooks that put other memory in its place do not, and the graph is not
+    kept. From here on autograd takes it for changed: if this backward fails, another one raises.
+    """
+    if not is_plain(saved) or not getattr(saved.untyped_storage(), "grouped_moe_own", False) or _compat.keeps_graph():
+        return False
+    torch.autograd.graph.increment_version(saved)
+    return True
+
+
+def wanted(grads: Sequence[Optional[torch.Tensor]], needs: Sequence[bool]) -> List[torch.Tensor]:
+    """Those of some gradients that are asked for: an op cannot return None."""
+    return [grad for grad, need in zip(grads, needs) if need]
+
+
+def or_empty(grads: Sequence[Optional[torch.Tensor]], like: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    """The gradients, an empty tensor for each that is None: vmap takes no op that returns a list."""
+    return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
+
+
+def spread(made: Sequence[torch.Tensor], needs: Sequence[bool]) -> List[Optional[torch.Tensor]]:
+    """The inverse of `wanted`: None where no gradient was asked for."""
+    rest = iter(made)
+    return [next(rest) if need else None for need in needs]
+
+
+class _NotTwice(torch.autograd.Function):
+    """What a function returns, as of tensors by which nothing of it can be differentiated: to ask for that raises."""
+
+    @staticmethod
+    def forward(ctx, function, *tensors):
+        return function()
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(_TWICE)
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """An autograd function's backward(ctx, *grads) of a backward(ctx, saved tensors, *grads).
+
+    To differentiate its results raises RuntimeError, by whatever they depend on. PyTorch's decorator of this name
+    raises for incoming gradients alone: by tensors that were saved the derivative would be silently 0.
+    """
+
+    def once(ctx, *grads):
+        saved = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return backward(ctx, saved, *grads)
+        compiling = torch.compiler.is_compiling()
+        # Batched gradients (is_grads_batched) forget what they were made of.
+        if not compiling and any(type(grad) is torch.Tensor and not is_plain(grad) for grad in grads):
+            raise RuntimeError(_TWICE)
+        return _NotTwice.apply(lambda: backward(ctx, saved, *grads), *grads, *saved)
+
+    return once

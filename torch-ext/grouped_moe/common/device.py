@@ -1,0 +1,111 @@
+"""What the package needs to know of a device, and the device that launches go to."""
+
+import threading
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from . import _compat
+
+_ALREADY_THERE = nullcontext()
+
+
+class _Thread(threading.local):
+    """The devices that launches of this thread have gone to."""
+
+    devices: frozenset = frozenset()
+
+
+_thread = _Thread()
+
+
+@dataclass(frozen=True, eq=False)  # by identity: there is one of each device, and it is part of many keys
+class DeviceSpec:
+    """What the choice of a kernel and its tile depends on.
+
+    shared_memory: bytes that one program may use. wide_tiles: whether matrix instructions read both operands from
+    shared memory (NVIDIA's Hopper and data center Blackwell), which leaves the registers to the accumulator. tf32:
+    whether the device has that mode. hopper: whether the Gluon kernels for Hopper run on it. name: as torch reports it.
+    capability: major and minor. bandwidth: of the device's memory in GB/s, 0 if unknown.
+    """
+
+    num_sms: int
+    shared_memory: int
+    warp_size: int = 32
+    wide_tiles: bool = True
+    tf32: bool = True
+    hopper: bool = False
+    name: str = ""
+    capability: tuple = (9, 0)
+    bandwidth: int = 0
+
+
+@lru_cache(maxsize=None)
+def device_spec(device_type: str, index: int) -> DeviceSpec:
+    """The properties of an accelerator."""
+    if device_type != "cuda":
+        return _xpu_spec(index)
+    properties = torch.cuda.get_device_properties(index)
+    on_amd, capability = torch.version.hip is not None, (properties.major, properties.minor)
+    optin = getattr(properties, "shared_memory_per_block_optin", 0)
+    return DeviceSpec(
+        num_sms=properties.multi_processor_count,
+        shared_memory=properties.shared_memory_per_block if on_amd else optin,
+        warp_size=properties.warp_size,
+        wide_tiles=not on_amd and capability in ((9, 0), (10, 0), (10, 3)),
+        tf32=not on_amd or properties.gcnArchName.startswith("gfx94"),
+        hopper=not on_amd and capability == (9, 0) and _compat.has_gluon(),
+        name=properties.name,
+        capability=capability,
+        bandwidth=_bandwidth(properties),
+    )
+
+
+def _bandwidth(properties: object) -> int:
+    """GB/s of the memory, from its clock in kHz and its bus width in bits, two transfers per clock."""
+    clock, bus = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
+    return 2 * clock * bus // 8 // 10**6
+
+
+def _xpu_spec(index: int) -> DeviceSpec:
+    from triton.runtime import driver
+
+    properties = driver.active.utils.get_device_properties(index)  # as in Triton's tutorial on fused softmax
+    return DeviceSpec(
+        num_sms=properties["multiprocessor_count"],
+        shared_memory=properties["max_shared_mem"],
+        warp_size=driver.active.get_current_target().warp_size,
+        wide_tiles=False,
+        name=torch.xpu.get_device_name(index),
+    )
+
+
+def spec_of(tensor: torch.Tensor) -> DeviceSpec:
+    """`device_spec` of the device that holds `tensor`."""
+    device = tensor.device
+    return device_spec(device.type, device.index or 0)
+
+
+def on_device(tensor: torch.Tensor):
+    """Context in which launches go to the device that holds `tensor`, which may not be the current one."""
+    device = tensor.device
+    if device.type == "cpu":
+        return _ALREADY_THERE
+    backend = getattr(torch, device.type)
+    if device not in _thread.devices:
+        # Descriptors of the tensor memory accelerator need a context in the thread, which any kernel of PyTorch makes.
+        torch.zeros(1, device=device)
+        _thread.devices = {*_thread.devices, device}
+    return _ALREADY_THERE if backend.current_device() == device.index else backend.device(device)
+
+
+def dot_precision(dtype: torch.dtype, spec: DeviceSpec) -> str:
+    """tf32 for fp32 where the device has it and PyTorch's own flag, by its new name or its old one, allows it."""
+    if dtype != torch.float32 or not spec.tf32:
+        return "ieee"
+    matmul = torch.backends.cuda.matmul
+    # PyTorch raises when the old name is read after the new one was set.
+    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    return "tf32" if allowed else "ieee"

@@ -1,0 +1,1 @@
+"""How other libraries call the package."""

@@ -1,0 +1,159 @@
+"""The experts implementation for transformers: reads an experts module and calls the block on its weights.
+
+The fused block runs where it computes the very same function as the module; otherwise the grouped building blocks run
+with the module's own gate (and post-expert norm) between them.
+"""
+
+from fractions import Fraction
+from functools import partial
+from typing import Iterable, Mapping, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..common import checks
+from ..experts import grouped_mm_experts
+from ..grouped_linear import grouped_linear
+from ..permute import combine_rows, gather_rows
+from ..routing import route
+from .transformers_gate import check_known, fused_activation, post_expert
+from .transformers_load import FP8_UNSUPPORTED, watch
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """The rank's own part of a DTensor, differentiably; any other tensor as it is."""
+    to_local = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
+
+
+def _local(experts: torch.nn.Module, name: str) -> Tensor:
+    """The parameter of that name; of a DTensor the rank's own part, differentiably.
+
+    Raises TypeError for a tensor with operations of its own, which the block would not call.
+    """
+    parameter = local_part(getattr(experts, name))
+    checks.check_no_operations(name, parameter)
+    return parameter
+
+
+def _capacity(top_k_index: Tensor, share: Optional[Tuple[int, int]]) -> Optional[int]:
+    """The slots' share (numerator, denominator), rounded up, or 1 without slots; integers, which may be symbolic."""
+    if share is None:
+        return None
+    num_slots = top_k_index.shape[0] * top_k_index.shape[1]
+    return max(1, -(-num_slots * share[0] // share[1]))
+
+
+def experts_forward(
+    self: torch.nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    share: Optional[Tuple[int, int]] = None,
+) -> Tensor:
+    """The forward of a transformers experts module; signature and attributes are transformers'.
+
+    hidden_states: (T, H). top_k_index, top_k_weights: (T, top_k); ids outside the module's num_experts are sentinels.
+    share: numerator and denominator of the share of the slots that is the fused block's capacity; None for none.
+    Returns (T, H) in the dtype of hidden_states.
+    """
+    gated = getattr(self, "has_gate", True)
+    name = "gate_up_proj" if gated else "up_proj"
+    check_known(self)
+    up, down = _local(self, name), _local(self, "down_proj")
+    has_bias = getattr(self, "has_bias", False)
+    up_bias = _local(self, name + "_bias") if has_bias else None
+    down_bias = _local(self, "down_proj_bias") if has_bias else None
+    transposed = getattr(self, "is_transposed", False)
+    interleaved = gated and not getattr(self, "is_concatenated", True)
+    if self.num_experts != up.shape[0]:
+        raise ValueError(f"num_experts: expected {up.shape[0]} as in {name}, got {self.num_experts}")
+    checks.check_compute_dtype(name, up)
+    x = hidden_states.to(up.dtype)
+    after = post_expert(self)
+    activation = fused_activation(self, interleaved) if after is None else None
+    if activation is not None:
+        out = grouped_mm_experts(
+            x, top_k_index, top_k_weights, up, down, gate_up_proj_bias=up_bias, down_proj_bias=down_bias,
+            activation=activation, gated=gated, interleaved=interleaved, transposed=transposed,
+            capacity=_capacity(top_k_index, share),
+        )  # fmt: skip
+        return out.to(hidden_states.dtype)
+    routing = route(top_k_index, self.num_experts)
+    rows = grouped_linear(gather_rows(x, routing), up, routing.expert_offsets, up_bias, transposed=transposed)
+    rows = self._apply_gate(rows) if gated else self.act_fn(rows)
+    rows = grouped_linear(rows.to(down.dtype), down, routing.expert_offsets, down_bias, transposed=transposed)
+    if after is not None:
+        rows = after(rows)
+    return combine_rows(rows, top_k_weights, routing).to(hidden_states.dtype)
+
+
+def _fp8_experts_forward(self: torch.nn.Module, *args, **kwargs) -> Tensor:
+    raise ValueError(FP8_UNSUPPORTED)
+
+
+def _share(capacity: object) -> Optional[Tuple[int, int]]:
+    """A share as (numerator, denominator): the nearest fraction with a denominator up to 2^16, not rounded to 0."""
+    if capacity is None:
+        return None
+    if not isinstance(capacity, (int, float)) or isinstance(capacity, bool):
+        raise TypeError(f"capacity: expected a float or None, got {type(capacity).__name__}")
+    if not 0 < capacity <= 1:
+        raise ValueError(f"capacity: expected a share of the slots above 0 and up to 1, got {capacity}")
+    fraction = max(Fraction(capacity).limit_denominator(2**16), Fraction(1, 2**16))
+    return fraction.numerator, fraction.denominator
+
+
+def _check_name(name: object, registries: Iterable[Mapping]) -> None:
+    """Raises TypeError or ValueError unless the name is a string that transformers does not use itself."""
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected a string, got {type(name).__name__}")
+    functions = [registry.get(name) for registry in registries]
+    modules = [getattr(getattr(function, "func", function), "__module__", "") for function in functions if function]
+    if name in ("", "eager") or any(module.startswith("transformers.") for module in modules):
+        raise ValueError(f"name: expected one that transformers does not use itself, got {name!r}")
+
+
+def register_experts_implementation(name: str = "grouped_moe", capacity: Optional[float] = None) -> str:
+    """Registers the package with transformers as experts_implementation=`name` and returns the name.
+
+    Then `AutoModelForCausalLM.from_pretrained(..., experts_implementation=name)` or
+    `model.set_experts_implementation(name)` use it, in training and inference. The choice is not saved with a model:
+    it has to be made again whenever the model is loaded. Calling this twice is harmless, and the last capacity holds.
+
+    From then on a model with this implementation is looked at as it is built, before its weights load: experts that
+    do not go by transformers' ExpertsInterface, and so keep their own code, are warned of; FP8 experts, and those with
+    steps that this version does not know, raise ValueError. `set_experts_implementation` on a model that is there
+    already warns of nothing; what this package cannot run raises when it runs. A registration hook for modules, which
+    PyTorch keeps for the whole process, does this.
+
+    capacity: the share of the T top_k slots, above 0 and up to 1, that the fused block makes room for, rounded up to
+    whole slots: see `grouped_mm_experts`, of which more slots than that are an error. For expert parallelism with
+    sentinels, where a rank has a share of the experts: that share with headroom, of which small batches need more. Not
+    for all-to-all dispatch, where every slot that arrives is local. Modules that the fused block does not compute take
+    the room of all slots.
+
+    Raises TypeError or ValueError that names the argument, also for a name that transformers uses itself; ImportError
+    without a transformers that has an ExpertsInterface.
+    """
+    share = _share(capacity)
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise ImportError(
+            "register_experts_implementation: expected transformers 5.9 or later to be installed "
+            "(pip install 'transformers>=5.9')"
+        ) from error
+    forward = experts_forward if share is None else partial(experts_forward, share=share)
+    registries = [(ALL_EXPERTS_FUNCTIONS, forward)]
+    try:
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    except ImportError:  # older versions have no registry of their own for FP8 experts
+        pass
+    else:
+        registries.append((ALL_FP8_EXPERTS_FUNCTIONS, _fp8_experts_forward))
+    _check_name(name, [registry for registry, _ in registries])
+    for registry, function in registries:
+        registry.register(name, function)
+    watch(name)
+    return name

@@ -1,0 +1,75 @@
+"""Looks at transformers' models as they are built, before their weights load, for experts that will not run as asked.
+
+transformers asks an experts implementation for nothing until the first forward. What it does before is to put modules
+into modules, of which PyTorch tells through its hook on the registration of modules.
+"""
+
+import warnings
+from typing import Optional, Set
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from .transformers_gate import check_known
+
+FP8_UNSUPPORTED = (
+    "grouped_moe: FP8 experts are not supported by version 1; load the model without FP8 quantization or choose "
+    "another experts_implementation, such as 'grouped_mm'"
+)
+
+_names: Set[str] = set()
+
+
+def watch(name: str) -> None:
+    """Has models that are built with experts_implementation=`name` looked at from now on."""
+    if not _names:
+        register_module_module_registration_hook(_look_at)
+    _names.add(name)
+
+
+def _implementation(module: Optional[nn.Module]) -> Optional[str]:
+    """The name that the module's own config asks for, if it is one of ours."""
+    config = None if module is None else module.__dict__.get("config")
+    name = getattr(config, "_experts_implementation", None)
+    return name if isinstance(name, str) and name in _names else None
+
+
+def _goes_by_interface(module: nn.Module) -> bool:
+    """Whether its class is under transformers' @use_experts_implementation, which writes its options on each module."""
+    return "is_transposed" in module.__dict__
+
+
+def _looks_like_experts(path: str, module: nn.Module) -> bool:
+    kind = type(module).__name__
+    return path.rpartition(".")[2] == "experts" or ("Experts" in kind and "Shared" not in kind)
+
+
+def _is_fp8(experts: nn.Module) -> bool:
+    try:
+        from transformers.integrations.finegrained_fp8 import FP8Experts
+    except ImportError:
+        return False
+    return isinstance(experts, FP8Experts)
+
+
+def _look_at(parent: nn.Module, name: str, module: Optional[nn.Module]) -> None:
+    """The hook: `module` becomes the child `name` of `parent`."""
+    if module is None:
+        return
+    if _implementation(module) is not None and _goes_by_interface(module):
+        if _is_fp8(module):
+            raise ValueError(FP8_UNSUPPORTED)
+        check_known(module)
+    # The child that a quantizer replaces still has the config that its successor may lack.
+    asked = _implementation(parent) or _implementation(parent._modules.get(name))
+    if asked is None:
+        return
+    children = list(module.named_modules(prefix=name))
+    if any(_goes_by_interface(child) for _, child in children):
+        return
+    for kind in {type(child).__name__ for path, child in children if _looks_like_experts(path, child)}:
+        warnings.warn(
+            f"grouped_moe: experts_implementation={asked!r} has no effect on {kind}, which does not go by "
+            "transformers' ExpertsInterface and keeps its own code",
+            stacklevel=2,
+        )

@@ -1,0 +1,390 @@
+"""The grouped linear layer as a module, with Megatron-LM's main_grad and delayed weight gradients."""
+
+import copy
+import math
+import operator
+import weakref
+from collections import deque
+from itertools import compress, repeat
+from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from .._ops import ops
+from ..common import checks
+from ..grouped_linear import grouped_linear
+from ..splits import Splits, as_splits
+from .main_grad import (
+    Delayed,
+    DelayWgrad,
+    MainGrad,
+    MainGradTap,
+    accumulate,
+    as_one,
+    check_weights,
+    dummy_grad,
+    main_grads_of,
+    mark_added,
+    versions_of,
+)
+
+
+class _Pack(torch.autograd.Function):
+    """`packed`, which holds the data of the weights, as a function of the weights."""
+
+    @staticmethod
+    def forward(ctx, packed: Tensor, watched: List[Tensor], *weights: Tensor) -> Tensor:
+        ctx.watched, ctx.versions = watched, versions_of(watched)
+        return packed.view_as(packed)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        check_weights(ctx.watched, ctx.versions)
+        return (None, None, *grad.unbind(0))
+
+
+def _check_arguments(num_groups, in_features, out_features, bias, scale_bias, dtype, init_method) -> None:
+    """Raises TypeError or ValueError that names the argument of `GroupedLinear`."""
+    sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    if num_groups > checks.MAX_EXPERTS:
+        raise ValueError(f"num_groups: expected 1 to {checks.MAX_EXPERTS}, got {num_groups}")
+    if scale_bias and not bias:
+        raise ValueError("scale_bias: expected False without a bias, got True")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype: expected a floating-point torch.dtype, got {dtype!r}")
+    if init_method is not None and not callable(init_method):
+        raise TypeError(f"init_method: expected a callable, got {type(init_method).__name__}")
+
+
+_MAX_DELAYED = 64  # microbatches: more than a pipeline has in flight
+
+
+class GroupedLinear(nn.Module):
+    """One linear layer per group of consecutive rows, in one GEMM launch: y[r] = x[r] W_g^T + b_g for row r of group g.
+
+    num_groups: G, 1 to 1024. in_features: K. out_features: N. bias: whether there is b_g. scale_bias: row r gets
+    b_g * bias_scales[r]. device, dtype: of the parameters. init_method: called with each group's weight (N, K), to
+    fill it; by default weights, and biases always, are drawn as by `nn.Linear`.
+
+    Parameters are `weight` (G, N, K) and `bias` (G, N); without single_grouped_weight `weight0` to `weight{G-1}`
+    (N, K), without single_grouped_bias `bias0` to `bias{G-1}` (N,). Discrete weights are views of one storage
+    (G, N, K), also after `to`, loading or a copy, and then cost nothing. Where others replace their data, it still
+    costs nothing if it lies equally spaced and ascending in one storage. Otherwise, and under `torch.compile`, each
+    forward copies the weights.
+
+    The keys of `state_dict` are the names of the parameters; `load_state_dict` takes those of either form for either
+    form, nested as well. The discrete keys are TransformerEngine's; its `_extra_state`, of quantization, is dropped.
+    Of the two functions of safetensors only `save_file` writes discrete weights: `save_model` refuses views.
+
+    accumulate_into_main_grad: the gradient of a weight is added to its attribute `main_grad`, or what its method
+    `get_main_grad()` returns, in the backward: of the weight's shape, in bf16, fp16 or fp32. If its
+    `overwrite_main_grad` is true, main_grad is overwritten. Autograd gets no gradient or, if the weight has
+    `grad_added_to_main_grad`, which is set to True, a dummy, so that Megatron-LM's hooks run: unwritten memory or, if
+    its `zero_out_wgrad` is true, zeros. Biases have ordinary gradients. Under `torch.compile`, from PyTorch 2.11 on,
+    the forward reads and sets these attributes.
+
+    delay_wgrad: a backward only stores what the gradients of the parameters are made of; `backward_dw()` computes
+    them. While 64 backwards wait for it, a forward raises RuntimeError: it was forgotten. The parameters get
+    `skip_backward_post_hook = True`. `torch.compile` can't do that: RuntimeError. Copies and pickles of the module have
+    nothing stored, and no hooks.
+
+    Raises TypeError or ValueError that names the argument.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        scale_bias: bool = False,
+        single_grouped_weight: bool = True,
+        single_grouped_bias: bool = True,
+        device: Any = None,
+        dtype: Optional[torch.dtype] = None,
+        init_method: Optional[Callable[[Tensor], Any]] = None,
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_arguments(num_groups, in_features, out_features, bias, scale_bias, dtype, init_method)
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.use_bias, self.scale_bias = bool(bias), bool(scale_bias)
+        self.single_grouped_weight, self.single_grouped_bias = bool(single_grouped_weight), bool(single_grouped_bias)
+        self.init_method = init_method
+        self.accumulate_into_main_grad, self.delay_wgrad = bool(accumulate_into_main_grad), bool(delay_wgrad)
+        self._discrete_names = {kind: [f"{kind}{group}" for group in range(num_groups)] for kind in ("weight", "bias")}
+        self._delayed: Deque[Delayed] = deque()
+        self._wgrad_hooks: List[Callable[[], Any]] = []
+        self._checked_main_grads: List[weakref.ref] = []
+        weight = torch.empty((num_groups, out_features, in_features), device=device, dtype=dtype)
+        self._register("weight", weight)
+        if bias:
+            self._register("bias", weight.new_empty((num_groups, out_features)))
+        else:
+            self.register_parameter("bias", None)
+        self._settle()
+        self.reset_parameters()
+
+    def _register(self, kind: str, packed: Tensor) -> None:
+        names = self._names(kind)
+        for name, tensor in zip(names, [packed] if names == [kind] else packed):
+            self.register_parameter(name, nn.Parameter(tensor))
+
+    def _names(self, kind: str) -> List[str]:
+        """Of the parameters of a kind, "weight" or "bias", in the order of the groups."""
+        if kind == "bias" and not self.use_bias:
+            return []
+        single = self.single_grouped_weight if kind == "weight" else self.single_grouped_bias
+        return [kind] if single else self._discrete_names[kind]
+
+    def _of(self, kind: str) -> List[nn.Parameter]:
+        names, parameters = self._names(kind), self._parameters
+        try:
+            return [*map(parameters.__getitem__, names)]
+        except KeyError:  # wrappers put properties and plain tensors in their place
+            return [getattr(self, name) for name in names]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew, group by group: the same values whatever the layout."""
+        bound = 1 / math.sqrt(self.in_features)
+        weights, biases = ([p.detach() for p in self._of(kind)] for kind in ("weight", "bias"))
+        for weight in weights[0] if self.single_grouped_weight else weights:
+            if self.init_method is None:
+                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+            else:
+                self.init_method(weight)
+        for bias in biases[0] if self.use_bias and self.single_grouped_bias else biases:
+            nn.init.uniform_(bias, -bound, bound)
+
+    def _settle(self) -> None:
+        """Makes discrete weights views of one storage again, and marks parameters whose gradients are delayed."""
+        weights = self._of("weight")
+        kinds = {(type(w.detach()), w.device, w.dtype, w.shape) for w in weights}
+        real = len(kinds) == 1 and type(weights[0].detach()) is Tensor and weights[0].device.type != "meta"
+        if not self.single_grouped_weight and real and as_one(weights) is None:
+            for weight, data in zip(weights, torch.stack([w.detach() for w in weights])):
+                weight.data = data
+        if self.delay_wgrad:
+            for parameter in weights + self._of("bias"):
+                parameter.skip_backward_post_hook = True
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._settle()
+        return self
+
+    def _state(self) -> Dict[str, Any]:
+        return {**self.__dict__, "_delayed": deque(), "_wgrad_hooks": [], "_checked_main_grads": []}
+
+    def __deepcopy__(self, memo):
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self._state(), memo))
+        return twin
+
+    def __getstate__(self) -> Dict[str, Any]:
+        """For pickle, which would write the whole storage with each of the weights that share it."""
+        state = self._state()
+        if not self.single_grouped_weight:
+            state["_parameters"] = parameters = dict(self._parameters)
+            for name, weight in zip(self._names("weight"), self._of("weight")):
+                parameters[name] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+                parameters[name].__dict__.update(weight.__dict__)
+        return state
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._settle()
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        super()._load_from_state_dict(self._translate(state_dict, prefix), prefix, *args)
+        self._settle()
+
+    def _translate(self, state_dict: Dict[str, Any], prefix: str) -> Dict[str, Any]:
+        """A copy with the keys of this module's form. What fits neither is left for torch to complain about."""
+        state_dict = dict(state_dict)
+        state_dict.pop(f"{prefix}_extra_state", None)
+        for kind in ("weight", "bias"):
+            names = [prefix + name for name in self._names(kind)]
+            one, many = prefix + kind, [f"{prefix}{kind}{group}" for group in range(self.num_groups)]
+            if names == [one] and one not in state_dict and all(key in state_dict for key in many):
+                if len({state_dict[key].shape for key in many}) == 1:
+                    state_dict[one] = torch.stack([state_dict.pop(key) for key in many])
+            elif names == many and one in state_dict and not any(key in state_dict for key in many):
+                if state_dict[one].dim() and len(state_dict[one]) == self.num_groups:
+                    state_dict.update(zip(many, state_dict.pop(one)))
+        return state_dict
+
+    def extra_repr(self) -> str:
+        shape = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
+        flags = {"scale_bias": False, "single_grouped_weight": True, "single_grouped_bias": True}
+        flags.update(accumulate_into_main_grad=False, delay_wgrad=False)
+        changed = [f"{name}={not default}" for name, default in flags.items() if getattr(self, name) != default]
+        return ", ".join([shape, f"bias={self.use_bias}", *changed])
+
+    def _packed(self, kind: str, x: Tensor, detached: bool = False) -> Optional[Tensor]:
+        """(G, N, K) or (G, N): the parameters of a kind as one tensor, differentiable unless detached. x: the input."""
+        if self.single_grouped_weight if kind == "weight" else self.single_grouped_bias or not self.use_bias:
+            parameter = getattr(self, kind)
+            return parameter.detach() if detached and parameter is not None else parameter
+        parameters = self._of(kind)
+        packed = None if torch.compiler.is_compiling() or kind == "bias" else as_one(parameters)
+        if packed is None:
+            return torch.stack([p.detach() for p in parameters] if detached else parameters)
+        return packed if detached else _Pack.apply(packed, self._watched(x), *parameters)
+
+    def _watched(self, x: Tensor) -> List[nn.Parameter]:
+        """Weights that autograd sees one of and x's gradient depends on all of."""
+        eager_discrete = not self.single_grouped_weight and not torch.compiler.is_compiling()
+        return self._of("weight") if x.requires_grad and eager_discrete else []
+
+    def forward(self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor] = None) -> Tensor:
+        """x: (rows, K). splits: as `grouped_linear` takes them. bias_scales: (rows,), with scale_bias and only then.
+
+        Returns (rows, N); rows of no group are 0. Gradients, autocast, dtypes and errors are those of
+        `grouped_linear`. Raises AttributeError if a weight lacks its main_grad.
+        """
+        if self.scale_bias and bias_scales is None:
+            raise ValueError("bias_scales: expected with scale_bias=True, got None")
+        if bias_scales is not None and not self.scale_bias:
+            raise ValueError("bias_scales: expected None without scale_bias=True, got a value")
+        checks.check_tensor("x", x)
+        checks.check_shape("x", x, (None, self.in_features), "(rows, in_features)")
+        grad = torch.is_grad_enabled()
+        if grad and (self.delay_wgrad or self.accumulate_into_main_grad):
+            weights_wanted = any(weight.requires_grad for weight in self._of("weight"))
+            bias_wanted = any(bias.requires_grad for bias in self._of("bias"))
+            if self.delay_wgrad and (weights_wanted or bias_wanted):
+                return self._forward_delayed(x, splits, bias_scales, weights_wanted, bias_wanted)
+            if self.accumulate_into_main_grad and weights_wanted:
+                return self._forward_main_grad(x, splits, bias_scales)
+        weight, bias = self._packed("weight", x, not grad), self._packed("bias", x, not grad)
+        return grouped_linear(x, weight, splits, bias, bias_scales)
+
+    def _wanted(self) -> Tuple[Optional[List[int]], List[str], List[nn.Parameter]]:
+        """Of the weights that require a gradient the groups, None if they are one; their names; and they themselves."""
+        names, weights = self._names("weight"), self._of("weight")
+        groups = [group for group, weight in enumerate(weights) if weight.requires_grad]
+        if len(groups) < len(weights):
+            names, weights = ([each[group] for group in groups] for each in (names, weights))
+        return None if self.single_grouped_weight else groups, names, weights
+
+    def _forward_main_grad(self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor]) -> Tensor:
+        (groups, names, weights), compiling = self._wanted(), torch.compiler.is_compiling()
+        targets = main_grads_of(names, weights) if compiling else None
+        if not compiling:  # the backward looks them up: Megatron-LM may replace buffers and reset flags until then
+            self._check_main_grads(names, weights)
+        x, splits = self._as_saved(x, splits)
+        y = grouped_linear(x, self._packed("weight", x, True), splits, self._packed("bias", x), bias_scales)
+        if compiling:
+            mark_added(weights)
+        return MainGradTap.apply(y, x, splits, targets, names, self.num_groups, groups, self._watched(x), *weights)
+
+    def _check_main_grads(self, names: List[str], weights: List[nn.Parameter]) -> None:
+        """Raises what `main_grad_of` raises, but for buffers that were checked before: the backward does so again."""
+        if any(map(hasattr, weights, repeat("get_main_grad"))):  # it may make them only for the backward
+            return
+        buffers = [*map(getattr, weights, repeat("main_grad"), repeat(None))]
+        checked = [buffer() for buffer in self._checked_main_grads]
+        same = len(checked) == len(buffers) and all(map(operator.is_, buffers, checked))
+        if not same or any(map(operator.is_, buffers, repeat(None))):
+            main_grads_of(names, weights)
+            self._checked_main_grads = [*map(weakref.ref, buffers)]
+
+    def _as_saved(self, x: Tensor, splits: Splits) -> Tuple[Tensor, Tensor]:
+        """x and splits as `grouped_linear` keeps them for the backward."""
+        x = checks.autocast(x, checks.autocast_dtype(x.device.type))
+        return x, as_splits(splits, self.num_groups, x.shape[0], x.device)
+
+    def _forward_delayed(
+        self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor], weights: bool, bias: bool
+    ) -> Tensor:
+        """weights, bias: whether their gradients are wanted."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("delay_wgrad: torch.compile can't delay gradients; call this module outside of it")
+        if len(self._delayed) >= _MAX_DELAYED:
+            raise RuntimeError(
+                f"delay_wgrad: {_MAX_DELAYED} backwards wait for backward_dw(), which has to be called once for each;"
+                " discard_delayed_wgrad() drops what they stored"
+            )
+        x, splits = self._as_saved(x, splits)
+        packed = self._packed("weight", x, True), self._packed("bias", x, True)
+        y = grouped_linear(x, packed[0], splits, packed[1], bias_scales)
+        anchor = torch.empty(0, requires_grad=True, device=x.device)
+        saved = (x if weights else None, splits, bias_scales.contiguous() if bias and self.scale_bias else None)
+        return DelayWgrad.apply(y, anchor, *saved, bias, self._delayed, self._watched(x))
+
+    def need_backward_dw(self) -> bool:
+        """Whether gradients of parameters are left to `backward_dw`: with delay_wgrad, unless all are frozen."""
+        return self.delay_wgrad and (bool(self._delayed) or any(p.requires_grad for p in self.parameters()))
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Adds a hook that each `backward_dw` calls, without arguments, when the gradients are there."""
+        self._wgrad_hooks.append(hook)
+
+    def discard_delayed_wgrad(self) -> int:
+        """Drops what backwards stored for `backward_dw` and it has not used, and returns of how many microbatches."""
+        count = len(self._delayed)
+        self._delayed.clear()
+        return count
+
+    def backward_dw(self) -> None:
+        """Computes the parameters' gradients for the oldest microbatch whose backward has run, then calls the hooks.
+
+        Weight gradients are added to main_grad, or overwrite it, with accumulate_into_main_grad; else, and those of
+        biases always, they are added to `.grad`. One call per backward; what was stored lives until then, or until
+        `discard_delayed_wgrad()` or the end of the module. Works on the current stream, which has to wait for that of
+        the backward. Does nothing unless `need_backward_dw()`. Raises RuntimeError if no backward has stored anything,
+        or if what one stored was modified in place since.
+        """
+        if not self.need_backward_dw():
+            return
+        if not self._delayed:
+            raise RuntimeError("backward_dw: nothing is stored; call it once after each backward through this module")
+        self._finish(self._delayed[0])
+        self._delayed.popleft()
+        for hook in self._wgrad_hooks:
+            hook()
+
+    @torch.no_grad()
+    def _finish(self, delayed: Delayed) -> None:
+        delayed.check()
+        if delayed.x is not None and any(weight.requires_grad for weight in self._of("weight")):
+            self._finish_weights(delayed)
+        if delayed.wants_bias and any(bias.requires_grad for bias in self._of("bias")):
+            self._finish_biases(delayed)
+
+    def _finish_biases(self, delayed: Delayed) -> None:
+        dbias, _ = ops.grouped_linear_bias_backward.default(
+            delayed.dy, delayed.splits, self.num_groups, None, delayed.bias_scales, True
+        )
+        for bias, grad in zip(self._of("bias"), [dbias] if self.single_grouped_bias else dbias):
+            if bias.requires_grad:
+                bias.grad = grad.to(bias.dtype) if bias.grad is None else bias.grad.add_(grad)
+
+    def _finish_weights(self, delayed: Delayed) -> None:
+        groups, names, weights = self._wanted()
+        targets = main_grads_of(names, weights) if self.accumulate_into_main_grad else self._grads(weights)
+        accumulate(targets, delayed.dy, delayed.x, delayed.splits, self.num_groups, groups)
+        if self.accumulate_into_main_grad:
+            mark_added(weights)
+        for weight, target in zip(weights, targets):
+            if weight.grad is None:
+                weight.grad = dummy_grad(weight, target.dummy)
+
+    def _grads(self, weights: List[nn.Parameter]) -> List[MainGrad]:
+        """Their `.grad`; where there is none it is made, to be overwritten."""
+        missing = [weight.grad is None for weight in weights]
+        groups = self.num_groups if self.single_grouped_weight else sum(missing)
+        new = weights[0].new_empty((groups if any(missing) else 0, self.out_features, self.in_features))
+        for weight, grad in zip(compress(weights, missing), [new] if self.single_grouped_weight else new):
+            weight.grad = grad
+        return [MainGrad(weight.grad, is_missing) for weight, is_missing in zip(weights, missing)]

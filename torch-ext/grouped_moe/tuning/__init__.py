@@ -1,0 +1,1 @@
+"""Which tile a kernel gets: tables tuned on a device, or a heuristic."""

@@ -1,0 +1,310 @@
+"""Tile choice for the grouped GEMMs: a heuristic in the shapes a host knows, fitted to the device's shared memory.
+
+Tiles that were tuned on a device (`tuning.files`) take the place of the heuristic's there, for types of two bytes.
+
+Nothing here depends on the number of routed rows, which is known on the device only. The number of rows that there are
+at most enters by classes: a layer has few variants of each kernel.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Optional, Tuple
+
+import torch
+
+from ..common.device import DeviceSpec
+from .files import tiles_of
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """A tile of BLOCK_M x BLOCK_N outputs, BLOCK_K deep; programs_per_sm sizes a persistent grid.
+
+    tuned: whether it is from the device's file.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    programs_per_sm: int = 1
+    tuned: bool = field(default=False, compare=False)
+
+    def describe(self, path: str) -> str:
+        """What the log says of a kernel that takes this path."""
+        return (
+            f"{path}, tile {self.block_m}x{self.block_n}x{self.block_k}, {self.num_warps} warps, "
+            f"{self.num_stages} stages, {'tuned' if self.tuned else 'heuristic'}"
+        )
+
+    def constants(self) -> dict:
+        """The constexprs of a Triton kernel that say its tile."""
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP_M": self.group_m}
+
+    def options(self) -> dict:
+        """Triton's options for a kernel of this tile."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def gluon_constants(self) -> dict:
+        """The constexprs of a Gluon kernel, which has its stages among them."""
+        return {"STAGES": self.num_stages, **self.constants()}
+
+
+def triton_path(by_tma: bool) -> str:
+    """How the log calls a Triton kernel that reads weights or both operands by descriptor, or nothing."""
+    return "Triton by descriptor" if by_tma else "Triton by pointer"
+
+
+def choose_block_m(num_slots: int, num_experts: int, dtype: torch.dtype) -> int:
+    """Rows per tile: the power of two near the rows an expert gets if every slot is local, 16 to 128.
+
+    Forward and backward, and every GEMM of a call, share it: one schedule serves them all.
+    """
+    return min(rows_per_group(num_slots, num_experts), 128 if dtype.itemsize == 2 else 64)
+
+
+def rows_per_group(num_rows: int, num_groups: int) -> int:
+    """The rows of a group on average if there are as many as there can be, as a power of two from 16 to 1024."""
+    average = -(-num_rows // max(1, min(num_groups, num_rows)))
+    return min(1024, max(16, 1 << max(0, average - 1).bit_length()))
+
+
+# (block_m, two_weights) -> (block_n, block_k, num_warps, num_stages, programs_per_sm), for two-byte types.
+# Tall tiles reuse a gathered row tile over many columns; thin ones stream weights, so they are many and deep.
+_GEMM_TILES = {
+    (16, False): (64, 128, 4, 3, 3),
+    (32, False): (128, 64, 4, 4, 2),
+    (64, False): (128, 64, 4, 4, 2),
+    (128, False): (256, 64, 8, 3, 1),
+    (16, True): (64, 128, 4, 3, 2),
+    (32, True): (64, 64, 4, 4, 2),
+    (64, True): (64, 64, 4, 4, 2),
+    (128, True): (128, 64, 8, 3, 1),
+}
+
+
+_LONG_K = 4096  # from where on wide tiles can pay
+
+# The same by row tile where both operands come by descriptor.
+_TMA_GEMM_TILES = {
+    64: (256, 64, 4, 4, 1),
+    128: (256, 64, 8, 4, 1),
+}
+
+
+def choose_tile(
+    kernel: str, size: int, default: Optional[GemmConfig], itemsize: int, spec: DeviceSpec
+) -> Optional[GemmConfig]:
+    """The device's tuned tile of one of `tuned.KERNELS` for a size, or else the default. itemsize: of the operands."""
+    tiles = tiles_of(spec) if itemsize == 2 else {}
+    if (kernel, size) not in tiles:
+        return default
+    tile = tiles[kernel, size]
+    return None if tile is None else GemmConfig(**tile, tuned=True)
+
+
+def _default_tile(block_m: int, dtype: torch.dtype, spec: DeviceSpec, weight_tiles: int = 1) -> GemmConfig:
+    """The heuristic's tile of a GEMM that reads rows by pointer."""
+    block_n, block_k, num_warps, num_stages, programs = _GEMM_TILES[block_m, weight_tiles == 2]
+    if dtype.itemsize > 2:
+        # fp32 without tf32 multiplies on the plain cores: accumulators and operands must both fit the registers.
+        block_n, block_k, num_warps, num_stages = min(block_n, 64 // weight_tiles), 32, 8 if block_m == 64 else 4, 2
+    elif block_m == 128 and not spec.wide_tiles:
+        block_n //= 2
+    return GemmConfig(block_m, block_n, block_k, num_warps, num_stages, programs_per_sm=programs)
+
+
+@lru_cache(maxsize=None)
+def gemm_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, tma: bool = False) -> GemmConfig:
+    """Config of a grouped GEMM with N output columns. tma: both operands are read by descriptor."""
+    if tma:
+        block_n, block_k, num_warps, num_stages, programs = _TMA_GEMM_TILES[block_m]
+        default = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, programs_per_sm=programs)
+    else:
+        default = _default_tile(block_m, dtype, spec)
+    config = choose_tile("gemm_tma" if tma else "gemm", block_m, default, dtype.itemsize, spec)
+    return _fit(config, n, 1, dtype.itemsize, spec)
+
+
+@lru_cache(maxsize=None)
+def hopper_gemm_config(block_m: int, n: int, k: int, spec: DeviceSpec, wide: bool) -> Optional[GemmConfig]:
+    """Config of a grouped GEMM by the Gluon kernel for Hopper; None: not by that one. wide: `wide_pays`.
+
+    num_warps: of each of its two consumers. The ring takes the shared memory that staging tiles of results, and one of
+    zeros, leave. Wide tiles, which both consumers share, are for a long K: less is read for them, but what a tile takes
+    besides its products is hidden less well.
+    """
+    if block_m != 128 or n <= 64:
+        return None
+    tiles = {"gemm_hopper": GemmConfig(128, 128, 64, 4, 6)}
+    if k >= _LONG_K:
+        wide_tile = {"gemm_hopper_wide": GemmConfig(128, 256, 64, 4, 4, 16)}
+        tiles = {**wide_tile, **tiles} if wide else {**tiles, **wide_tile}
+    for kernel, default in tiles.items():
+        config = choose_tile(kernel, block_m, default, 2, spec)
+        if config is not None:
+            return config
+    return None
+
+
+def wide_pays(rows: int, num_groups: int, n: int, k: int, spec: DeviceSpec) -> bool:
+    """Whether wide tiles of a long K take less time, by the rounds of tiles that the processors make.
+
+    The last round is half full on average. A wide tile counts as 1.95 narrow ones (benchmarks/NOTES.md) or, for groups
+    of 128 rows or less, whose weights are streamed, as the 1.5 that it reads.
+    """
+    if k < _LONG_K:
+        return False
+    streamed = rows <= 128 * num_groups
+    m_tiles = num_groups if streamed else rows / 128 + num_groups / 2
+    narrow, wide = (m_tiles * -(-n // block_n) / spec.num_sms + 0.5 for block_n in (128, 256))
+    return wide * (1.5 if streamed else 1.95) < narrow
+
+
+@lru_cache(maxsize=None)
+def up_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, gated: bool, tma: bool) -> GemmConfig:
+    """Config of the up-projection with N columns of the activation. tma: the weight is read by descriptor."""
+    weight_tiles = 2 if gated else 1
+    default = _default_tile(block_m, dtype, spec, weight_tiles)
+    if tma:
+        default = replace(default, num_stages=4, group_m=16)
+    kernel = "up_proj" + ("_gated" if gated else "") + ("_tma" if tma else "")
+    return _fit(choose_tile(kernel, block_m, default, dtype.itemsize, spec), n, weight_tiles, dtype.itemsize, spec)
+
+
+@lru_cache(maxsize=None)
+def dgrad_config(
+    block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, interleaved: bool, tma: bool
+) -> GemmConfig:
+    """Config of the down-projection's dgrad, whose epilogue holds pre-activation, activation and their gradients.
+
+    interleaved: gate and up in turn pass through registers once more to be told apart. tma: the weight is read by
+    descriptor.
+    """
+    default = _default_tile(block_m, dtype, spec)
+    kernel = "down_dgrad_tma"
+    if tma and interleaved:
+        # At 256 columns what such a tile needs besides its accumulator does not fit the registers.
+        default = replace(default, block_n=min(default.block_n, 128), num_stages=4)
+        kernel = "down_dgrad_tma_interleaved"
+    elif not tma:
+        # Stages stay those of the wide tile.
+        default = _fit(default, n, 1, dtype.itemsize, replace(spec, warp_size=32))
+        if spec.warp_size == 64 and dtype.itemsize > 2:
+            columns = 32
+        else:
+            columns = 128 if spec.wide_tiles and not interleaved else 64
+        default = replace(default, block_n=min(default.block_n, columns))
+        kernel = "down_dgrad_interleaved" if interleaved else "down_dgrad"
+    return _fit(choose_tile(kernel, block_m, default, dtype.itemsize, spec), n, 1, dtype.itemsize, spec)
+
+
+@lru_cache(maxsize=None)
+def wgrad_config(
+    m: int, n: int, rows: int, dtype: torch.dtype, spec: DeviceSpec, gathered: bool, tma: bool = False
+) -> GemmConfig:
+    """Config of a weight gradient of (M, N) per expert, contracted over its rows, one operand gathered or none.
+
+    rows: `rows_per_group`. Few of them make the kernel one of stores: small tiles, many at once. tma: both operands
+    are read by descriptor. programs_per_sm 0: one program per tile.
+    """
+    if dtype.itemsize > 2:
+        default = GemmConfig(64, 64, 32, 8, 2, programs_per_sm=0)
+    elif rows <= 32:
+        default = GemmConfig(64, 128, 32, 4, 3 if tma else 2, programs_per_sm=0)
+    elif tma and rows < 1024:
+        default = GemmConfig(128, 128, 32 if rows <= 128 else 64, 4, 3, programs_per_sm=0)
+    elif tma:
+        default = GemmConfig(128, 256, 64, 8, 3)
+    else:
+        default = GemmConfig(128, 256 if spec.wide_tiles else 128, 64, 8, 3, programs_per_sm=0)
+    kernel = "wgrad_tma" if tma else "wgrad_gathered" if gathered else "wgrad"
+    config = choose_tile(kernel, rows, default, dtype.itemsize, spec)
+    config = replace(config, block_m=min(config.block_m, _block_for(m)))
+    config = _fit(config, n, 1, dtype.itemsize, spec)
+    # On NVIDIA a load that waits for its row indices starts two iterations late: so many stages buffer nothing.
+    return replace(config, num_stages=config.num_stages + 2) if gathered and spec.warp_size == 32 else config
+
+
+@lru_cache(maxsize=None)
+def hopper_wgrad_config(
+    m: int, n: int, rows: int, out_itemsize: int, gathered: bool, spec: DeviceSpec
+) -> Optional[GemmConfig]:
+    """Config of the same by the Gluon kernels for Hopper; None where there is none. out_itemsize: of a result.
+
+    A staging buffer holds a whole tile of results, the ring gets what it leaves. Few rows: neighbours along N are
+    written at once.
+    """
+    if gathered and (m % 8 or n % 8):
+        return None  # threads copy 8 elements at a time
+    group_m = 1 if rows <= 128 else 8
+    if out_itemsize > 2:
+        default = None if gathered and rows < 128 else GemmConfig(128, 256, 32, 4, 4, group_m)
+    else:
+        default = GemmConfig(128, 256, 32, 4, 6, group_m)
+    kernel = "wgrad_hopper" + ("_gathered" if gathered else "") + ("_fp32" if out_itemsize > 2 else "")
+    return choose_tile(kernel, rows, default, 2, spec)
+
+
+def _block_for(extent: int) -> int:
+    """Smallest power of two, 16 or more, that covers `extent`."""
+    return max(16, 1 << max(0, extent - 1).bit_length())
+
+
+def _fit(config: GemmConfig, n: int, weight_tiles: int, itemsize: int, spec: DeviceSpec) -> GemmConfig:
+    """Narrows the tile to N columns, then drops stages, then columns, until its buffers fit the shared memory."""
+    config = replace(config, block_n=min(config.block_n, _block_for(n)))
+    while _buffer_bytes(config, weight_tiles, itemsize) > spec.shared_memory:
+        if config.num_stages > 2:
+            config = replace(config, num_stages=config.num_stages - 1)
+        elif config.block_n > 32:
+            config = replace(config, block_n=config.block_n // 2)
+        elif config.block_k > 16:
+            config = replace(config, block_k=config.block_k // 2)
+        else:
+            raise RuntimeError(f"no tile fits {spec.shared_memory} bytes of shared memory")
+    if spec.warp_size == 64:
+        config = replace(config, num_warps=max(1, config.num_warps // 2))
+    return config
+
+
+def _buffer_bytes(config: GemmConfig, weight_tiles: int, itemsize: int) -> int:
+    columns = weight_tiles * config.block_n
+    return config.num_stages * config.block_k * (config.block_m + columns) * itemsize
+
+
+def persistent_grid(config: GemmConfig, max_m_tiles: int, n: int, spec: DeviceSpec) -> Tuple[int, int, int]:
+    """One program per tile, up to what the device holds at once."""
+    return max(1, min(max_m_tiles * -(-n // config.block_n), spec.num_sms * config.programs_per_sm)), 1, 1
+
+
+@lru_cache(maxsize=None)
+def hopper_up_config(block_m: int, width: int) -> Optional[GemmConfig]:
+    """Config of an up-projection by the Gluon kernel for Hopper, of so many columns, those of gate and up together.
+
+    None: not by that one. num_warps: of each of its two consumers.
+    """
+    if block_m != 128 or width < 128:
+        return None
+    return GemmConfig(128, 128, 64, 4, 6)
+
+
+@lru_cache(maxsize=None)
+def hopper_gathered_up_config(block_m: int, width: int) -> Optional[GemmConfig]:
+    """The same of rows that are gathered, whose two consumers share a tile."""
+    if block_m != 128 or width <= 128:
+        return None
+    return GemmConfig(128, 256, 64, 4, 4, 16)
+
+
+@lru_cache(maxsize=None)
+def hopper_dgrad_config(block_m: int, n: int) -> Optional[GemmConfig]:
+    """The same of the down-projection's dgrad, of N columns. Its ring leaves room for boxes of the pre-activation.
+
+    Four m tiles in turn suit weights larger than the L2 cache, by measurement (benchmarks/NOTES.md).
+    """
+    if block_m != 128 or n <= 64:
+        return None
+    return GemmConfig(128, 128, 64, 4, 5, 4)

@@ -1,0 +1,334 @@
+"""Compiles the kernels of a model before its first batches need them: `warm_up`."""
+
+import contextlib
+import itertools
+from functools import partial
+from typing import Any, Callable, Dict, Hashable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from .block import Block
+from .common import checks
+from .common.activation import Activation
+from .common.device import spec_of
+from .integrations.transformers import experts_forward, local_part
+from .integrations.transformers_gate import fused_activation, post_expert
+from .nn import GroupedLinear
+from .nn.main_grad import as_one
+from .tuning.heuristic import choose_block_m, rows_per_group, wide_pays
+
+# What modules and their configs call the number of experts that a token takes.
+_TOP_K_NAMES = (
+    "top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "experts_per_token",
+    "num_selected_experts",
+)  # fmt: skip
+
+
+class _Layer(NamedTuple):
+    """A layer to run.
+
+    kind: equal for layers of the same kernels. classes: what of a number of tokens chooses its kernels, in training as
+    well or not; and what has to be known besides for each part of both to change but once as that number grows. run:
+    runs it on so many random tokens, forward or in training.
+    """
+
+    kind: Hashable
+    classes: Callable[[int, bool], Tuple[Hashable, Hashable]]
+    run: Callable[[int, bool], None]
+
+
+def warm_up(
+    target: nn.Module,
+    num_tokens: Tuple[int, int] = (1, 4096),
+    *,
+    backward: bool = False,
+    top_k: Optional[int] = None,
+    progress: bool = True,
+) -> int:
+    """Compiles all variants of kernels that `target` needs for a range of token counts, and returns how many.
+
+    target: a module with experts as transformers lays them out, or with `GroupedLinear` layers, on the device and in
+    the dtype of later calls. num_tokens: the first and the last number of tokens of a call; those of a `GroupedLinear`
+    are its rows, and with top_k so many times as many, too. backward: also compiles what training needs, the gradients
+    of hidden states, of routing weights and of the parameters that require one. top_k: experts of a token, by default
+    as the experts module or a config says. progress: whether to show a bar, which needs tqdm.
+
+    Layers of the same shape and kind are run once, under the autocast there is, on random tokens: of the numbers that
+    need other kernels than smaller ones the smallest, which takes the memory of as many tokens. Parameters, `.grad` and
+    `main_grad` stay as they are. Routing weights count as fp32 or of the layer's dtype. Triton keeps on disk what it
+    has compiled, for the next process. On a CPU there is nothing to compile: 0.
+
+    Raises TypeError or ValueError that names the argument.
+    """
+    _check_arguments(target, num_tokens, top_k)
+    layers = {layer.kind: layer for layer in _find_layers(target, top_k)}.values()
+    if not layers:
+        return 0
+    from .backends.triton.launch import COMPILED
+
+    count, (first, last) = len(COMPILED), num_tokens
+    runs = [
+        (layer, tokens) for layer in layers for tokens in _fewest(partial(layer.classes, trains=backward), first, last)
+    ]
+    with _bar(len(runs), progress) as advance:
+        for layer, tokens in runs:
+            with torch.no_grad():
+                layer.run(tokens, False)
+            if backward:
+                with torch.enable_grad():
+                    layer.run(tokens, True)
+            advance()
+    return len(COMPILED) - count
+
+
+def _check_arguments(target: nn.Module, num_tokens: Tuple[int, int], top_k: Optional[int]) -> None:
+    """Raises what `warm_up` raises."""
+    if not isinstance(target, nn.Module):
+        raise TypeError(f"target: expected a torch.nn.Module, got {type(target).__name__}")
+    if not isinstance(num_tokens, (tuple, list)) or not all(type(number) is int for number in num_tokens):
+        raise TypeError(f"num_tokens: expected a pair of ints, got {num_tokens!r}")
+    if len(num_tokens) != 2 or not 1 <= num_tokens[0] <= num_tokens[1]:
+        raise ValueError(f"num_tokens: expected the first and the last number of tokens, 1 or more, got {num_tokens!r}")
+    if top_k is not None and type(top_k) is not int:
+        raise TypeError(f"top_k: expected an int or None, got {type(top_k).__name__}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k: expected at least 1, got {top_k}")
+
+
+@contextlib.contextmanager
+def _bar(total: int, progress: bool) -> Iterator[Callable[[], Any]]:
+    """Yields what to call after each of so many steps."""
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        progress = False
+    if not progress:
+        yield lambda: None
+        return
+    with tqdm(total=total, desc="grouped_moe: compiling") as bar:
+        yield bar.update
+
+
+def _fewest(classes: Callable[[int], Tuple[Hashable, Hashable]], first: int, last: int) -> List[int]:
+    """The smallest number for each choice of kernels from first to last."""
+    found: Dict[Hashable, int] = {}
+
+    def search(low: int, high: int) -> None:
+        """By halves: between two numbers of one class there is no other."""
+        if classes(low) == classes(high):
+            found.setdefault(classes(low)[0], low)
+            return
+        middle = (low + high) // 2
+        search(low, middle)
+        search(middle + 1, high)
+
+    search(first, last)
+    return sorted(found.values())
+
+
+def _needs_kernels(tensor: Tensor) -> bool:
+    """Whether what computes with it is compiled."""
+    return tensor.device.type != "cpu"
+
+
+def _find_layers(target: nn.Module, top_k: Optional[int]) -> Iterator[_Layer]:
+    """The layers of a module, those on CPU apart."""
+    found = False
+    for name, module in target.named_modules():
+        if isinstance(module, GroupedLinear):
+            weight, make = next(module.parameters()), partial(_linear_layer, module, top_k or 1)
+        elif _is_experts(module):
+            weight, make = module.down_proj, partial(_experts_layer, name, module, target, top_k)
+        else:
+            continue
+        found = True
+        if weight.device.type == "meta":
+            raise ValueError(f"target: expected parameters in memory, got one on the meta device in {name!r}")
+        if _needs_kernels(weight):
+            yield make()
+    if not found:
+        raise ValueError(f"target: expected experts or GroupedLinear layers in it, got {type(target).__name__}")
+
+
+def _twin(module: nn.Module, state: Dict[str, Any]) -> nn.Module:
+    """A module of that state over the same memory, whose parameters have no hooks and gradients of their own."""
+    twin = object.__new__(type(module))
+    twin.__dict__.update(state)
+    twin._parameters = {
+        name: None if parameter is None else parameter.detach().requires_grad_(parameter.requires_grad)
+        for name, parameter in module._parameters.items()
+    }
+    return twin
+
+
+def _random(like: Tensor, *shape: int, dtype: Optional[torch.dtype] = None) -> Tensor:
+    """Random numbers that need a gradient in training. The generators of others stay as they are."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    tensor = torch.rand(shape, generator=generator, device=like.device, dtype=torch.float32)
+    return tensor.to(dtype or like.dtype).requires_grad_(torch.is_grad_enabled())
+
+
+def _differentiate(out: Tensor, inputs: Sequence[Optional[Tensor]]) -> None:
+    """Computes the gradients of those inputs that need one, and drops them."""
+    leaves = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
+
+
+def _describe(module: nn.Module) -> Tuple[Hashable, ...]:
+    """Of a module's parameters what kernels depend on."""
+    named = [(name, p.requires_grad, local_part(p.detach())) for name, p in module.named_parameters()]
+    return tuple((*rest, p.shape, p.stride(), p.dtype, p.device, p.data_ptr() % 16) for *rest, p in named)
+
+
+def _rows_classes(
+    num_rows: int, num_slots: int, groups: int, shapes: Sequence[Tuple[int, int]], like: Tensor, trains: bool
+) -> Tuple[Hashable, Hashable]:
+    """`_Layer.classes` of the products of rows, which are made for so many slots. shapes: their N and K."""
+    spec, dtype = spec_of(like), _compute_dtype(like)
+    wide = tuple(wide_pays(num_rows, groups, n, k, spec) for n, k in shapes)
+    of_wgrad = rows_per_group(num_rows, groups) if trains else 0
+    streamed = num_rows <= 128 * groups  # above, `wide_pays` goes by another rule
+    return (choose_block_m(num_slots, groups, dtype), of_wgrad, wide), streamed
+
+
+def _compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of products with a parameter."""
+    return checks.autocast_dtype(tensor.device.type) or tensor.dtype
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether its attributes are those of a transformers experts module."""
+    names = ("down_proj", "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj")
+    tensors = [getattr(module, name, None) for name in names]
+    return hasattr(module, "num_experts") and all(isinstance(t, Tensor) and t.dim() == 3 for t in tensors)
+
+
+def _top_k_of(name: str, module: nn.Module, target: nn.Module) -> int:
+    """What the module or a config says."""
+    configs = [getattr(owner, "config", None) for owner in (module, target)]
+    configs += [getattr(config, "text_config", None) for config in configs]
+    for owner in (module, *configs):
+        for attribute in _TOP_K_NAMES:
+            value = getattr(owner, attribute, None)
+            if isinstance(value, (list, tuple)) and len(set(value)) == 1:  # one per layer
+                value = value[0]
+            if type(value) is int and value > 0:
+                return value
+    raise ValueError(f"top_k: expected the number of experts of a token, which neither {name!r} nor a config says")
+
+
+def _share_of(module: nn.Module) -> Optional[Tuple[int, int]]:
+    """The share of the slots with which the module's implementation was registered, as `experts_forward` takes it."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:
+        return None
+    name = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    function = ALL_EXPERTS_FUNCTIONS.get(name)
+    known = isinstance(function, partial) and function.func is experts_forward
+    return function.keywords["share"] if known else None
+
+
+def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optional[int]) -> _Layer:
+    """A layer of an experts module, which is run as the implementation for transformers runs it."""
+    top_k = _top_k_of(name, module, target) if top_k is None else top_k
+    gated, transposed = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
+    interleaved, share = gated and not getattr(module, "is_concatenated", True), _share_of(module)
+    up, down = map(local_part, (module.gate_up_proj if gated else module.up_proj, module.down_proj))
+    activation = fused_activation(module, interleaved) if post_expert(module) is None else None
+    dtype = _compute_dtype(up)
+    e, h, i = up.shape[0], *down.shape[1:][:: -1 if transposed else 1]
+    p = up.shape[2 if transposed else 1]
+    # Without memory: under autocast the weights would be copied.
+    like = [torch.empty_like(t, device="meta", dtype=dtype) for t in (up, down)]
+    block = Block(*like, None, None, activation or Activation(), gated, interleaved, transposed, False)
+    shapes = (h, i), (h, p), (p, h), (i, h)
+
+    def num_rows(num_tokens: int) -> int:
+        slots = num_tokens * top_k
+        return slots if share is None or activation is None else min(slots, max(1, -(-slots * share[0] // share[1])))
+
+    def classes(num_tokens: int, trains: bool) -> Tuple[Hashable, Hashable]:
+        from .backends.triton.decode import is_decode
+        from .backends.triton.routing import launches_of
+
+        slots, rows = num_tokens * top_k, num_rows(num_tokens)
+        decode = activation is not None and is_decode(block, num_tokens, top_k)
+        products, streamed = _rows_classes(rows, slots, e, shapes, up, trains)
+        if decode and not trains:
+            return decode, streamed
+        return (decode, launches_of(slots), rows < slots, products), streamed
+
+    def run(num_tokens: int, trains: bool) -> None:
+        twin, generator = _twin(module, module.__dict__), torch.Generator(up.device).manual_seed(0)
+        ids = torch.randint(e, (num_tokens, top_k), device=up.device, generator=generator)
+        ids.view(-1)[num_rows(num_tokens) :] = e  # sentinels, for which there is no room
+        for weights_dtype in {up.dtype, dtype, torch.float32}:
+            x, weights = _random(up, num_tokens, h), _random(up, num_tokens, top_k, dtype=weights_dtype)
+            out = experts_forward(twin, x, ids, weights, share)
+            if trains:
+                _differentiate(out, (x, weights, *twin._parameters.values()))
+
+    flags = type(module), gated, interleaved, transposed, getattr(module, "has_bias", False), activation, top_k, share
+    return _Layer((*flags, _describe(module)), classes, run)
+
+
+def _linear_layer(module: GroupedLinear, top_k: int) -> _Layer:
+    """A layer of a linear module, with as many rows as tokens and top_k times as many."""
+    weight, (n, k) = next(module.parameters()), (module.out_features, module.in_features)
+    groups = module.num_groups
+
+    def classes(num_tokens: int, trains: bool) -> Tuple[Hashable, Hashable]:
+        numbers = num_tokens, num_tokens * top_k
+        both = [_rows_classes(rows, rows, groups, ((n, k), (k, n)), weight, trains) for rows in numbers]
+        return tuple(zip(*both))
+
+    def run(num_tokens: int, trains: bool) -> None:
+        for num_rows in {num_tokens, num_tokens * top_k}:
+            _run_linear(module, num_rows, weight, trains)
+
+    flags = module.scale_bias, module.accumulate_into_main_grad, module.delay_wgrad
+    buffers = (_main_grad_of(weight),) if module.accumulate_into_main_grad else ()
+    return _Layer((*flags, n, k, groups, *((b.dtype, b.stride()) for b in buffers), _describe(module)), classes, run)
+
+
+def _main_grad_of(weight: Tensor) -> Tensor:
+    """The buffer of a weight, or one like the weight in fp32 where there is none yet."""
+    get = getattr(weight, "get_main_grad", None)
+    buffer = getattr(weight, "main_grad", None) if get is None else get()
+    return torch.empty_like(weight, device="meta", dtype=torch.float32) if buffer is None else buffer
+
+
+def _run_linear(module: GroupedLinear, num_rows: int, weight: Tensor, trains: bool) -> None:
+    """Runs it with splits of each kind, or trains it with scales of each dtype, in each way to keep gradients."""
+    twin, groups = _twin(module, module._state()), module.num_groups
+    sizes = torch.full((groups,), -(-num_rows // groups), device=weight.device)
+    offsets = (torch.arange(groups + 1, device=weight.device) * sizes[0]).clamp(max=num_rows)
+    kinds = [splits.to(dtype) for splits in (sizes, offsets) for dtype in (torch.int64, torch.int32)]
+    to_main_grad = trains and module.accumulate_into_main_grad
+    # Without main_grad the first delayed gradient is written, others are added to it.
+    overwrites = {False, hasattr(weight, "overwrite_main_grad")} if to_main_grad else range(1 + module.delay_wgrad)
+    for scales_dtype, overwrite in itertools.product(
+        {weight.dtype, torch.float32} if module.scale_bias else {None}, overwrites
+    ):
+        if to_main_grad:
+            _give_main_grads(module, twin, overwrite)
+        for splits in kinds[:1] if trains else kinds:
+            x = _random(weight, num_rows, module.in_features)
+            scales = None if scales_dtype is None else _random(weight, num_rows, dtype=scales_dtype)
+            y = twin.forward(x, splits, scales)
+            if trains:
+                _differentiate(y, (x, scales, *twin._parameters.values()))
+                twin.backward_dw()
+
+
+def _give_main_grads(module: GroupedLinear, twin: GroupedLinear, overwrite: bool) -> None:
+    """Gives the twin's weights buffers that lie as those of the module do: in one piece, or each for itself."""
+    weights = module._of("weight")
+    buffers = [_main_grad_of(weight) for weight in weights]
+    alone = buffers[0].device.type != "meta" and not module.single_grouped_weight and as_one(buffers) is None
+    shape, device = (len(buffers), *buffers[0].shape), weights[0].device
+    new = map(torch.empty_like, buffers) if alone else buffers[0].new_empty(shape, device=device)
+    for weight, buffer in zip(twin._of("weight"), new):
+        weight.main_grad, weight.overwrite_main_grad = buffer, overwrite

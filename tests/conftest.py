@@ -86,6 +86,21 @@ def module(grouped_moe):
     return lambda name: sys.modules[f"{grouped_moe.__name__}.{name}"]
 
 
+@pytest.fixture
+def implementation(grouped_moe) -> str:
+    """The name that transformers knows the package by."""
+    return grouped_moe.register_experts_implementation()
+
+
+@pytest.fixture
+def fused_calls(grouped_moe, monkeypatch) -> list:
+    """Grows by one entry for each call that takes the fused path."""
+    shim = sys.modules[grouped_moe.register_experts_implementation.__module__]
+    fused, calls = shim.grouped_mm_experts, []
+    monkeypatch.setattr(shim, "grouped_mm_experts", lambda *a, **k: calls.append(1) or fused(*a, **k))
+    return calls
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     return accelerator() or "cpu"

@@ -22,11 +22,6 @@ except ImportError as error:
 """
 
 
-@pytest.fixture
-def implementation(grouped_moe) -> str:
-    return grouped_moe.register_experts_implementation()
-
-
 def make_experts(device: str, implementation: str, num_experts: int = NUM_EXPERTS) -> torch.nn.Module:
     """gpt-oss experts: transposed, interleaved, with biases and a clamp."""
     from transformers import GptOssConfig

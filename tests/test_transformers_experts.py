@@ -196,20 +196,6 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def implementation(grouped_moe) -> str:
-    return grouped_moe.register_experts_implementation()
-
-
-@pytest.fixture
-def fused_calls(grouped_moe, monkeypatch) -> list:
-    """Grows by one entry for each call that takes the fused path."""
-    shim = sys.modules[grouped_moe.register_experts_implementation.__module__]
-    fused, calls = shim.grouped_mm_experts, []
-    monkeypatch.setattr(shim, "grouped_mm_experts", lambda *a, **k: calls.append(1) or fused(*a, **k))
-    return calls
-
-
 def test_finds_the_classes():
     version = tuple(int(part) for part in importlib.metadata.version("transformers").split(".")[:2])
     expected = max(count for since, count in CLASS_COUNTS.items() if since <= version)

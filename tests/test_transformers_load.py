@@ -11,11 +11,6 @@ SIZES = {"vocab_size": 64, "hidden_size": 128, "num_attention_heads": 2, "num_ke
          "num_hidden_layers": 1, "num_experts_per_tok": 2}  # fmt: skip
 
 
-@pytest.fixture
-def implementation(grouped_moe) -> str:
-    return grouped_moe.register_experts_implementation()
-
-
 def qwen3_moe_config(implementation: str):
     from transformers import Qwen3MoeConfig
 

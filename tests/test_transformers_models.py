@@ -71,11 +71,6 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-@pytest.fixture
-def implementation(grouped_moe) -> str:
-    return grouped_moe.register_experts_implementation()
-
-
 @pytest.fixture(params=BUILDERS)
 def name(request) -> str:
     return request.param

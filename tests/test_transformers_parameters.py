@@ -11,11 +11,6 @@ from torch.utils._pytree import tree_map_only
 
 
 @pytest.fixture
-def implementation(grouped_moe) -> str:
-    return grouped_moe.register_experts_implementation()
-
-
-@pytest.fixture
 def expert_mesh(device):
     """Two ranks, of which this is the first, without the second: nothing here communicates."""
     from torch.distributed.device_mesh import init_device_mesh

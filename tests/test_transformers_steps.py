@@ -7,20 +7,6 @@ import torch
 from test_transformers_experts import assert_same, gpt_oss_gate, make_custom, make_inputs, optional_clamp_gate, run
 
 
-@pytest.fixture
-def implementation(grouped_moe) -> str:
-    return grouped_moe.register_experts_implementation()
-
-
-@pytest.fixture
-def fused_calls(grouped_moe, monkeypatch) -> list:
-    """Grows by one entry for each call that takes the fused path."""
-    shim = sys.modules[grouped_moe.register_experts_implementation.__module__]
-    fused, calls = shim.grouped_mm_experts, []
-    monkeypatch.setattr(shim, "grouped_mm_experts", lambda *a, **k: calls.append(1) or fused(*a, **k))
-    return calls
-
-
 def post_expert(self, rows):
     return torch.nn.functional.rms_norm(rows, rows.shape[-1:])
 

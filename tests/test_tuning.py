@@ -3,7 +3,6 @@
 import importlib
 import itertools
 import json
-import logging
 import math
 import sys
 from pathlib import Path
@@ -378,43 +377,3 @@ def test_errors_of_the_whole_file(files, tmp_path, text, message):
     with pytest.raises(ValueError) as error:
         files.read_table(tmp_path / "file.json")
     assert str(error.value).startswith(f"file.json: {message}")
-
-
-class Recorder:
-    """Stands in for a kernel of Triton's: takes every launch."""
-
-    __name__ = "some_kernel"
-
-    def __init__(self):
-        self.launches = 0
-
-    def fn(self, BLOCK_M):
-        """The signature of the kernel."""
-
-    def __getitem__(self, grid):
-        def run(*arguments, **constants):
-            self.launches += 1
-
-        return run
-
-
-def test_one_line_says_what_runs(package, tuning, caplog):
-    """Once per kernel and config, by the first launch; none below INFO, none for kernels without a choice."""
-    launch, kernel, x = package["backends.triton.launch"], Recorder(), torch.zeros(1)
-    launch._log_once.cache_clear()
-    choices = [tuning.GemmConfig(128, 64, 32, 4, 3, tuned=tuned).describe("a path") for tuned in (False, True)]
-
-    def lines(level):
-        caplog.clear()
-        with caplog.at_level(level, logger="grouped_moe"):
-            for choice in (*choices, choices[0], None):
-                bound = launch.Kernel(kernel, {"BLOCK_M": 1}, None, choice)
-                bound((1, 1, 1), x)
-                bound((1, 1, 1), x)
-        return [(record.name, record.levelno, record.getMessage()) for record in caplog.records]
-
-    assert lines(logging.WARNING) == []
-    start = "some_kernel on cpu: a path, tile 128x64x32, 4 warps, 3 stages, "
-    assert lines(logging.INFO) == [("grouped_moe", logging.INFO, start + how) for how in ("heuristic", "tuned")]
-    assert lines(logging.INFO) == []
-    assert kernel.launches == 24

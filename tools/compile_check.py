@@ -16,11 +16,7 @@ import functools
 import importlib
 import itertools
 import os
-import re
-import struct
-import subprocess
 import sys
-import tempfile
 from dataclasses import astuple, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -37,6 +33,7 @@ from triton.runtime.jit import JITFunction
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from compiled_kernel import code_bytes, resource_usage, stray_barriers, waits_for_stream  # noqa: E402
 from machine import write  # noqa: E402
 
 # ptxas parks up to this much in local memory when a kernel uses every register: values that a tile reads once, before
@@ -45,7 +42,6 @@ SPILL_ALLOWANCE = 32
 # Bytes of code on sm90, of which a tile runs most. 160 KB took 1.8 to 1.9 times as long as 96 KB that did the same, 124
 # KB as long as 76 (H200; benchmarks/NOTES.md).
 CODE_LIMIT = 128 << 10
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 class Target(NamedTuple):
@@ -208,60 +204,6 @@ def compiling_for(package: Package, gpu: GPUTarget, spec, collect: Callable) -> 
             yield
     finally:
         driver._active = previous
-
-
-def resource_usage(kernel) -> tuple:
-    """(registers, bytes of spills in memory) per thread of a compiled kernel."""
-    if "amdgcn" in kernel.asm:
-        text = kernel.asm["amdgcn"]
-        # Scalar registers spill into lanes of vector registers, which takes no memory.
-        fields = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", text))
-        return int(fields["vgpr_count"]), int(fields["private_segment_fixed_size"])
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
-    return int(registers), int(stack)
-
-
-def code_bytes(kernel) -> int:
-    """Machine code of a kernel: the sections .text.* of its ELF file (64 bits, little endian)."""
-    elf = kernel.asm.get("cubin")
-    if elf is None:
-        return 0
-    (table,) = struct.unpack_from("<Q", elf, 40)
-    entry_size, count, of_names = struct.unpack_from("<HHH", elf, 58)
-    # name, type, flags, address, offset, size
-    sections = [struct.unpack_from("<IIQQQQ", elf, table + number * entry_size) for number in range(count)]
-    names = sections[of_names][4]
-    return sum(section[5] for section in sections if elf.startswith(b".text.", names + section[0]))
-
-
-def stray_barriers(kernel) -> list:
-    """Names of a Gluon kernel's barriers that it does not use once its warps are specialised.
-
-    Triton lays other buffers over them. Nothing may be written over an mbarrier that was not invalidated (PTX ISA,
-    "mbarrier.inval"): next to other processes on the GPU, tiles had NaN in their place.
-    """
-    before, specialised, after = kernel.asm.get("ttgir", "").partition("ttg.warp_specialize(")
-    if not specialised:
-        return []  # Triton's own, which it invalidates
-    used = set(re.findall(r"%\w+", after))
-    used |= {whole for view, whole in re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)", before) if view in used}
-    allocated = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[0-9x]+xi64", before)
-    return [name for name in allocated if name not in used]
-
-
-def waits_for_stream(kernel, target: GPUTarget) -> bool:
-    """Whether a kernel waits before it touches memory, as dependent launches need; where there are none, does not."""
-    if target.backend != "cuda":
-        return True
-    before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
-    if target.arch < 90:
-        return not wait
-    return bool(wait) and not re.search(r"\b(?:ld|st)\.global|\bcp\.async|\bmbarrier\.", before)
 
 
 class Calls:

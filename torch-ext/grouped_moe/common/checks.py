@@ -250,8 +250,27 @@ def check_rows(name: str, rows: int) -> None:
         raise ValueError(f"{name}: expected fewer than 2^31 rows, got {rows}")
 
 
+def is_right_linear(x, weight, bias, bias_scales, transposed) -> bool:
+    """Whether `check_linear` would pass, for a layer without a bias: in a fourth of its time."""
+    if not (bias is None is bias_scales and x.dim() == 2 and weight.dim() == 3):
+        return False
+    (rows, depth), (groups, *shape), dtype, device = x.shape, weight.shape, x.dtype, x.device
+    n, k = reversed(shape) if transposed else shape
+    return (
+        depth == k > 0 < n
+        and rows < 2**31
+        and 1 <= groups <= MAX_EXPERTS
+        and dtype is weight.dtype
+        and dtype in _ACCELERATOR_DTYPES
+        and device == weight.device
+        and device.type in _DEVICE_TYPES
+    )
+
+
 def check_linear(x, weight, bias, bias_scales, transposed) -> None:
     """Raises TypeError or ValueError that names the argument of `grouped_linear` at fault."""
+    if is_right_linear(x, weight, bias, bias_scales, transposed):
+        return
     check_compute_dtype("x", x)
     check_shape("x", x, (None, None), "(rows, K)")
     check_rows("x", x.shape[0])

@@ -12,6 +12,13 @@ from ..triton.descriptors import MAX_RAGGED_ROWS, tma_strides
 _EXTENT = 0x7FFF0000
 
 
+class TmaDescriptor(TensorDescriptor):
+    """A descriptor without Triton's own checks: `tma_strides` has made them, and they cost as much as a launch."""
+
+    def __post_init__(self):
+        pass
+
+
 class TmaBlock:
     """A block of a tensor that a kernel reads or writes at once, and its layout in shared memory, as wgmma reads it."""
 
@@ -21,9 +28,9 @@ class TmaBlock:
 
     def of(self, tensor: Tensor, shape: Optional[Sequence[int]] = None, strides: Optional[Sequence[int]] = None):
         """The descriptor of a tensor that TMA takes, in such blocks. shape, strides: its own by default."""
-        return TensorDescriptor(
-            tensor, shape or tensor.shape, strides or tma_strides(tensor), self.shape, self.layout
-        )  # fmt: skip
+        if strides is None:  # a dimension of one step may have a stride that the hardware does not want
+            strides = tma_strides(tensor) if 1 in tensor.shape else tensor.stride()
+        return TmaDescriptor(tensor, shape or tensor.shape, strides, self.shape, self.layout)
 
 
 class RaggedTmaBlock(TmaBlock):
@@ -38,6 +45,6 @@ class RaggedTmaBlock(TmaBlock):
 
     def of_rows(self, rows: Tensor, columns: Optional[int] = None):
         """The descriptor of the first columns of some rows, all by default."""
-        stride = tma_strides(rows)[0]
+        stride = tma_strides(rows)[0] if 1 in rows.shape else rows.stride(0)
         shape = (_EXTENT, _EXTENT, MAX_RAGGED_ROWS, columns or rows.shape[1])
         return self.of(rows, shape, (2**34 - stride, stride, stride, 1))

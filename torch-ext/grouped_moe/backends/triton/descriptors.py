@@ -44,6 +44,13 @@ def weight_layout(weight: Tensor, transposed: bool) -> Optional[str]:
     return "kn" if transposed else "nk"
 
 
-def describe(tensor: Tensor, block: Sequence[int]):
-    """A descriptor of a tensor that TMA takes, for Triton's kernels."""
-    return TensorDescriptor(tensor, tensor.shape, tma_strides(tensor), list(block))
+class TmaDescriptor(TensorDescriptor):
+    """A descriptor without Triton's own checks: `tma_strides` has made them, and they cost as much as a launch."""
+
+    def __post_init__(self):
+        pass
+
+
+def describe(tensor: Tensor, block: Sequence[int]) -> TmaDescriptor:
+    """A descriptor for Triton's kernels."""
+    return TmaDescriptor(tensor, tensor.shape, tma_strides(tensor), list(block))

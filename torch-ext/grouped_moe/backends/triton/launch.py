@@ -49,13 +49,13 @@ class Kernel:
             return
         key, addresses = [first.get_device()], 0
         for arg, is_varying in zip(args, self.is_varying):
-            if isinstance(arg, Tensor):
+            if arg is None:
+                key.append(None)
+            elif type(arg) is int:
+                key.append(arg.bit_length() > _INT32 if is_varying else arg)
+            elif isinstance(arg, Tensor):
                 addresses |= arg.data_ptr()
                 key.append(arg.dtype)
-            elif is_varying:
-                key.append(arg.bit_length() > _INT32)
-            elif arg is None or type(arg) is int:
-                key.append(arg)
             else:
                 key.append(arg.base.dtype)
         if addresses % ALIGNMENT:

@@ -10,7 +10,7 @@ READY = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/ready)
 PIP = $(PYTHON) -m pip --python $(PY) install --disable-pip-version-check
 export SHOW_PACKAGES = import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")
 
-.PHONY: help venv build demo lint test test-gpu fuzz bench plots tune compile-check clean
+.PHONY: help venv build demo lint test test-gpu test-versions fuzz bench plots tune compile-check clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -49,6 +49,9 @@ test: build  ## everything a machine without a GPU can test
 
 test-gpu: build  ## the same tests on this machine's GPU, and those that need one
 	$(PYTEST) tests --ignore tests/interpreter
+
+test-versions:  ## make test on each pair of PyTorch and Triton that is supported, in environments of their own
+	$(PYTHON) tools/test_versions.py --workers $(WORKERS)
 
 MINUTES = 5
 SEED = 0

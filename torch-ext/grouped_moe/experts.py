@@ -133,9 +133,7 @@ define_op(
     _backward_overwriting_op,
     lambda *args: wanted(_fake_grads(*args), args[-1]),
 )
-_experts = define_differentiable_op(
-    "experts", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, lambda x, *_: x.new_empty(x.shape)
-)
+define_differentiable_op("experts", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, lambda x, *_: x.new_empty(x.shape))
 
 
 class _Experts(torch.autograd.Function):
@@ -240,4 +238,6 @@ def grouped_mm_experts(
     if not _compat.has_device_assertions():  # an overflow would go unseen
         capacity = capacity if x.device.type == "cpu" else None
     kind = kind_arguments(activation, gated, interleaved, transposed, recompute)
-    return _experts(x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias, *kind, capacity)
+    return ops.experts.default(
+        x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias, *kind, capacity
+    )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 
-from .._ops import add_op_namespace_prefix, ops
+from .._ops import add_op_namespace_prefix
 from . import _compat
 
 _TWICE = "grouped_moe: differentiable once, but a derivative of a gradient was asked for"
@@ -24,25 +24,14 @@ def define_op(name: str, schema: str, implementation: Callable, fake: Callable) 
     torch.library.register_fake(qualified)(fake)
 
 
-def define_differentiable_op(
-    name: str, schema: str, plain: Callable, recorded: Callable, fake: Callable
-) -> Callable[..., torch.Tensor]:
-    """Defines an op that calls `recorded` where autograd has to record it, else `plain`: both are made of other ops.
-
-    Returns what a public function calls: the op where it is traced, so that graphs hold the op itself, and otherwise
-    what the op would choose, without its two dispatches.
-    """
+def define_differentiable_op(name: str, schema: str, plain: Callable, recorded: Callable, fake: Callable) -> None:
+    """Defines an op that calls `recorded` where autograd has to record it, else `plain`: both are made of other ops."""
 
     def choose(*args):
         return recorded(*args) if needs_autograd(*args) else plain(*args)
 
-    def call(*args):
-        return op(*args) if torch.compiler.is_compiling() else choose(*args)
-
     define_op(name, schema, plain, fake)
     torch.library.impl(add_op_namespace_prefix(name), "Autograd")(choose)
-    op = getattr(ops, name).default
-    return call
 
 
 def needs_autograd(*args: object) -> bool:

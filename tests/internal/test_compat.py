@@ -39,6 +39,11 @@ def without_autograd_in_c(monkeypatch, compat):
     assert compat.keeps_graph() is True
 
 
+def without_transforms(monkeypatch, compat):
+    monkeypatch.setattr(compat, "torch", Without(torch, "_C", "_functorch"))
+    assert compat.in_transform()
+
+
 def without_device_assertions(monkeypatch, compat):
     monkeypatch.setattr(compat, "torch", Without(torch, "_assert_async"))
     assert not compat.has_device_assertions()
@@ -66,7 +71,7 @@ def with_unknown_triton(monkeypatch, compat):
 
 
 REMOVALS = (
-    without_graph_task, without_autograd_in_c, without_device_assertions, without_current_modes,
+    without_graph_task, without_autograd_in_c, without_transforms, without_device_assertions, without_current_modes,
     without_forward_level, without_versions, with_unknown_triton,
 )  # fmt: skip
 
@@ -108,6 +113,9 @@ def test_known_names_are_asked(module):
     tensor.add_(1)
     assert compat.version_of(tensor) == 1 and not compat.has_tangents()
     assert compat.has_device_assertions() == (torch.version.hip is None)
+    asked = []
+    torch.func.vmap(lambda x: asked.append(compat.in_transform()) or x)(tensor)
+    assert asked == [True] and not compat.in_transform()
     x = torch.ones(2, requires_grad=True)
     kept = []
     x.register_hook(lambda grad: kept.append(compat.keeps_graph()))

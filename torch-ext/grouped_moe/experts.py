@@ -133,7 +133,9 @@ define_op(
     _backward_overwriting_op,
     lambda *args: wanted(_fake_grads(*args), args[-1]),
 )
-define_differentiable_op("experts", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, lambda x, *_: x.new_empty(x.shape))
+_experts = define_differentiable_op(
+    "experts", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, lambda x, *_: x.new_empty(x.shape)
+)
 
 
 class _Experts(torch.autograd.Function):
@@ -238,6 +240,4 @@ def grouped_mm_experts(
     if not _compat.has_device_assertions():  # an overflow would go unseen
         capacity = capacity if x.device.type == "cpu" else None
     kind = kind_arguments(activation, gated, interleaved, transposed, recompute)
-    return ops.experts.default(
-        x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias, *kind, capacity
-    )  # fmt: skip
+    return _experts(x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias, *kind, capacity)

@@ -113,7 +113,7 @@ define_op(
     _bias_backward,
     _bias_backward_fake,
 )
-define_differentiable_op(
+_grouped_linear = define_differentiable_op(
     "grouped_linear", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, lambda *args: _forward_fake(*args)[0]
 )
 
@@ -181,7 +181,7 @@ def grouped_linear(
     checks.check_flags(transposed=transposed)
     tensors = _checked(x, weight, splits, bias, bias_scales, transposed)
     refuse_forward_mode("grouped_linear", *tensors)
-    return ops.grouped_linear.default(*tensors, transposed)
+    return _grouped_linear(*tensors, transposed)
 
 
 def _checked(x, weight, splits, bias, bias_scales, transposed) -> Tuple[Tensor, ...]:

@@ -109,7 +109,7 @@ define_op(
     _backward_overwriting_op,
     lambda *args: wanted(_fake_grads(*args), args[-1]),
 )
-define_differentiable_op(
+_grouped_mlp = define_differentiable_op(
     "grouped_mlp", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, lambda x, *_: x.new_empty(x.shape)
 )
 
@@ -201,4 +201,4 @@ def grouped_mlp(
     tensors = *scales.values(), up, down, up_bias, down_bias
     refuse_forward_mode("grouped_mlp", x, *tensors)
     kind = kind_arguments(activation, gated, interleaved, transposed, recompute)
-    return ops.grouped_mlp.default(x, splits, *tensors, *kind, None)
+    return _grouped_mlp(x, splits, *tensors, *kind, None)

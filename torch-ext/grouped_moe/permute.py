@@ -96,14 +96,14 @@ define_op(
     _combine_backward,
     _combine_backward_fake,
 )
-define_differentiable_op(
+_gather_rows = define_differentiable_op(
     "gather_rows",
     f"(Tensor x, {_ROUTING}) -> Tensor",
     lambda *args: ops.gather_rows_forward.default(*args),
     lambda *args: _GatherRows.apply(*args),
     _gather_fake,
 )
-define_differentiable_op(
+_combine_rows = define_differentiable_op(
     "combine_rows",
     f"(Tensor y, Tensor weights, {_ROUTING}) -> Tensor",
     lambda *args: ops.combine_rows_forward.default(*args),
@@ -145,7 +145,7 @@ def gather_rows(x: Tensor, routing: Routing) -> Tensor:
     checks.check_shape("x", x, (num_slots // routing.top_k, None), "(T, H)")
     checks.check_device("x", x, routing.row_to_slot.device, "routing")
     refuse_forward_mode("gather_rows", x)
-    return ops.gather_rows.default(x, *_maps(routing))
+    return _gather_rows(x, *_maps(routing))
 
 
 def combine_rows(y: Tensor, top_k_weights: Tensor, routing: Routing) -> Tensor:
@@ -165,4 +165,4 @@ def combine_rows(y: Tensor, top_k_weights: Tensor, routing: Routing) -> Tensor:
     checks.check_shape("y", y, (num_slots, None), "(S, H)")
     checks.check_shape("top_k_weights", top_k_weights, (num_slots // routing.top_k, routing.top_k), "(T, top_k)")
     refuse_forward_mode("combine_rows", y, top_k_weights)
-    return ops.combine_rows.default(y, top_k_weights.contiguous(), *_maps(routing))
+    return _combine_rows(y, top_k_weights.contiguous(), *_maps(routing))

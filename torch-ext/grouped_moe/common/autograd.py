@@ -9,7 +9,7 @@ from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 
-from .._ops import add_op_namespace_prefix
+from .._ops import add_op_namespace_prefix, ops
 from . import _compat
 
 _TWICE = "grouped_moe: differentiable once, but a derivative of a gradient was asked for"
@@ -24,14 +24,26 @@ def define_op(name: str, schema: str, implementation: Callable, fake: Callable) 
     torch.library.register_fake(qualified)(fake)
 
 
-def define_differentiable_op(name: str, schema: str, plain: Callable, recorded: Callable, fake: Callable) -> None:
-    """Defines an op that calls `recorded` where autograd has to record it, else `plain`: both are made of other ops."""
+def define_differentiable_op(
+    name: str, schema: str, plain: Callable, recorded: Callable, fake: Callable
+) -> Callable[..., torch.Tensor]:
+    """Defines an op that calls `recorded` where autograd has to record it, else `plain`: both are made of other ops.
+
+    Returns what a public function calls: the op or, where nothing records, traces or transforms the call, `plain`
+    itself, which spares the op's two dispatches.
+    """
 
     def choose(*args):
         return recorded(*args) if needs_autograd(*args) else plain(*args)
 
+    def call(*args):
+        watched = torch.compiler.is_compiling() or needs_autograd(*args) or _compat.in_transform()
+        return op(*args) if watched else plain(*args)
+
     define_op(name, schema, plain, fake)
     torch.library.impl(add_op_namespace_prefix(name), "Autograd")(choose)
+    op = getattr(ops, name).default
+    return call
 
 
 def needs_autograd(*args: object) -> bool:

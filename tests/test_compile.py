@@ -219,6 +219,28 @@ def test_dynamic_tokens_compile_once(grouped_moe, device, case_id, how):
     assert counter.frame_count == {"marked": 1, "automatic": 2}[how]
 
 
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "step"])
+def test_all_extents_dynamic(grouped_moe, device, training):
+    """With dynamic=True the extents of weights are symbols, too."""
+    shapes = ((12, 8), (12, 2), (4, 12, 8), (4, 8, 6), (12,))
+    tensors = [torch.rand(shape, device=device).requires_grad_(training) for shape in shapes]
+    ids, sizes = torch.randint(0, 5, (12, 2), device=device), torch.tensor([5, 0, 3, 2], device=device)
+
+    def function(x, weights, up, down, scales, ids, sizes):
+        y = grouped_moe.grouped_mm_experts(x, ids, weights, up, down)
+        rows = grouped_moe.grouped_mlp(x, sizes, scales, up, down)
+        return y + rows, grouped_moe.grouped_linear(x, up, sizes)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    found, expected = ([*each(*tensors, ids, sizes)] for each in (compiled, function))
+    if training:
+        for outputs in (found, expected):
+            outputs += torch.autograd.grad(outputs, tensors, [torch.ones_like(output) for output in outputs])
+    for number, (one, other) in enumerate(zip(found, expected)):
+        assert_bitwise(f"result {number}", one, other)
+
+
 def test_no_tokens_in_a_dynamic_graph(grouped_moe, device):
     """T = 0 and 1 are sizes that torch.compile specialises on: they compile again, and are right."""
     case = BY_ID["silu"]

@@ -181,7 +181,7 @@ def is_right_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, 
         return False
     (num_tokens, h), (slots_of, top_k), (num_experts, *up_shape) = x.shape, top_k_index.shape, up.shape
     p = up_shape[1 if transposed else 0]
-    i, odd = divmod(p, 2) if gated else (p, 0)
+    i, odd = (p // 2, p % 2) if gated else (p, 0)  # torch.compile of PyTorch 2.11 knows no divmod of symbols
     device, dtype, dense = x.device, x.dtype, torch.strided
     return (
         dense is x.layout is up.layout is down.layout is top_k_index.layout is top_k_weights.layout
@@ -254,8 +254,9 @@ def is_right_linear(x, weight, bias, bias_scales, transposed) -> bool:
     """Whether `check_linear` would pass, for a layer without a bias: in a fourth of its time."""
     if not (bias is None is bias_scales and x.dim() == 2 and weight.dim() == 3):
         return False
-    (rows, depth), (groups, *shape), dtype, device = x.shape, weight.shape, x.dtype, x.device
-    n, k = reversed(shape) if transposed else shape
+    (rows, depth), (groups, n, k), dtype, device = x.shape, weight.shape, x.dtype, x.device
+    if transposed:
+        n, k = k, n
     return (
         depth == k > 0 < n
         and rows < 2**31

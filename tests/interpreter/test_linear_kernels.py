@@ -25,8 +25,8 @@ WIDE = [
 def descriptors(module, monkeypatch):
     """Counts the descriptors that launchers make."""
     made, descriptors = [], module("backends.triton.descriptors")
-    kind = descriptors.TensorDescriptor
-    monkeypatch.setattr(descriptors, "TensorDescriptor", lambda *args: made.append(args) or kind(*args))
+    kind = descriptors.TmaDescriptor
+    monkeypatch.setattr(descriptors, "TmaDescriptor", lambda *args: made.append(args) or kind(*args))
     return made
 
 

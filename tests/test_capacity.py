@@ -154,9 +154,11 @@ def test_opcheck(grouped_moe, device, recompute):
     kind = kind_arguments(grouped_moe.Activation(*case.activation), True, False, False, recompute)
     num_slots = case.T * case.top_k
     for capacity in (num_slots, num_slots + 1):
-        torch.library.opcheck(ops.experts.default, (*with_leaves(inputs)[:-1], *kind, capacity))
+        x, ids, weights, *rest, _ = with_leaves(inputs)
+        torch.library.opcheck(ops.experts.default, (x, ids, weights, None, *rest, *kind, capacity))
+        x, ids, weights, *rest, _ = inputs
         with poisoned_allocations():  # what of the schedule is not written is compared as well
-            torch.library.opcheck(ops.experts_forward.default, (*inputs[:-1], *kind, capacity))
+            torch.library.opcheck(ops.experts_forward.default, (x, ids, weights, None, *rest, *kind, capacity, True))
 
 
 @pytest.mark.parametrize("kind", ["number", "share"])

@@ -51,19 +51,25 @@ def kind(grouped_moe):
     return arguments
 
 
+def op_arguments(inputs, kind):
+    """Of the op `experts`: without scales of the second bias, and without a capacity."""
+    x, ids, weights, *weights_and_biases, _ = inputs
+    return x, ids, weights, None, *weights_and_biases, *kind, None
+
+
 @some_cases
 @by_recompute
 def test_opcheck_experts(ops, kind, device, case_id, recompute):
     case, inputs = _local(case_id, device)
-    tensors = with_leaves(inputs)[:-1]
-    torch.library.opcheck(ops.experts.default, (*tensors, *kind(case, recompute), None))
-    opcheck(ops.experts_forward.default, (*inputs[:-1], *kind(case, recompute), None))
+    torch.library.opcheck(ops.experts.default, op_arguments(with_leaves(inputs), kind(case, recompute)))
+    for save in (True, False):
+        opcheck(ops.experts_forward.default, (*op_arguments(inputs, kind(case, recompute)), save))
 
 
 def test_opcheck_experts_without_gradient(ops, kind, device):
     case, inputs = _local("silu", device)
     for op in (ops.experts, ops.experts_inference):
-        torch.library.opcheck(op.default, (*inputs[:-1], *kind(case, False), None))
+        torch.library.opcheck(op.default, op_arguments(inputs, kind(case, False)))
 
 
 @some_cases
@@ -71,14 +77,14 @@ def test_opcheck_experts_without_gradient(ops, kind, device):
 @pytest.mark.parametrize("wanted", ["all", "hidden_states", "weights"])
 def test_opcheck_experts_backward(ops, kind, device, case_id, recompute, wanted):
     case, inputs = _local(case_id, device)
-    x, ids, weights, up, down, up_bias, down_bias, dout = inputs
-    arguments = *kind(case, recompute), None
-    _, *saved = ops.experts_forward(*inputs[:-1], *arguments)
+    x, *_, up_bias, _, dout = inputs
+    arguments = op_arguments(inputs, kind(case, recompute))
+    _, *saved = ops.experts_forward(*arguments, not recompute)
     biases = up_bias is not None
     needs = {"all": [True, True, False, True, True, biases, biases], "hidden_states": [True] + [False] * 6}
     needs["weights"] = [False, False, False, True, True, biases, False]
-    tensors = (dout, x, weights, up, down, up_bias, down_bias)
-    torch.library.opcheck(ops.experts_backward.default, (*tensors, *arguments, *saved, needs[wanted]))
+    given = dout, x, *arguments[2:], *saved, needs[wanted]
+    torch.library.opcheck(ops.experts_backward.default, given)
 
 
 def test_opcheck_route(ops, device):
@@ -124,13 +130,13 @@ def test_opcheck_grouped_mlp(ops, kind, device, recompute):
     x, act_scales, bias_scales, up, down, up_bias, down_bias = (torch.randn(shape, device=device) for shape in shapes)
     leaves = [t.requires_grad_() for t in (act_scales, bias_scales, up, down, up_bias, down_bias)]
     splits, arguments = torch.tensor([7, 0, 13], device=device), (*kind(BY_ID["silu"], recompute), None)
-    torch.library.opcheck(ops.grouped_mlp.default, (x.requires_grad_(), splits, *leaves, *arguments))
+    torch.library.opcheck(ops.experts.default, (x.requires_grad_(), splits, *leaves, *arguments))
     x, *leaves = (t.detach() for t in (x, *leaves))
     for save in (True, False):
-        opcheck(ops.grouped_mlp_forward.default, (x, splits, *leaves, *arguments, save))
-    _, *saved = ops.grouped_mlp_forward(x, splits, *leaves, *arguments, not recompute)
-    given = (torch.randn(20, 16, device=device), x, *leaves, *arguments, *saved, [True] * 7)
-    torch.library.opcheck(ops.grouped_mlp_backward.default, given)
+        opcheck(ops.experts_forward.default, (x, splits, *leaves, *arguments, save))
+    _, preact, schedule, *_ = ops.experts_forward(x, splits, *leaves, *arguments, not recompute)
+    given = (torch.randn(20, 16, device=device), x, *leaves, *arguments, preact, schedule, None, None, [True] * 7)
+    torch.library.opcheck(ops.experts_backward.default, given)
 
 
 def test_opcheck_permute(ops, grouped_moe, device):

@@ -231,7 +231,7 @@ def test_opcheck(grouped_moe, device, case):
     inputs = with_leaves(make_inputs(case._replace(sentinels=0.0), torch.float32, device))
     kind_arguments = importlib.import_module(grouped_moe.__name__ + ".block").kind_arguments
     kind = kind_arguments(grouped_moe.Activation(), True, False, False, False)
-    torch.library.opcheck(experts, (*inputs[:5], None, None, *kind, None))
+    torch.library.opcheck(experts, (*inputs[:3], None, *inputs[3:5], None, None, *kind, None))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="inductor needs a C++ compiler")

@@ -88,7 +88,7 @@ def test_a_checkpoint_takes_it_too(grouped_moe, device):
     leaves = with_leaves(inputs)
     taken = []
     autograd = sys.modules[f"{grouped_moe.__name__}.common.autograd"]
-    experts = sys.modules[f"{grouped_moe.__name__}.experts"]
+    experts = sys.modules[f"{grouped_moe.__name__}.block_op"]
 
     def take_over(saved: torch.Tensor) -> bool:
         taken.append(autograd.take_over(saved))
@@ -108,9 +108,9 @@ def test_after_a_backward_that_failed_another_raises(grouped_moe, device):
     leaves = with_leaves(make_inputs(CASE, torch.float32, device))
     out = call(grouped_moe, CASE, leaves)
     tensors = list(leaves.floating().values())
-    experts = sys.modules[f"{grouped_moe.__name__}.experts"]
+    experts = sys.modules[f"{grouped_moe.__name__}.block_op"]
 
-    def fail(*_):
+    def fail(*_, **__):
         raise MemoryError("of the test")
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,180 +1,14 @@
 """The whole experts block: route, up-projection with activation, down-projection, combine."""
 
-from typing import List, Optional, Sequence, Tuple, Union
+from typing import Optional, Union
 
-import torch
 from torch import Tensor
 
-from . import pipeline
-from ._ops import ops
-from .backends import backend_of
-from .block import BLOCK_SCHEMA, Block, Grads, Needs, fake_grads, kind_arguments, make_block
+from .block import kind_arguments
+from .block_op import experts_op
 from .common import _compat, checks
 from .common.activation import Activation, as_activation
-from .common.autograd import (
-    define_differentiable_op,
-    define_op,
-    is_plain,
-    mark_as_own,
-    once_differentiable,
-    or_empty,
-    refuse_forward_mode,
-    spread,
-    take_over,
-    wanted,
-)
-from .common.device import on_device
-from .rows import Rows, schedule_size
-from .tuning.heuristic import choose_block_m
-
-_ARGUMENTS = f"Tensor x, Tensor top_k_index, Tensor top_k_weights, {BLOCK_SCHEMA}"
-_SAVED = "Tensor schedule, Tensor row_to_slot, Tensor slot_to_row"
-_NUM_ARGUMENTS = 11
-
-
-def _inference(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *arguments: object) -> Tensor:
-    """out (T, H), with nothing kept for a backward."""
-    block, kernels = make_block(*arguments), backend_of(x)
-    num_tokens, top_k = top_k_index.shape
-    with on_device(x):
-        if num_tokens and kernels.is_decode(block, num_tokens, top_k):
-            return kernels.decode(block, x, top_k_index, top_k_weights)
-        rows = kernels.route(top_k_index, block.num_experts, x.dtype, block.capacity)
-        return pipeline.forward(kernels, block, x, rows, top_k_weights, None, save=False)[0]
-
-
-def _forward(
-    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *arguments: object
-) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out, preact, schedule, row_to_slot, slot_to_row); preact is empty if it is recomputed."""
-    block, kernels = make_block(*arguments), backend_of(x)
-    with on_device(x):
-        rows = kernels.route(top_k_index, block.num_experts, x.dtype, block.capacity)
-        out, preact = pipeline.forward(kernels, block, x, rows, top_k_weights, None, save=not block.recompute)
-    return out, x.new_empty(0) if preact is None else preact, rows.schedule, rows.row_to_slot, rows.slot_to_row
-
-
-def _forward_fake(x, top_k_index, top_k_weights, *arguments):
-    block = make_block(*arguments)
-    num_slots = top_k_index.shape[0] * top_k_index.shape[1]
-    num_rows = block.num_rows(num_slots)
-    sizes = schedule_size(num_rows, block.num_experts), num_rows, num_slots
-    preact = x.new_empty(0 if block.recompute else (num_rows, block.preact_width))
-    return x.new_empty(x.shape), preact, *(top_k_index.new_empty(size, dtype=torch.int32) for size in sizes)
-
-
-def _backward(
-    dout: Tensor,
-    x: Optional[Tensor],
-    top_k_weights: Tensor,
-    block: Block,
-    preact: Tensor,
-    indices: Sequence[Tensor],
-    needs: Needs,
-    overwrite: bool,
-) -> Grads:
-    """The gradients that are asked for. indices: schedule, row_to_slot, slot_to_row."""
-    # Hooks on what was saved may return it in other strides.
-    schedule, row_to_slot, slot_to_row = (tensor.contiguous() for tensor in indices)
-    block_m = choose_block_m(slot_to_row.shape[0], block.num_experts, dout.dtype)
-    num_rows, top_k = row_to_slot.shape[0], top_k_weights.shape[1]
-    rows = Rows(schedule, block.num_experts, num_rows, block_m, top_k, row_to_slot, slot_to_row)
-    with on_device(dout):
-        return pipeline.backward(
-            backend_of(dout), block, dout, x, rows, top_k_weights.contiguous(), None, preact.contiguous(), needs,
-            overwrite,
-        )  # fmt: skip
-
-
-def _backward_op(dout, x, top_k_weights, *rest) -> Tuple[Tensor, ...]:
-    *arguments, preact, schedule, row_to_slot, slot_to_row, needs = rest
-    indices = schedule, row_to_slot, slot_to_row
-    grads = _backward(dout, x, top_k_weights, make_block(*arguments), preact, indices, Needs(*needs), False)
-    return or_empty(grads, dout)
-
-
-def _backward_overwriting_op(dout, x, top_k_weights, *rest) -> List[Tensor]:
-    *arguments, preact, schedule, row_to_slot, slot_to_row, needs = rest
-    indices = schedule, row_to_slot, slot_to_row
-    grads = _backward(dout, x, top_k_weights, make_block(*arguments), preact, indices, Needs(*needs), True)
-    return wanted(grads, needs)
-
-
-def _fake_grads(dout, x, top_k_weights, *rest) -> Grads:
-    *arguments, _, _, _, _, needs = rest
-    return fake_grads(Needs(*needs), make_block(*arguments), dout, top_k_weights, None)
-
-
-def _plain(*args) -> Tensor:
-    return ops.experts_inference.default(*args)
-
-
-def _recorded(*args) -> Tensor:
-    return _Experts.apply(*args)[0]
-
-
-define_op("experts_inference", f"({_ARGUMENTS}) -> Tensor", _inference, lambda x, *_: x.new_empty(x.shape))
-define_op(
-    "experts_forward", f"({_ARGUMENTS}) -> (Tensor out, Tensor preact, {_SAVED})", _forward, _forward_fake
-)  # fmt: skip
-_BACKWARD = (
-    f"(Tensor dout, Tensor? x, Tensor top_k_weights, {BLOCK_SCHEMA}, Tensor%s preact, {_SAVED}, bool[] needs)"
-)  # fmt: skip
-define_op(
-    "experts_backward",
-    f"{_BACKWARD % ''} -> ({', '.join(f'Tensor d{name}' for name in Needs._fields)})",
-    _backward_op,
-    lambda dout, *rest: or_empty(_fake_grads(dout, *rest), dout),
-)
-# Overwrites preact and gives its memory back.
-define_op(
-    "experts_backward_overwriting",
-    f"{_BACKWARD % '(a!)'} -> Tensor[]",
-    _backward_overwriting_op,
-    lambda *args: wanted(_fake_grads(*args), args[-1]),
-)
-_experts = define_differentiable_op(
-    "experts", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, lambda x, *_: x.new_empty(x.shape)
-)
-
-
-class _Experts(torch.autograd.Function):
-    """The autograd of the op, whose inputs these are.
-
-    preact is an output, though nobody uses it, so that a second derivative raises by whatever it is made of: x may not
-    be saved.
-    """
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        x, _, top_k_weights, up, down, up_bias, down_bias, *kind = inputs
-        _, _, (_, _, _, recompute), _ = kind
-        out, preact, *indices = ops.experts_forward.default(*inputs)
-        ctx.set_materialize_grads(False)
-        ctx.kind = kind
-        mark_as_own(preact)
-        reads_x = ctx.needs_input_grad[3] or recompute
-        ctx.save_for_backward(x if reads_x else None, top_k_weights, up, down, up_bias, down_bias, preact, *indices)
-        return out, preact
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, saved, dout, _):
-        if dout is None:
-            return (None,) * _NUM_ARGUMENTS
-        x, top_k_weights, up, down, up_bias, down_bias, preact, *indices = saved
-        wants_x, _, wants_weights, wants_up, wants_down, wants_up_bias, wants_down_bias, *_ = ctx.needs_input_grad
-        needs = Needs(wants_x, wants_weights, False, wants_up, wants_down, wants_up_bias, wants_down_bias)
-        arguments = (
-            dout, x, top_k_weights, up, down, up_bias, down_bias, *ctx.kind, preact, *indices, list(needs)
-        )  # fmt: skip
-        if is_plain(dout) and take_over(preact):
-            made = ops.experts_backward_overwriting.default(*arguments)
-        else:
-            made = wanted(ops.experts_backward.default(*arguments), needs)
-        grads = Grads(*spread(made, needs))
-        given = grads.x, None, grads.act_scales, grads.up, grads.down, grads.up_bias, grads.down_bias
-        return given + (None,) * (_NUM_ARGUMENTS - len(given))
+from .common.autograd import refuse_forward_mode
 
 
 def grouped_mm_experts(
@@ -240,4 +74,5 @@ def grouped_mm_experts(
     if not _compat.has_device_assertions():  # an overflow would go unseen
         capacity = capacity if x.device.type == "cpu" else None
     kind = kind_arguments(activation, gated, interleaved, transposed, recompute)
-    return _experts(x, top_k_index, top_k_weights.contiguous(), up, down, up_bias, down_bias, *kind, capacity)
+    scales = top_k_weights.contiguous()
+    return experts_op(x, top_k_index, scales, None, up, down, up_bias, down_bias, *kind, capacity)

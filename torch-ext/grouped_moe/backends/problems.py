@@ -4,7 +4,7 @@ No field depends on the number of rows but for classes of it, of which there are
 before finds the launcher of an earlier one.
 """
 
-from typing import NamedTuple, Optional
+from typing import Any, Dict, NamedTuple, Optional
 
 import torch
 
@@ -62,6 +62,15 @@ class BlockProblem(NamedTuple):
     def width(self) -> int:
         """Columns of the pre-activation."""
         return 2 * self.n if self.gated else self.n
+
+    def constants(self) -> Dict[str, Any]:
+        """The constexprs that the kernels of every backend have in common."""
+        activation = self.activation
+        return {
+            "NUM_EXPERTS": self.num_groups, "N": self.n, "K": self.k, "GATED": self.gated,
+            "INTERLEAVED": self.interleaved, "ACTIVATION": activation.name, "ALPHA": activation.alpha,
+            "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
+        }  # fmt: skip
 
 
 class WgradProblem(NamedTuple):

@@ -13,47 +13,37 @@ from .._ops import ops
 Shape = Optional[Sequence[int]]
 
 
-def _experts_forward(x: Shape, top_k_index: Shape, _weights: Shape, up: Shape, down: Shape, *_, **__) -> int:
-    return 2 * prod(top_k_index) * _weight_elements(up, down)
+def _experts_forward(x: Shape, index: Shape, _act_scales, _bias_scales, up: Shape, down: Shape, *_, **__) -> int:
+    rows = prod(index) if len(index) == 2 else x[0]
+    return 2 * rows * (_elements(up) + _elements(down))
 
 
-def _mlp_forward(x: Shape, _splits: Shape, _act_scales: Shape, _bias_scales: Shape, up: Shape, down: Shape, *_, **__):
-    return 2 * x[0] * _weight_elements(up, down)
+def _elements(weight: Shape) -> int:
+    """Elements of the weight of one expert."""
+    return prod(weight[1:])
 
 
-def _weight_elements(*weights: Shape) -> int:
-    """Elements of the weights of one expert."""
-    return sum(prod(weight[1:]) for weight in weights)
-
-
-def _block_backward(rows: int, up: Shape, down: Shape, recompute: bool, needs: Sequence[bool]) -> int:
+def _experts_backward(dout: Shape, _x, _act_scales, _bias_scales, up: Shape, down: Shape, *rest, **__) -> int:
     """The products of `pipeline.backward`. needs: as `block.Needs`."""
+    _, _, _, _, flags, _, _, _, _, slot_to_row, needs = rest
+    rows = dout[0] if slot_to_row is None else slot_to_row[0]
+    *_, recompute = flags
     x, act_scales, _, needs_up, needs_down, up_bias, _ = needs
     dgrad = x or act_scales or needs_up or needs_down or up_bias
     times_up, times_down = x + needs_up + (recompute and dgrad), dgrad + needs_down
-    return 2 * rows * (times_up * _weight_elements(up) + times_down * _weight_elements(down))
-
-
-def _experts_backward(_dout: Shape, _x: Shape, top_k_weights: Shape, up: Shape, down: Shape, *rest, **__) -> int:
-    flags, needs = rest[4], rest[-1]
-    return _block_backward(prod(top_k_weights), up, down, flags[-1], needs)
-
-
-def _mlp_backward(dy: Shape, _x: Shape, _act: Shape, _bias: Shape, up: Shape, down: Shape, *rest, **__) -> int:
-    flags, needs = rest[4], rest[-1]
-    return _block_backward(dy[0], up, down, flags[-1], needs)
+    return 2 * rows * (times_up * _elements(up) + times_down * _elements(down))
 
 
 def _linear_forward(x: Shape, weight: Shape, *_, **__) -> int:
-    return 2 * x[0] * _weight_elements(weight)
+    return 2 * x[0] * _elements(weight)
 
 
 def _linear_backward(dy: Shape, _x, weight: Shape, _splits, _transposed, needs_x: bool, needs_weight: bool, **_) -> int:
-    return 2 * dy[0] * _weight_elements(weight) * (needs_x + needs_weight)
+    return 2 * dy[0] * _elements(weight) * (needs_x + needs_weight)
 
 
 def _accumulate_wgrad(dw: Shape, dy: Shape, *_, **__) -> int:
-    return 2 * dy[0] * _weight_elements(dw)
+    return 2 * dy[0] * _elements(dw)
 
 
 def _accumulate_wgrads(dws: Sequence[Shape], dy: Shape, *_, **__) -> int:
@@ -65,9 +55,6 @@ _FORMULAS: Dict[str, Callable[..., int]] = {
     "experts_forward": _experts_forward,
     "experts_backward": _experts_backward,
     "experts_backward_overwriting": _experts_backward,
-    "grouped_mlp_forward": _mlp_forward,
-    "grouped_mlp_backward": _mlp_backward,
-    "grouped_mlp_backward_overwriting": _mlp_backward,
     "grouped_linear_forward": _linear_forward,
     "grouped_linear_backward": _linear_backward,
     "accumulate_wgrad": _accumulate_wgrad,

@@ -11,7 +11,7 @@ from ..kernels.hopper_experts import hopper_down_dgrad_kernel
 from ..problems import BlockProblem
 from ..triton.launch import Kernel
 from .descriptors import RaggedTmaBlock, TmaBlock
-from .up_proj import STORE_COLUMNS, block_constants, describe_halves, fits
+from .up_proj import STORE_COLUMNS, describe_halves, fits
 
 _SLOTS = {True: 3, False: 4}  # staging tiles of gate and up, or of no gate, that are on their way or worked on
 
@@ -34,10 +34,11 @@ class Launcher:
         self.dout_block, self.w_block = TmaBlock(dtype, config.block_m, config.block_k), TmaBlock(dtype, 1, *w_block)
         self.row_block = RaggedTmaBlock(dtype, config.block_m, STORE_COLUMNS)
         constants = {
-            **block_constants(problem), "SLOTS": _SLOTS[problem.gated], **self.config.gluon_constants(),
+            **problem.constants(), "W_KN": problem.layout == "kn", "SLOTS": _SLOTS[problem.gated],
+            **config.gluon_constants(),
         }  # fmt: skip
-        options = {"num_warps": self.config.num_warps}
-        self.kernel = Kernel(hopper_down_dgrad_kernel, constants, options, self.config.describe("Gluon for Hopper"))
+        options = {"num_warps": config.num_warps}
+        self.kernel = Kernel(hopper_down_dgrad_kernel, constants, options, config.describe("Gluon for Hopper"))
 
     def __call__(
         self, block: Block, dout: Tensor, scales: Optional[Tensor], preact: Tensor, dpreact: Optional[Tensor],

@@ -42,16 +42,6 @@ def _config(problem: BlockProblem) -> Optional[GemmConfig]:
     return choose(problem.block_m, problem.width)
 
 
-def block_constants(problem: BlockProblem) -> dict:
-    """The constexprs of the fused kernels but for the tile's."""
-    activation = problem.activation
-    return {
-        "NUM_EXPERTS": problem.num_groups, "N": problem.n, "K": problem.k, "W_KN": problem.layout == "kn",
-        "GATED": problem.gated, "INTERLEAVED": problem.interleaved, "ACTIVATION": activation.name,
-        "ALPHA": activation.alpha, "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
-    }  # fmt: skip
-
-
 class Launcher:
     """Two warp groups multiply; one warp loads rows in place, or four gather them from tokens."""
 
@@ -68,12 +58,12 @@ class Launcher:
         else:
             w_block = (config.block_k, config.block_n) if p.layout == "kn" else (config.block_n, config.block_k)
         self.w_block = TmaBlock(p.dtype, 1, *w_block)
-        constants = {**block_constants(problem), **self.config.gluon_constants()}
-        if problem.top_k:
-            constants.update(TOP_K=problem.top_k, BUFFERS=_STAGED_COLUMNS // columns)
-        function = hopper_gathered_up_proj_kernel if problem.top_k else hopper_up_proj_kernel
-        options = {"num_warps": self.config.num_warps}
-        self.kernel = Kernel(function, constants, options, self.config.describe("Gluon for Hopper"))
+        constants = {**p.constants(), "W_KN": p.layout == "kn", **config.gluon_constants()}
+        if p.top_k:
+            constants.update(TOP_K=p.top_k, BUFFERS=_STAGED_COLUMNS // columns)
+        function = hopper_gathered_up_proj_kernel if p.top_k else hopper_up_proj_kernel
+        options = {"num_warps": config.num_warps}
+        self.kernel = Kernel(function, constants, options, config.describe("Gluon for Hopper"))
 
     def __call__(
         self, block: Block, x: Tensor, scales: Optional[Tensor], preact: Optional[Tensor], act: Optional[Tensor],

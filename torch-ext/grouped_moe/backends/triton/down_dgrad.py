@@ -33,10 +33,7 @@ class Launcher:
         p = problem
         self.config = dgrad_config(p.block_m, p.n, p.dtype, p.spec, p.interleaved, self.by_tma)
         self.num_dots = -(-p.n // self.config.block_n)
-        constants = {
-            **block_constants(p), "TMA": self.by_tma, "W_KN": self.by_tma and p.layout == "kn",
-            **self.config.constants(),
-        }  # fmt: skip
+        constants = {**block_constants(p, self.by_tma), **self.config.constants()}
         self.kernel = Kernel(
             down_dgrad_kernel, constants, self.config.options(), self.config.describe(triton_path(self.by_tma))
         )

@@ -7,6 +7,7 @@
 import inspect
 import logging
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, Dict, Optional, Tuple
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 from ...common import _compat
 
 ALIGNMENT = 16  # bytes: the alignment of pointers that Triton compiles variants for
-# Parameters that change with the number of rows: every kernel marks those it has `do_not_specialize`.
+# Parameters that change with the number of rows, which fits 32 bits: every kernel marks those it has
+# `do_not_specialize`.
 VARYING = frozenset(("total_rows", "num_slots", "num_rows", "num_chunks", "stride_pn"))
-_INT32 = 31  # bits of a value that needs no int64
 COMPILED = set()  # the variants that were ever launched, which `warm_up` counts
 
 _log = logging.getLogger("grouped_moe")
@@ -26,8 +27,8 @@ _log = logging.getLogger("grouped_moe")
 class Kernel:
     """A kernel with its constexprs and options bound: called with a grid and the arguments before the constexprs.
 
-    variants: the compiled kernels by all that Triton specializes them on besides the constexprs: the device, dtypes,
-    alignment of pointers, and ints, of those that vary whether they need 64 bits.
+    variants: the compiled kernels by all that Triton specializes them on besides the constexprs: the device, dtypes and
+    alignment of pointers, which are called *_ptr or *_desc, and the values of ints that do not vary.
     """
 
     def __init__(
@@ -38,26 +39,28 @@ class Kernel:
         self.constants, self.options = constants, options or {}
         parameters = inspect.signature(function.fn).parameters
         self.values = tuple(constants[name] for name in parameters if name in constants)
-        self.is_varying = tuple(name in VARYING for name in parameters)
+        arguments = [name for name in parameters if name not in constants]
+        pointers = [place for place, name in enumerate(arguments) if name.endswith(("_ptr", "_desc"))]
+        sizes = [place for place, name in enumerate(arguments) if place not in pointers and name not in VARYING]
+        self.pointers_of = itemgetter(*pointers)
+        self.sizes_of = itemgetter(*sizes, slice(0))  # the slice is for kernels without sizes
         self.variants: Dict[tuple, Any] = {}
 
     def __call__(self, grid: Tuple[int, ...], *args: Any) -> None:
-        """The first argument is a tensor or a descriptor; blocks of descriptors are the same in all calls."""
+        """The first argument is a tensor or a descriptor. Descriptors have the same dtypes and blocks in all calls."""
         first = args[0] if isinstance(args[0], Tensor) else args[0].base
         if not _compat.keeps_variants(first.is_cuda):
             self.compile_and_launch(grid, first, args)
             return
-        key, addresses = [first.get_device()], 0
-        for arg, is_varying in zip(args, self.is_varying):
-            if arg is None:
+        key, addresses = [first.get_device(), self.sizes_of(args)], 0
+        for pointer in self.pointers_of(args):
+            if pointer is None:
                 key.append(None)
-            elif type(arg) is int:
-                key.append(arg.bit_length() > _INT32 if is_varying else arg)
-            elif isinstance(arg, Tensor):
-                addresses |= arg.data_ptr()
-                key.append(arg.dtype)
+            elif isinstance(pointer, Tensor):
+                addresses |= pointer.data_ptr()
+                key.append(pointer.dtype)
             else:
-                key.append(arg.base.dtype)
+                key.append("descriptor")
         if addresses % ALIGNMENT:
             key += (arg.data_ptr() % ALIGNMENT == 0 for arg in args if isinstance(arg, Tensor))
         key = tuple(key)

@@ -21,14 +21,11 @@ def supports(problem: BlockProblem) -> bool:
     return True
 
 
-def block_constants(problem: BlockProblem) -> dict:
-    """The constexprs of both fused kernels but for the tile's."""
-    activation = problem.activation
+def block_constants(problem: BlockProblem, by_tma: bool) -> dict:
+    """The constexprs of both fused kernels but for the tile's. by_tma: the weight comes by descriptor."""
     return {
-        "NUM_EXPERTS": problem.num_groups, "N": problem.n, "K": problem.k, "TOP_K": problem.top_k,
-        "GATED": problem.gated, "INTERLEAVED": problem.interleaved, "ACTIVATION": activation.name,
-        "ALPHA": activation.alpha, "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
-        "PRECISION": problem.precision,
+        **problem.constants(), "TOP_K": problem.top_k, "PRECISION": problem.precision, "TMA": by_tma,
+        "W_KN": by_tma and problem.layout == "kn",
     }  # fmt: skip
 
 
@@ -44,10 +41,7 @@ class Launcher:
         self.problem, self.by_tma = problem, weight_by_tma(problem)
         p = problem
         self.config = up_config(p.block_m, p.n, p.dtype, p.spec, p.gated, self.by_tma)
-        constants = {
-            **block_constants(p), "TMA": self.by_tma, "W_KN": self.by_tma and p.layout == "kn",
-            **self.config.constants(),
-        }  # fmt: skip
+        constants = {**block_constants(p, self.by_tma), **self.config.constants()}
         self.kernel = Kernel(
             up_proj_kernel, constants, self.config.options(), self.config.describe(triton_path(self.by_tma))
         )

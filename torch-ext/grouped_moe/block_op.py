@@ -1,0 +1,191 @@
+"""The experts block as an op, for rows that are routed from tokens and for rows that are sorted already.
+
+`experts` is what public functions call. It is made of `experts_inference`, which keeps nothing for a backward,
+`experts_forward` and `experts_backward`. Their argument `index` says which rows are whose: expert ids (T, top_k), or
+the splits of sorted rows, (G,) sizes or (G + 1,) offsets.
+"""
+
+from types import ModuleType
+from typing import List, Tuple
+
+import torch
+from torch import Tensor
+
+from . import pipeline
+from ._ops import ops
+from .backends import backend_of
+from .block import BLOCK_SCHEMA, Block, Grads, Needs, fake_grads, make_block
+from .common.autograd import (
+    define_differentiable_op,
+    define_op,
+    is_plain,
+    mark_as_own,
+    once_differentiable,
+    or_empty,
+    spread,
+    take_over,
+    wanted,
+)
+from .common.device import on_device
+from .rows import Rows, schedule_size
+from .tuning.heuristic import choose_block_m
+
+_ARGUMENTS = f"Tensor x, Tensor index, Tensor? act_scales, Tensor? bias_scales, {BLOCK_SCHEMA}"
+_NUM_ARGUMENTS = 12
+
+
+def _make_rows(kernels: ModuleType, index: Tensor, block: Block, x: Tensor) -> Rows:
+    if index.dim() == 2:
+        return kernels.route(index, block.num_experts, x.dtype, block.capacity)
+    return kernels.split_rows(index, block.num_experts, x.shape[0], x.dtype)
+
+
+def _inference(x, index, act_scales, bias_scales, *arguments) -> Tensor:
+    """out, with nothing kept for a backward."""
+    block, kernels = make_block(*arguments), backend_of(x)
+    with on_device(x):
+        if index.dim() == 2 and index.shape[0] and kernels.is_decode(block, *index.shape):
+            return kernels.decode(block, x, index, act_scales)
+        rows = _make_rows(kernels, index, block, x)
+        return pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=False)[0]
+
+
+def _forward(x, index, act_scales, bias_scales, *arguments_and_save) -> Tuple[Tensor, ...]:
+    """(out, preact, schedule, row_to_slot, slot_to_row).
+
+    preact is empty unless it is to be saved, the last two are empty for rows that are sorted already.
+    """
+    *arguments, save = arguments_and_save
+    block, kernels = make_block(*arguments), backend_of(x)
+    with on_device(x):
+        rows = _make_rows(kernels, index, block, x)
+        out, preact = pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=save)
+    maps = rows.row_to_slot, rows.slot_to_row
+    return or_empty((out, preact), x) + or_empty((rows.schedule, *maps), rows.schedule)
+
+
+def _forward_fake(x, index, act_scales, bias_scales, *arguments_and_save) -> Tuple[Tensor, ...]:
+    *arguments, save = arguments_and_save
+    block, num_slots = make_block(*arguments), x.shape[0]
+    if index.dim() == 2:
+        num_slots = index.shape[0] * index.shape[1]
+    num_rows = block.num_rows(num_slots)
+    preact = x.new_empty((num_rows, block.preact_width) if save else 0)
+    maps = (num_rows, num_slots) if index.dim() == 2 else (0, 0)
+    sizes = schedule_size(num_rows, block.num_experts), *maps
+    return x.new_empty(x.shape), preact, *(index.new_empty(size, dtype=torch.int32) for size in sizes)
+
+
+def _backward(dout, x, act_scales, bias_scales, *rest, overwrite: bool) -> Grads:
+    """The gradients that are asked for. rest: the block's arguments, what was saved, and which gradients are needed."""
+    *arguments, preact, schedule, row_to_slot, slot_to_row, needs = rest
+    block, kernels = make_block(*arguments), backend_of(dout)
+    # Hooks on what was saved may return it in other strides.
+    act_scales, bias_scales, preact, schedule, row_to_slot, slot_to_row = (
+        None if tensor is None else tensor.contiguous()
+        for tensor in (act_scales, bias_scales, preact, schedule, row_to_slot, slot_to_row)
+    )
+    with on_device(dout):
+        if slot_to_row is None:
+            rows = kernels.split_rows(schedule, block.num_experts, dout.shape[0], dout.dtype)
+        else:
+            block_m = choose_block_m(slot_to_row.shape[0], block.num_experts, dout.dtype)
+            num_rows, top_k = row_to_slot.shape[0], act_scales.shape[1]
+            rows = Rows(schedule, block.num_experts, num_rows, block_m, top_k, row_to_slot, slot_to_row)
+        return pipeline.backward(
+            kernels, block, dout, x, rows, act_scales, bias_scales, preact, Needs(*needs), overwrite
+        )  # fmt: skip
+
+
+def _backward_op(dout, *rest) -> Tuple[Tensor, ...]:
+    return or_empty(_backward(dout, *rest, overwrite=False), dout)
+
+
+def _backward_overwriting_op(*args) -> List[Tensor]:
+    return wanted(_backward(*args, overwrite=True), args[-1])
+
+
+def _fake_grads(dout, x, act_scales, bias_scales, *rest) -> Grads:
+    *arguments, _, _, _, _, needs = rest
+    return fake_grads(Needs(*needs), make_block(*arguments), dout, act_scales, bias_scales)
+
+
+def _plain(*args) -> Tensor:
+    return ops.experts_inference.default(*args)
+
+
+def _recorded(*args) -> Tensor:
+    return _Experts.apply(*args)[0]
+
+
+def _like_x(x: Tensor, *_) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+define_op("experts_inference", f"({_ARGUMENTS}) -> Tensor", _inference, _like_x)
+define_op(
+    "experts_forward",
+    f"({_ARGUMENTS}, bool save)"
+    " -> (Tensor out, Tensor preact, Tensor schedule, Tensor row_to_slot, Tensor slot_to_row)",
+    _forward,
+    _forward_fake,
+)
+_BACKWARD = (
+    f"(Tensor dout, Tensor? x, Tensor? act_scales, Tensor? bias_scales, {BLOCK_SCHEMA}, Tensor%s preact,"
+    " Tensor schedule, Tensor? row_to_slot, Tensor? slot_to_row, bool[] needs)"
+)
+define_op(
+    "experts_backward",
+    f"{_BACKWARD % ''} -> ({', '.join(f'Tensor d{name}' for name in Needs._fields)})",
+    _backward_op,
+    lambda dout, *rest: or_empty(_fake_grads(dout, *rest), dout),
+)
+# Overwrites preact and gives its memory back.
+define_op(
+    "experts_backward_overwriting",
+    f"{_BACKWARD % '(a!)'} -> Tensor[]",
+    _backward_overwriting_op,
+    lambda *args: wanted(_fake_grads(*args), args[-1]),
+)
+
+
+class _Experts(torch.autograd.Function):
+    """The autograd of the op, whose inputs these are.
+
+    preact is an output, though nobody uses it, so that a second derivative raises by whatever it is made of: x may not
+    be saved.
+    """
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        x, index, act_scales, bias_scales, up, down, up_bias, down_bias, *kind = inputs
+        needs_x, _, *needs_others = ctx.needs_input_grad[:8]
+        needs = ctx.needs = Needs(needs_x, *needs_others)
+        _, _, (_, _, _, recompute), _ = kind
+        out, preact, schedule, *maps = ops.experts_forward.default(*inputs, needs.preact and not recompute)
+        ctx.set_materialize_grads(False)
+        ctx.kind = kind
+        mark_as_own(preact)
+        reads_x = needs.up or (recompute and needs.preact)
+        maps = maps if index.dim() == 2 else (None, None)
+        ctx.save_for_backward(
+            x if reads_x else None, act_scales, bias_scales, up, down, up_bias, down_bias, preact, schedule, *maps
+        )
+        return out, preact
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, saved, dout, _):
+        if dout is None:
+            return (None,) * _NUM_ARGUMENTS
+        *tensors, preact, schedule, row_to_slot, slot_to_row = saved
+        arguments = dout, *tensors, *ctx.kind, preact, schedule, row_to_slot, slot_to_row, list(ctx.needs)
+        if ctx.needs.preact and is_plain(dout) and take_over(preact):
+            made = ops.experts_backward_overwriting.default(*arguments)
+        else:
+            made = wanted(ops.experts_backward.default(*arguments), ctx.needs)
+        dx, *grads = spread(made, ctx.needs)
+        return (dx, None, *grads) + (None,) * (_NUM_ARGUMENTS - 8)
+
+
+experts_op = define_differentiable_op("experts", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, _like_x)

@@ -13,6 +13,7 @@ from .grouped_linear import grouped_linear
 from .grouped_mlp import grouped_mlp
 from .integrations.transformers import register_experts_implementation
 from .nn import GroupedLinear
+from .operands import LoRA
 from .permute import combine_rows, gather_rows
 from .routing import Routing, route
 from .splits import GroupOffsets, GroupSizes
@@ -25,6 +26,7 @@ __all__ = [
     "GroupOffsets",
     "GroupSizes",
     "GroupedLinear",
+    "LoRA",
     "Routing",
     "combine_rows",
     "gather_rows",

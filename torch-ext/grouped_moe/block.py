@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from .common.activation import Activation
+from .operands import LoRA
 
 # In the schema of ops: the arguments of `make_block`. A call's cost on the host grows with the number of arguments.
 BLOCK_SCHEMA = (
-    "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, str activation, float[] parameters, bool[] flags,"
-    " SymInt? capacity"
+    "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor? up_a, Tensor? up_b, Tensor? down_a,"
+    " Tensor? down_b, str activation, float[] parameters, bool[] flags, SymInt? capacity"
 )
 
 
@@ -18,14 +19,16 @@ class Block(NamedTuple):
     """The weights and the kind of an experts block.
 
     up: (E, P, H) or, transposed, (E, H, P), with P = 2 I if gated, else I. down: (E, H, I) or (E, I, H). up_bias:
-    (E, P). down_bias: (E, H). recompute: the pre-activation is not saved. capacity: rows there is room for, None for
-    all slots.
+    (E, P). down_bias: (E, H). up_lora, down_lora: what is added to the weights. recompute: the pre-activation is not
+    saved. capacity: rows there is room for, None for all slots.
     """
 
     up: Tensor
     down: Tensor
     up_bias: Optional[Tensor]
     down_bias: Optional[Tensor]
+    up_lora: Optional[LoRA]
+    down_lora: Optional[LoRA]
     activation: Activation
     gated: bool
     interleaved: bool
@@ -54,15 +57,22 @@ class Block(NamedTuple):
 
 
 def kind_arguments(
-    activation: Activation, gated: bool, interleaved: bool, transposed: bool, recompute: bool
-) -> Tuple[str, List[float], List[bool]]:
-    """What of a block is not a tensor, as arguments of ops: the activation's name, its parameters, the flags.
+    activation: Activation, gated: bool, interleaved: bool, transposed: bool, recompute: bool,
+    up_lora: Optional[LoRA] = None, down_lora: Optional[LoRA] = None,
+) -> Tuple[str, List[float], List[bool]]:  # fmt: skip
+    """What of a block is not a tensor, as arguments of ops: the activation's name, parameters with scalings, flags.
 
     A limit of 0 stands for none: AOTInductor cannot load a program with an infinite one.
     """
     name, alpha, limit, up_offset = activation
-    parameters = [float(alpha), 0.0 if limit is None else float(limit), float(up_offset)]
+    scalings = [0.0 if lora is None else float(lora.scaling) for lora in (up_lora, down_lora)]
+    parameters = [float(alpha), 0.0 if limit is None else float(limit), float(up_offset), *scalings]
     return name, parameters, [gated, interleaved, transposed, recompute]
+
+
+def factors_of(*loras: Optional[LoRA]) -> List[Optional[Tensor]]:
+    """The factors as arguments of ops, a and b of each."""
+    return [factor for lora in loras for factor in ((None, None) if lora is None else lora[:2])]
 
 
 def make_block(
@@ -70,16 +80,21 @@ def make_block(
     down: Tensor,
     up_bias: Optional[Tensor],
     down_bias: Optional[Tensor],
+    up_a: Optional[Tensor],
+    up_b: Optional[Tensor],
+    down_a: Optional[Tensor],
+    down_b: Optional[Tensor],
     activation: str,
     parameters: Sequence[float],
     flags: Sequence[bool],
     capacity: Optional[int] = None,
 ) -> Block:
-    """The block of an op's arguments: the inverse of `kind_arguments`, with the weights."""
-    alpha, limit, up_offset = parameters
-    gated, interleaved, transposed, recompute = flags
+    """The block of an op's arguments: the inverse of `factors_of` and `kind_arguments`, with the weights."""
+    alpha, limit, up_offset, up_scaling, down_scaling = parameters
     act = Activation(activation, alpha, limit or None, up_offset)
-    return Block(up, down, up_bias, down_bias, act, gated, interleaved, transposed, recompute, capacity)
+    up_lora = None if up_a is None else LoRA(up_a, up_b, up_scaling)
+    down_lora = None if down_a is None else LoRA(down_a, down_b, down_scaling)
+    return Block(up, down, up_bias, down_bias, up_lora, down_lora, act, *flags, capacity)
 
 
 class Needs(NamedTuple):
@@ -96,16 +111,25 @@ class Needs(NamedTuple):
     down: bool
     up_bias: bool
     down_bias: bool
+    up_a: bool = False
+    up_b: bool = False
+    down_a: bool = False
+    down_b: bool = False
 
     @property
     def dpreact(self) -> bool:
         """Whether any of them is made of the gradient of the pre-activation."""
-        return self.x or self.up or self.up_bias
+        return self.x or self.up or self.up_bias or self.up_a or self.up_b
+
+    @property
+    def act(self) -> bool:
+        """Whether any of them is made of the activation."""
+        return self.down or self.down_a or self.down_b
 
     @property
     def preact(self) -> bool:
         """Whether any of them is made of the pre-activation: all but those of the second bias and its scales."""
-        return self.dpreact or self.down or self.act_scales
+        return self.dpreact or self.act or self.act_scales
 
 
 class Grads(NamedTuple):
@@ -118,13 +142,18 @@ class Grads(NamedTuple):
     down: Optional[Tensor] = None
     up_bias: Optional[Tensor] = None
     down_bias: Optional[Tensor] = None
+    up_a: Optional[Tensor] = None
+    up_b: Optional[Tensor] = None
+    down_a: Optional[Tensor] = None
+    down_b: Optional[Tensor] = None
 
 
 def fake_grads(
     needs: Needs, block: Block, x: Tensor, act_scales: Optional[Tensor], bias_scales: Optional[Tensor]
 ) -> Grads:
     """The gradients that are asked for, unwritten, for shapes alone."""
-    like = Grads(x, act_scales, bias_scales, block.up, block.down, block.up_bias, block.down_bias)
+    factors = factors_of(block.up_lora, block.down_lora)
+    like = Grads(x, act_scales, bias_scales, block.up, block.down, block.up_bias, block.down_bias, *factors)
     made = (
         None if not need else torch.empty_like(tensor) if name in ("up", "down") else tensor.new_empty(tensor.shape)
         for name, tensor, need in zip(Grads._fields, like, needs)

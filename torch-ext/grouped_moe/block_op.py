@@ -6,7 +6,7 @@ the splits of sorted rows, (G,) sizes or (G + 1,) offsets.
 """
 
 from types import ModuleType
-from typing import List, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -30,60 +30,65 @@ from .common.device import on_device
 from .rows import Rows, schedule_size
 from .tuning.heuristic import choose_block_m
 
-_ARGUMENTS = f"Tensor x, Tensor index, Tensor? act_scales, Tensor? bias_scales, {BLOCK_SCHEMA}"
-_NUM_ARGUMENTS = 12
+_TENSORS = "Tensor? act_scales, Tensor? bias_scales, Tensor? adapters"
+_NUM_KINDS = 4  # the last arguments: activation, parameters, flags, capacity
+_ARGUMENTS = f"Tensor x, Tensor index, {_TENSORS}, {BLOCK_SCHEMA}"
 
 
-def _make_rows(kernels: ModuleType, index: Tensor, block: Block, x: Tensor) -> Rows:
+def _make_rows(kernels: ModuleType, index: Tensor, block: Block, x: Tensor, adapters: Optional[Tensor]) -> Rows:
     if index.dim() == 2:
-        return kernels.route(index, block.num_experts, x.dtype, block.capacity)
-    return kernels.split_rows(index, block.num_experts, x.shape[0], x.dtype)
+        rows = kernels.route(index, block.num_experts, x.dtype, block.capacity)
+    else:
+        rows = kernels.split_rows(index, block.num_experts, x.shape[0], x.dtype)
+    return rows if adapters is None else rows._replace(adapters=adapters)
 
 
-def _inference(x, index, act_scales, bias_scales, *arguments) -> Tensor:
+def _inference(x, index, act_scales, bias_scales, adapters, *arguments) -> Tensor:
     """out, with nothing kept for a backward."""
     block, kernels = make_block(*arguments), backend_of(x)
     with on_device(x):
         if index.dim() == 2 and index.shape[0] and kernels.is_decode(block, *index.shape):
             return kernels.decode(block, x, index, act_scales)
-        rows = _make_rows(kernels, index, block, x)
+        rows = _make_rows(kernels, index, block, x, adapters)
         return pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=False)[0]
 
 
-def _forward(x, index, act_scales, bias_scales, *arguments_and_save) -> Tuple[Tensor, ...]:
-    """(out, preact, schedule, row_to_slot, slot_to_row).
+def _forward(x, index, act_scales, bias_scales, adapters, *arguments_and_save) -> Tuple[Tensor, ...]:
+    """(out, preact, projected, schedule, row_to_slot, slot_to_row).
 
-    preact is empty unless it is to be saved, the last two are empty for rows that are sorted already.
+    preact, and the rows that the first LoRA projected, are empty unless they are to be saved. The last two are empty for
+    rows that are sorted already.
     """
     *arguments, save = arguments_and_save
     block, kernels = make_block(*arguments), backend_of(x)
     with on_device(x):
-        rows = _make_rows(kernels, index, block, x)
-        out, preact = pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=save)
-    maps = rows.row_to_slot, rows.slot_to_row
-    return or_empty((out, preact), x) + or_empty((rows.schedule, *maps), rows.schedule)
+        rows = _make_rows(kernels, index, block, x, adapters)
+        out, *saved = pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=save)
+    saved, maps = saved if save else (None, None), (rows.row_to_slot, rows.slot_to_row)
+    return or_empty((out, *saved), x) + or_empty((rows.schedule, *maps), rows.schedule)
 
 
-def _forward_fake(x, index, act_scales, bias_scales, *arguments_and_save) -> Tuple[Tensor, ...]:
+def _forward_fake(x, index, act_scales, bias_scales, adapters, *arguments_and_save) -> Tuple[Tensor, ...]:
     *arguments, save = arguments_and_save
     block, num_slots = make_block(*arguments), x.shape[0]
     if index.dim() == 2:
         num_slots = index.shape[0] * index.shape[1]
     num_rows = block.num_rows(num_slots)
     preact = x.new_empty((num_rows, block.preact_width) if save else 0)
+    projected = x.new_empty((num_rows, block.up_lora.padded_rank) if save and block.up_lora is not None else 0)
     maps = (num_rows, num_slots) if index.dim() == 2 else (0, 0)
     sizes = schedule_size(num_rows, block.num_experts), *maps
-    return x.new_empty(x.shape), preact, *(index.new_empty(size, dtype=torch.int32) for size in sizes)
+    return x.new_empty(x.shape), preact, projected, *(index.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
-def _backward(dout, x, act_scales, bias_scales, *rest, overwrite: bool) -> Grads:
+def _backward(dout, x, act_scales, bias_scales, adapters, *rest, overwrite: bool) -> Grads:
     """The gradients that are asked for. rest: the block's arguments, what was saved, and which gradients are needed."""
-    *arguments, preact, schedule, row_to_slot, slot_to_row, needs = rest
+    *arguments, preact, projected, schedule, row_to_slot, slot_to_row, needs = rest
     block, kernels = make_block(*arguments), backend_of(dout)
     # Hooks on what was saved may return it in other strides.
-    act_scales, bias_scales, preact, schedule, row_to_slot, slot_to_row = (
+    act_scales, bias_scales, adapters, preact, projected, schedule, row_to_slot, slot_to_row = (
         None if tensor is None else tensor.contiguous()
-        for tensor in (act_scales, bias_scales, preact, schedule, row_to_slot, slot_to_row)
+        for tensor in (act_scales, bias_scales, adapters, preact, projected, schedule, row_to_slot, slot_to_row)
     )
     with on_device(dout):
         if slot_to_row is None:
@@ -93,7 +98,8 @@ def _backward(dout, x, act_scales, bias_scales, *rest, overwrite: bool) -> Grads
             num_rows, top_k = row_to_slot.shape[0], act_scales.shape[1]
             rows = Rows(schedule, block.num_experts, num_rows, block_m, top_k, row_to_slot, slot_to_row)
         return pipeline.backward(
-            kernels, block, dout, x, rows, act_scales, bias_scales, preact, Needs(*needs), overwrite
+            kernels, block, dout, x, rows._replace(adapters=adapters), act_scales, bias_scales, preact, projected,
+            Needs(*needs), overwrite,
         )  # fmt: skip
 
 
@@ -105,8 +111,8 @@ def _backward_overwriting_op(*args) -> List[Tensor]:
     return wanted(_backward(*args, overwrite=True), args[-1])
 
 
-def _fake_grads(dout, x, act_scales, bias_scales, *rest) -> Grads:
-    *arguments, _, _, _, _, needs = rest
+def _fake_grads(dout, x, act_scales, bias_scales, adapters, *rest) -> Grads:
+    *arguments, _, _, _, _, _, needs = rest
     return fake_grads(Needs(*needs), make_block(*arguments), dout, act_scales, bias_scales)
 
 
@@ -126,12 +132,12 @@ define_op("experts_inference", f"({_ARGUMENTS}) -> Tensor", _inference, _like_x)
 define_op(
     "experts_forward",
     f"({_ARGUMENTS}, bool save)"
-    " -> (Tensor out, Tensor preact, Tensor schedule, Tensor row_to_slot, Tensor slot_to_row)",
+    " -> (Tensor out, Tensor preact, Tensor projected, Tensor schedule, Tensor row_to_slot, Tensor slot_to_row)",
     _forward,
     _forward_fake,
 )
 _BACKWARD = (
-    f"(Tensor dout, Tensor? x, Tensor? act_scales, Tensor? bias_scales, {BLOCK_SCHEMA}, Tensor%s preact,"
+    f"(Tensor dout, Tensor? x, {_TENSORS}, {BLOCK_SCHEMA}, Tensor%s preact, Tensor? projected,"
     " Tensor schedule, Tensor? row_to_slot, Tensor? slot_to_row, bool[] needs)"
 )
 define_op(
@@ -158,34 +164,37 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        x, index, act_scales, bias_scales, up, down, up_bias, down_bias, *kind = inputs
-        needs_x, _, *needs_others = ctx.needs_input_grad[:8]
-        needs = ctx.needs = Needs(needs_x, *needs_others)
+        x, index, act_scales, bias_scales, adapters, *weights = inputs[:-_NUM_KINDS]
+        kind = inputs[-_NUM_KINDS:]
+        needs_x, _, needs_act_scales, needs_bias_scales, _, *needs_weights = ctx.needs_input_grad[:-_NUM_KINDS]
+        needs = ctx.needs = Needs(needs_x, needs_act_scales, needs_bias_scales, *needs_weights)
         _, _, (_, _, _, recompute), _ = kind
-        out, preact, schedule, *maps = ops.experts_forward.default(*inputs, needs.preact and not recompute)
+        out, preact, projected, schedule, *maps = ops.experts_forward.default(*inputs, needs.preact and not recompute)
         ctx.set_materialize_grads(False)
         ctx.kind = kind
         mark_as_own(preact)
-        reads_x = needs.up or (recompute and needs.preact)
+        reads_x = needs.up or needs.up_a or (recompute and needs.preact)
         maps = maps if index.dim() == 2 else (None, None)
         ctx.save_for_backward(
-            x if reads_x else None, act_scales, bias_scales, up, down, up_bias, down_bias, preact, schedule, *maps
-        )
+            x if reads_x else None, act_scales, bias_scales, adapters, *weights, preact,
+            projected if needs.up_b else None, schedule, *maps,
+        )  # fmt: skip
         return out, preact
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, dout, _):
         if dout is None:
-            return (None,) * _NUM_ARGUMENTS
-        *tensors, preact, schedule, row_to_slot, slot_to_row = saved
-        arguments = dout, *tensors, *ctx.kind, preact, schedule, row_to_slot, slot_to_row, list(ctx.needs)
+            return (None,) * len(ctx.needs_input_grad)
+        *tensors, preact, projected, schedule, row_to_slot, slot_to_row = saved
+        rows = schedule, row_to_slot, slot_to_row
+        arguments = dout, *tensors, *ctx.kind, preact, projected, *rows, list(ctx.needs)
         if ctx.needs.preact and is_plain(dout) and take_over(preact):
             made = ops.experts_backward_overwriting.default(*arguments)
         else:
             made = wanted(ops.experts_backward.default(*arguments), ctx.needs)
-        dx, *grads = spread(made, ctx.needs)
-        return (dx, None, *grads) + (None,) * (_NUM_ARGUMENTS - 8)
+        dx, d_act_scales, d_bias_scales, *dweights = spread(made, ctx.needs)
+        return (dx, None, d_act_scales, d_bias_scales, None, *dweights) + (None,) * _NUM_KINDS
 
 
 experts_op = define_differentiable_op("experts", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, _like_x)

@@ -4,11 +4,12 @@ from typing import Optional, Union
 
 from torch import Tensor
 
-from .block import kind_arguments
+from .block import factors_of, kind_arguments
 from .block_op import experts_op
 from .common import _compat, checks
 from .common.activation import Activation, as_activation
 from .common.autograd import refuse_forward_mode
+from .operands import LoRA, check_loras
 
 
 def grouped_mm_experts(
@@ -20,6 +21,9 @@ def grouped_mm_experts(
     *,
     gate_up_proj_bias: Optional[Tensor] = None,
     down_proj_bias: Optional[Tensor] = None,
+    gate_up_lora: Optional[LoRA] = None,
+    down_lora: Optional[LoRA] = None,
+    adapter_index: Optional[Tensor] = None,
     activation: Union[str, Activation] = "silu",
     gated: bool = True,
     interleaved: bool = False,
@@ -70,9 +74,12 @@ def grouped_mm_experts(
         for tensor in (hidden_states, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
     )
     checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed)
-    refuse_forward_mode("grouped_mm_experts", x, top_k_weights, up, down, up_bias, down_bias)
+    check_loras({"gate_up_lora": (gate_up_lora, up), "down_lora": (down_lora, down)}, transposed, x, adapter_index)
+    factors = factors_of(gate_up_lora, down_lora)
+    refuse_forward_mode("grouped_mm_experts", x, top_k_weights, up, down, up_bias, down_bias, *factors)
     if not _compat.has_device_assertions():  # an overflow would go unseen
         capacity = capacity if x.device.type == "cpu" else None
-    kind = kind_arguments(activation, gated, interleaved, transposed, recompute)
-    scales = top_k_weights.contiguous()
-    return experts_op(x, top_k_index, scales, None, up, down, up_bias, down_bias, *kind, capacity)
+    kind = kind_arguments(activation, gated, interleaved, transposed, recompute, gate_up_lora, down_lora)
+    scales, adapters = top_k_weights.contiguous(), None if adapter_index is None else adapter_index.contiguous()
+    weights = up, down, up_bias, down_bias, *factors
+    return experts_op(x, top_k_index, scales, None, adapters, *weights, *kind, capacity)

@@ -1,6 +1,6 @@
 """Linear layer with one weight per group of consecutive rows."""
 
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -16,52 +16,93 @@ from .common.autograd import (
     refuse_forward_mode,
 )
 from .common.device import on_device
+from .operands import LoRA, check_loras, factor_grad, pack, project
 from .rows import schedule_size, unit_rows
 from .splits import Splits, as_splits
 
-_ARGUMENTS = "Tensor x, Tensor weight, Tensor splits, Tensor? bias, Tensor? bias_scales, bool transposed"
+_ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor splits, Tensor? bias, Tensor? bias_scales, Tensor? a, Tensor? b, Tensor? adapters,"
+    " float scaling, bool transposed"
+)
 
 
 def _forward(
-    x: Tensor, weight: Tensor, splits: Tensor, bias: Optional[Tensor], bias_scales: Optional[Tensor], transposed: bool
-) -> Tuple[Tensor, Tensor]:
-    """(y, the schedule of its rows, which a backward takes as splits)."""
+    x: Tensor,
+    weight: Tensor,
+    splits: Tensor,
+    bias: Optional[Tensor],
+    bias_scales: Optional[Tensor],
+    a: Optional[Tensor],
+    b: Optional[Tensor],
+    adapters: Optional[Tensor],
+    scaling: float,
+    transposed: bool,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """(y, the schedule of its rows, which a backward takes as splits, x projected on the ranks of a LoRA or empty)."""
     kernels = backend_of(x)
     with on_device(x):
         rows = kernels.split_rows(splits, weight.shape[0], x.shape[0], x.dtype)
+        low_rank = None
+        if a is not None:
+            rows = rows._replace(adapters=adapters)
+            pair = pack(LoRA(a, b, scaling), weight.shape[0], x.dtype, transposed)
+            low_rank = project(kernels, pair, x, rows, transposed)
         y = kernels.gemm(
-            x, weight, rows, transposed=transposed, bias=bias, scales=bias_scales, zero_rest=True
+            x, weight, rows, transposed=transposed, bias=bias, scales=bias_scales, zero_rest=True, low_rank=low_rank
         )  # fmt: skip
-    return y, rows.schedule
+    return y, rows.schedule, x.new_empty(0) if low_rank is None else low_rank.rows
 
 
-def _forward_fake(x, weight, splits, bias, bias_scales, transposed):
+def _forward_fake(x, weight, splits, bias, bias_scales, a, b, adapters, scaling, transposed):
     y = x.new_empty((x.shape[0], weight.shape[2 if transposed else 1]))
-    return y, splits.new_empty(schedule_size(x.shape[0], weight.shape[0]), dtype=torch.int32)
+    schedule = splits.new_empty(schedule_size(x.shape[0], weight.shape[0]), dtype=torch.int32)
+    return y, schedule, x.new_empty(0 if a is None else (x.shape[0], LoRA(a, b).padded_rank))
 
 
 def _backward(
-    dy: Tensor, x: Optional[Tensor], weight: Tensor, splits: Tensor, transposed: bool, needs_x: bool, needs_weight: bool
-) -> Tuple[Tensor, Tensor]:
-    """The gradients of x and weight, empty where not asked for.
+    dy: Tensor,
+    x: Optional[Tensor],
+    weight: Tensor,
+    splits: Tensor,
+    a: Optional[Tensor],
+    b: Optional[Tensor],
+    adapters: Optional[Tensor],
+    projected: Optional[Tensor],
+    scaling: float,
+    transposed: bool,
+    needs: Sequence[bool],
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, weight, a and b, empty where not asked for.
 
-    splits: also the schedule of the forward. x: for the gradient of weight alone.
+    splits: also the schedule of the forward. x: for the gradients of weight and a alone, projected: for that of b.
     """
     kernels, dy = backend_of(dy), unit_rows(dy)
-    dx = dweight = None
+    needs_x, needs_weight, needs_a, needs_b = needs
+    dx = dweight = da = db = low_rank = None
     with on_device(dy):
         rows = kernels.split_rows(splits, weight.shape[0], dy.shape[0], dy.dtype)
+        if a is not None:
+            rows, lora = rows._replace(adapters=adapters), LoRA(a, b, scaling)
+            if needs_x or needs_a:
+                pair = pack(lora, weight.shape[0], dy.dtype, transposed)
+                low_rank = project(kernels, pair, dy, rows, transposed, backward=True)
         if needs_x:
-            dx = kernels.gemm(dy, weight, rows, transposed=not transposed, zero_rest=True)
+            dx = kernels.gemm(dy, weight, rows, transposed=not transposed, zero_rest=True, low_rank=low_rank)
         if needs_weight:
             dweight = torch.empty_like(weight)
             kernels.wgrad(dy, x, rows, dweight.transpose(1, 2) if transposed else dweight)
-    return or_empty((dx, dweight), dy)
+        if needs_a:
+            da = factor_grad(kernels, lora, "a", low_rank.rows, x, rows)
+        if needs_b:
+            db = factor_grad(kernels, lora, "b", dy, projected.contiguous(), rows)
+    return or_empty((dx, dweight, da, db), dy)
 
 
-def _backward_fake(dy, x, weight, splits, transposed, needs_x, needs_weight):
+def _backward_fake(dy, x, weight, splits, a, b, adapters, projected, scaling, transposed, needs):
+    needs_x, needs_weight, needs_a, needs_b = needs
     dx = dy.new_empty((dy.shape[0], weight.shape[1 if transposed else 2])) if needs_x else None
-    return or_empty((dx, torch.empty_like(weight) if needs_weight else None), dy)
+    factors = (factor.new_empty(factor.shape) if need else None for factor, need in ((a, needs_a), (b, needs_b)))
+    return or_empty((dx, torch.empty_like(weight) if needs_weight else None, *factors), dy)
 
 
 def _bias_backward(
@@ -98,11 +139,16 @@ def _recorded(*args) -> Tensor:
     return _GroupedLinear.apply(*args)
 
 
-define_op("grouped_linear_forward", f"({_ARGUMENTS}) -> (Tensor y, Tensor schedule)", _forward, _forward_fake)
+define_op(
+    "grouped_linear_forward",
+    f"({_ARGUMENTS}) -> (Tensor y, Tensor schedule, Tensor projected)",
+    _forward,
+    _forward_fake,
+)
 define_op(
     "grouped_linear_backward",
-    "(Tensor dy, Tensor? x, Tensor weight, Tensor splits, bool transposed, bool needs_x, bool needs_weight)"
-    " -> (Tensor dx, Tensor dweight)",
+    "(Tensor dy, Tensor? x, Tensor weight, Tensor splits, Tensor? a, Tensor? b, Tensor? adapters, Tensor? projected,"
+    " float scaling, bool transposed, bool[] needs) -> (Tensor dx, Tensor dweight, Tensor da, Tensor db)",
     _backward,
     _backward_fake,
 )
@@ -122,14 +168,15 @@ class _GroupedLinear(torch.autograd.Function):
     """The autograd of the op, whose inputs these are."""
 
     @staticmethod
-    def forward(ctx, x, weight, splits, bias, bias_scales, transposed):
-        y, schedule = ops.grouped_linear_forward.default(x, weight, splits, bias, bias_scales, transposed)
-        ctx.transposed = transposed
-        needs_x, needs_weight, _, needs_bias, needs_scales, _ = ctx.needs_input_grad
+    def forward(ctx, *inputs):
+        x, weight, _, bias, bias_scales, a, b, adapters, ctx.scaling, ctx.transposed = inputs
+        y, schedule, projected = ops.grouped_linear_forward.default(*inputs)
+        needs_x, needs_weight, _, needs_bias, needs_scales, needs_a, needs_b, *_ = ctx.needs_input_grad
         # What the backward does not read may change until then. Of a weight it then needs the shape.
         saved_weight = weight if needs_x or not weight.is_contiguous() else weight.new_empty(1).expand(weight.shape)
         ctx.save_for_backward(
-            x if needs_weight else None, saved_weight, schedule, bias if needs_scales else None,
+            x if needs_weight or needs_a else None, saved_weight, schedule, a, b, adapters,
+            projected if needs_b else None, bias if needs_scales else None,
             bias_scales if needs_bias or needs_scales else None,
         )  # fmt: skip
         return y
@@ -137,21 +184,21 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, dy):
-        needs_x, needs_weight, _, needs_bias, needs_scales, _ = ctx.needs_input_grad
-        x, weight, schedule, bias, bias_scales = saved
-        dx = dweight = dbias = dscales = None
-        if needs_x or needs_weight:
-            dx, dweight = ops.grouped_linear_backward.default(
-                dy, x, weight, schedule, ctx.transposed, needs_x, needs_weight
+        needs_x, needs_weight, _, needs_bias, needs_scales, needs_a, needs_b, *_ = ctx.needs_input_grad
+        x, weight, schedule, a, b, adapters, projected, bias, bias_scales = saved
+        needs = [needs_x, needs_weight, needs_a, needs_b]
+        dx = dweight = da = db = dbias = dscales = None
+        if any(needs):
+            grads = ops.grouped_linear_backward.default(
+                dy, x, weight, schedule, a, b, adapters, projected, ctx.scaling, ctx.transposed, needs
             )
+            dx, dweight, da, db = (grad if need else None for grad, need in zip(grads, needs))
         if needs_bias or needs_scales:
             dbias, dscales = ops.grouped_linear_bias_backward.default(
                 dy, schedule, weight.shape[0], bias, bias_scales, needs_bias
             )
-        return (
-            dx if needs_x else None, dweight if needs_weight else None, None, dbias if needs_bias else None,
-            dscales if needs_scales else None, None,
-        )  # fmt: skip
+            dbias, dscales = dbias if needs_bias else None, dscales if needs_scales else None
+        return dx, dweight, None, dbias, dscales, da, db, None, None, None
 
 
 def grouped_linear(
@@ -161,6 +208,8 @@ def grouped_linear(
     bias: Optional[Tensor] = None,
     bias_scales: Optional[Tensor] = None,
     *,
+    lora: Optional[LoRA] = None,
+    adapter_index: Optional[Tensor] = None,
     transposed: bool = False,
 ) -> Tensor:
     """y[r] = W[g] x[r] + bias[g] * bias_scales[r] for the rows r of group g.
@@ -179,9 +228,15 @@ def grouped_linear(
     TypeError or ValueError that names the argument.
     """
     checks.check_flags(transposed=transposed)
-    tensors = _checked(x, weight, splits, bias, bias_scales, transposed)
-    refuse_forward_mode("grouped_linear", *tensors)
-    return _grouped_linear(*tensors, transposed)
+    x, *tensors = _checked(x, weight, splits, bias, bias_scales, transposed)
+    if lora is None is adapter_index:
+        pair = None, None, None, 0.0
+    else:
+        check_loras({"lora": (lora, weight)}, transposed, x, adapter_index)
+        adapters = None if adapter_index is None else adapter_index.contiguous()
+        pair = lora.a, lora.b, adapters, float(lora.scaling)
+    refuse_forward_mode("grouped_linear", x, *tensors, *pair)
+    return _grouped_linear(x, *tensors, *pair, transposed)
 
 
 def _checked(x, weight, splits, bias, bias_scales, transposed) -> Tuple[Tensor, ...]:

@@ -60,4 +60,4 @@ def grouped_mlp(
     tensors = *scales.values(), up, down, up_bias, down_bias
     refuse_forward_mode("grouped_mlp", x, *tensors)
     kind = kind_arguments(activation, gated, interleaved, transposed, recompute)
-    return experts_op(x, splits, *tensors, *kind, None)
+    return experts_op(x, splits, *scales.values(), None, up, down, up_bias, down_bias, *(None,) * 4, *kind, None)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .block import Block, Grads, Needs
+from .operands import Pair, factor_grad, pack, project
 from .rows import Rows, unit_rows
 
 
@@ -23,20 +24,32 @@ def forward(
     act_scales: Optional[Tensor],
     bias_scales: Optional[Tensor],
     save: bool,
-) -> Tuple[Tensor, Optional[Tensor]]:
-    """(out, preact (rows, P) if it is to be saved).
+) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+    """(out, preact (rows, P) if it is to be saved, x projected on the ranks of a LoRA (rows, R) if there is one).
 
     Rows in place: out[r] = W2[e] (act_scales[r] a(W1[e] x[r] + b1[e])) + bias_scales[r] b2[e], 0 for rows of no group.
     Routed rows: out[t] = sum over the slots of token t of act_scales[slot] (W2[e] a(W1[e] x[t] + b1[e]) + b2[e]).
     """
     routed = rows.top_k > 0
-    preact, act = kernels.up_proj(block, x, rows, None if routed else act_scales, save=save, activate=True)
+    up_pair, down_pair = pairs_of(block, x.dtype)
+    low_rank = project(kernels, up_pair, x, rows, block.transposed, of_tokens=routed)
+    preact, act = kernels.up_proj(
+        block, x, rows, None if routed else act_scales, save=save, activate=True, low_rank=low_rank
+    )
+    projected = None if low_rank is None else low_rank.rows
+    low_rank = project(kernels, down_pair, act, rows, block.transposed)
     y = kernels.gemm(
         act, block.down, rows, transposed=block.transposed, bias=block.down_bias,
-        scales=None if routed else bias_scales, zero_rest=not routed,
+        scales=None if routed else bias_scales, zero_rest=not routed, low_rank=low_rank,
     )  # fmt: skip
-    del act
-    return (kernels.combine(y, act_scales, rows) if routed else y), preact
+    del act, low_rank
+    return (kernels.combine(y, act_scales, rows) if routed else y), preact, projected
+
+
+def pairs_of(block: Block, dtype: torch.dtype) -> Tuple[Optional[Pair], Optional[Pair]]:
+    """The pairs of both weights as products read them."""
+    loras = block.up_lora, block.down_lora
+    return tuple(None if lora is None else pack(lora, block.num_experts, dtype, block.transposed) for lora in loras)
 
 
 def backward(
@@ -48,50 +61,53 @@ def backward(
     act_scales: Optional[Tensor],
     bias_scales: Optional[Tensor],
     preact: Optional[Tensor],
+    projected: Optional[Tensor],
     needs: Needs,
     overwrite: bool = False,
 ) -> Grads:
     """The gradients that are asked for. The gradient of the pre-activation leads to those of x and of the first weight.
 
-    x: for the gradient of the first weight and for recomputing alone. preact: None for a block that recomputes it.
-    overwrite: the gradient of the pre-activation takes its place, and its memory is given back at the end. Each buffer
-    goes before the next one comes, and the gradients of weights, which stay, come last.
+    x: for the gradients of the first weight and of its LoRA, and for recomputing alone. preact, projected: None for a
+    block that recomputes them. overwrite: the gradient of the pre-activation takes its place, and its memory is given
+    back at the end. Each buffer goes before the next one comes, and the gradients of weights, which stay, come last.
     """
-    routed, hidden = rows.top_k > 0, dout.shape[-1]
-    dout, x = unit_rows(dout), unit_rows(x) if needs.up else x
-    dbias = dout.new_empty(block.down_bias.shape) if needs.down_bias else None
-    dpreact = act = d_act_scales = d_bias_scales = None
-    # Routing weights scale the bias, too: the inner products <dout, bias> belong to their gradient.
-    bias_dots = kernels.num_bias_dots(hidden) if routed and needs.act_scales and block.down_bias is not None else 0
+    routed, transposed = rows.top_k > 0, block.transposed
+    dout, x = unit_rows(dout), None if x is None else unit_rows(x)
+    up_pair, down_pair = pairs_of(block, dout.dtype)
+    dpreact = act = dots = dx = dup = dup_bias = ddown = None
     if needs.preact:
         if block.recompute:
-            preact, _ = kernels.up_proj(block, x, rows, None, save=True, activate=False)
+            low_rank = project(kernels, up_pair, x, rows, transposed, of_tokens=routed)
+            preact, _ = kernels.up_proj(block, x, rows, None, save=True, activate=False, low_rank=low_rank)
+            projected = None if low_rank is None else low_rank.rows
+        low_rank = project(kernels, down_pair, dout, rows, transposed, of_tokens=routed, backward=True)
         dpreact, act, dots = kernels.down_dgrad(
-            block, dout, rows, act_scales, preact,
-            needs_dpreact=needs.dpreact, needs_act=needs.down, needs_dots=needs.act_scales, more_dots=bias_dots,
-            overwrite=overwrite or block.recompute,
+            block, dout, rows, act_scales, preact, needs_dpreact=needs.dpreact, needs_act=needs.act,
+            needs_dots=needs.act_scales, more_dots=num_bias_dots(kernels, block, rows, needs, dout.shape[1]),
+            overwrite=overwrite or block.recompute, low_rank=low_rank,
         )  # fmt: skip
-        if bias_dots:
-            kernels.bias_grads(dout, rows, act_scales, block.down_bias, dbias, dots[-bias_dots:])
-        if needs.act_scales:
-            d_act_scales = act_scales.new_empty(act_scales.shape)
-            kernels.sum_dots(dots, rows, d_act_scales)
-        del dots
-    if needs.bias_scales:
-        dots = dout.new_empty((kernels.num_bias_dots(hidden), rows.num_rows), dtype=_sum_dtype(dout))
-        kernels.bias_grads(dout, rows, bias_scales, block.down_bias, dbias, dots)
-        d_bias_scales = bias_scales.new_empty(bias_scales.shape)
-        kernels.sum_dots(dots, rows, d_bias_scales)
-        del dots
-    elif needs.down_bias and not bias_dots:
-        kernels.bias_grads(dout, rows, act_scales if routed else bias_scales, None, dbias, None)
-    dx = dup = dup_bias = ddown = None
+    scale_grads = scale_and_bias_grads(kernels, block, dout, rows, act_scales, bias_scales, dots, needs)
+    del dots
+    ddown_a = ddown_b = dup_a = dup_b = None
+    if needs.down_a:
+        ddown_a = factor_grad(kernels, block.down_lora, "a", low_rank.rows, act, rows)
+    if needs.down_b:
+        low_rank = project(kernels, down_pair, act, rows, transposed)
+        ddown_b = factor_grad(kernels, block.down_lora, "b", dout, low_rank.rows, rows, lhs_of_tokens=routed)
+    act = act if needs.down else None
+    low_rank = None
+    if needs.x or needs.up_a:
+        low_rank = project(kernels, up_pair, dpreact, rows, transposed, backward=True)
     if needs.x:
-        dx = kernels.gemm(dpreact, block.up, rows, transposed=not block.transposed, zero_rest=not routed)
+        dx = kernels.gemm(dpreact, block.up, rows, transposed=not transposed, zero_rest=not routed, low_rank=low_rank)
         dx = kernels.combine(dx, None, rows) if routed else dx
     if needs.up_bias:
         dup_bias = dout.new_empty(block.up_bias.shape)
         kernels.bias_grads(dpreact, rows.in_place(), None, None, dup_bias, None)
+    if needs.up_a:
+        dup_a = factor_grad(kernels, block.up_lora, "a", low_rank.rows, x, rows, rhs_of_tokens=routed)
+    if needs.up_b:
+        dup_b = factor_grad(kernels, block.up_lora, "b", dpreact, projected, rows)
     if needs.up:
         dup = torch.empty_like(block.up)
         kernels.wgrad(dpreact, x, rows, _as_nk(dup, block), rhs_of_tokens=routed)
@@ -102,7 +118,46 @@ def backward(
     if needs.down:
         ddown = torch.empty_like(block.down)
         kernels.wgrad(dout, act, rows, _as_nk(ddown, block), lhs_of_tokens=routed)
-    return Grads(dx, d_act_scales, d_bias_scales, dup, ddown, dup_bias, dbias)
+    return Grads(dx, *scale_grads[:2], dup, ddown, dup_bias, scale_grads[2], dup_a, dup_b, ddown_a, ddown_b)
+
+
+def num_bias_dots(kernels: ModuleType, block: Block, rows: Rows, needs: Needs, hidden: int) -> int:
+    """Parts of the inner products <dout, bias>: routing weights scale the bias, too, so these are in their gradient."""
+    routed = rows.top_k > 0
+    return kernels.num_bias_dots(hidden) if routed and needs.act_scales and block.down_bias is not None else 0
+
+
+def scale_and_bias_grads(
+    kernels: ModuleType,
+    block: Block,
+    dout: Tensor,
+    rows: Rows,
+    act_scales: Optional[Tensor],
+    bias_scales: Optional[Tensor],
+    dots: Optional[Tensor],
+    needs: Needs,
+) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+    """The gradients of act_scales, of bias_scales and of the second bias.
+
+    dots: the parts of <gradient of the activation, activation> of each row, with room for `num_bias_dots` more.
+    """
+    routed, hidden = rows.top_k > 0, dout.shape[-1]
+    dbias = dout.new_empty(block.down_bias.shape) if needs.down_bias else None
+    d_act_scales = d_bias_scales = None
+    bias_dots = num_bias_dots(kernels, block, rows, needs, hidden)
+    if bias_dots:
+        kernels.bias_grads(dout, rows, act_scales, block.down_bias, dbias, dots[-bias_dots:])
+    if needs.act_scales:
+        d_act_scales = act_scales.new_empty(act_scales.shape)
+        kernels.sum_dots(dots, rows, d_act_scales)
+    if needs.bias_scales:
+        dots = dout.new_empty((kernels.num_bias_dots(hidden), rows.num_rows), dtype=_sum_dtype(dout))
+        kernels.bias_grads(dout, rows, bias_scales, block.down_bias, dbias, dots)
+        d_bias_scales = bias_scales.new_empty(bias_scales.shape)
+        kernels.sum_dots(dots, rows, d_bias_scales)
+    elif needs.down_bias and not bias_dots:
+        kernels.bias_grads(dout, rows, act_scales if routed else bias_scales, None, dbias, None)
+    return d_act_scales, d_bias_scales, dbias
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:

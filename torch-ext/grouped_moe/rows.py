@@ -18,6 +18,8 @@ class Rows(NamedTuple):
     top_k: slots of a token where row r is that of token row_to_slot[r] // top_k; 0 where rows are in place.
     row_to_slot: (rows,) int32, row -> slot. slot_to_row: (S,) int32, slot -> row, -1 for a sentinel. Both None where
     rows are in place.
+    adapters: which adapter of a LoRA each token, or each row in place, has: int32 or int64, any other number for none.
+    None where all have the only one.
     """
 
     schedule: Tensor
@@ -27,6 +29,7 @@ class Rows(NamedTuple):
     top_k: int = 0
     row_to_slot: Optional[Tensor] = None
     slot_to_row: Optional[Tensor] = None
+    adapters: Optional[Tensor] = None
 
     def in_place(self) -> "Rows":
         """The same rows for operands that have one row per row."""

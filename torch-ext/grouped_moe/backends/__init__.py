@@ -2,7 +2,7 @@
 
 Each backend is a module with these functions, whose docstrings there say what they compute:
     routes and groups   route, split_rows                          -> `rows.Rows`
-    products            gemm, up_proj, down_dgrad, wgrad
+    products            gemm, up_proj, down_dgrad, wgrad, project
     passes over rows    combine, combine_grad, gather_rows, bias_grads, sum_dots, num_bias_dots
     few tokens          is_decode, decode
 On Hopper the Triton backend takes a product from the Gluon kernels in `hopper` where these support it: a table beside

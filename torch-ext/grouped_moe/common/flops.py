@@ -13,25 +13,30 @@ from .._ops import ops
 Shape = Optional[Sequence[int]]
 
 
-def _experts_forward(x: Shape, index: Shape, _act_scales, _bias_scales, up: Shape, down: Shape, *_, **__) -> int:
+def _experts_forward(x: Shape, index: Shape, _scales, _bias_scales, _adapters, *weights, **__) -> int:
     rows = prod(index) if len(index) == 2 else x[0]
-    return 2 * rows * (_elements(up) + _elements(down))
+    up, down, _, _, *factors = weights[:8]
+    return 2 * rows * sum(map(_elements, (up, down, *factors)))
 
 
 def _elements(weight: Shape) -> int:
-    """Elements of the weight of one expert."""
-    return prod(weight[1:])
+    """Elements of the weight, or of the factors of all adapters, of one expert; 0 for None."""
+    return 0 if weight is None else prod(weight[1:] if len(weight) == 3 else (weight[0], *weight[2:]))
 
 
-def _experts_backward(dout: Shape, _x, _act_scales, _bias_scales, up: Shape, down: Shape, *rest, **__) -> int:
+def _experts_backward(dout: Shape, _x, _scales, _bias_scales, _adapters, *weights_and_rest, **__) -> int:
     """The products of `pipeline.backward`. needs: as `block.Needs`."""
-    _, _, _, _, flags, _, _, _, _, slot_to_row, needs = rest
+    up, down, _, _, *factors = map(_elements, weights_and_rest[:8])
+    flags, slot_to_row, needs = weights_and_rest[10], weights_and_rest[-2], weights_and_rest[-1]
     rows = dout[0] if slot_to_row is None else slot_to_row[0]
-    *_, recompute = flags
-    x, act_scales, _, needs_up, needs_down, up_bias, _ = needs
-    dgrad = x or act_scales or needs_up or needs_down or up_bias
-    times_up, times_down = x + needs_up + (recompute and dgrad), dgrad + needs_down
-    return 2 * rows * (times_up * _elements(up) + times_down * _elements(down))
+    up_a, up_b, down_a, down_b = factors
+    x, act_scales, _, needs_up, needs_down, up_bias, _, needs_up_a, needs_up_b, needs_down_a, needs_down_b = needs
+    dgrad = x or act_scales or needs_up or needs_down or up_bias or any(needs[7:])
+    recomputed = flags[-1] and dgrad
+    products = (recomputed + x) * (up + up_a + up_b) + dgrad * (down + down_a + down_b)
+    products += needs_up * up + needs_down * down + needs_up_a * (up_a + (0 if x else up_b)) + needs_up_b * up_b
+    products += needs_down_a * down_a + needs_down_b * (down_a + down_b)
+    return 2 * rows * products
 
 
 def _linear_forward(x: Shape, weight: Shape, *_, **__) -> int:

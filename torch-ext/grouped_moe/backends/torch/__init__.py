@@ -5,13 +5,13 @@ the accumulator there.
 """
 
 from .experts import down_dgrad, up_proj
-from .linear import bias_grads, gemm, num_bias_dots, sum_dots, wgrad
+from .linear import bias_grads, gemm, num_bias_dots, project, sum_dots, wgrad
 from .permute import combine, combine_grad, gather_rows
 from .routing import route, split_rows
 
 __all__ = [
     "bias_grads", "combine", "combine_grad", "down_dgrad", "gather_rows", "gemm", "is_decode",
-    "num_bias_dots", "route", "split_rows", "sum_dots", "up_proj", "wgrad",
+    "num_bias_dots", "project", "route", "split_rows", "sum_dots", "up_proj", "wgrad",
 ]  # fmt: skip
 
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ...block import Block
 from ...common import activation as act
+from ...operands import LowRank
 from ...rows import Rows
-from .linear import groups_with_rows, in_its_dtype, rows_of, scales_of, wide_dtype
+from .linear import add_low_rank, groups_with_rows, in_its_dtype, rows_of, scales_of, wide_dtype
 
 _CHUNK = 256  # rows per elementwise pass: its temporaries stay in the cache
 
@@ -22,11 +23,13 @@ def _chunks(rows: Rows) -> Iterator[Tuple[int, int]]:
 
 @in_its_dtype
 def up_proj(
-    block: Block, x: Tensor, rows: Rows, scales: Optional[Tensor], *, save: bool, activate: bool
+    block: Block, x: Tensor, rows: Rows, scales: Optional[Tensor], *, save: bool, activate: bool,
+    low_rank: Optional[LowRank] = None,
 ) -> Tuple[Optional[Tensor], Optional[Tensor]]:  # fmt: skip
     """(preact (rows, P) if save, scales * activation (rows, I) if activate); rows of no expert stay unwritten.
 
-    preact[r] = W1[e] x[r] + b1[e], of x[token of r] for routed rows. scales: (rows,), of rows in place.
+    preact[r] = W1[e] x[r] + b1[e], of x[token of r] for routed rows. scales: (rows,), of rows in place. low_rank: what
+    is added to the product.
     """
     weight = block.up if block.transposed else block.up.transpose(1, 2)
     preact = x.new_empty((rows.num_rows, block.preact_width))
@@ -36,6 +39,7 @@ def up_proj(
             torch.mm(source, weight[group], out=preact[start:end])
         else:
             torch.addmm(block.up_bias[group], source, weight[group], out=preact[start:end])
+        add_low_rank(preact, low_rank, block.transposed, group, start, end)
     if not activate:
         return preact, None
     activated = x.new_empty((rows.num_rows, block.intermediate))
@@ -51,19 +55,21 @@ def up_proj(
 @in_its_dtype
 def down_dgrad(
     block: Block, dout: Tensor, rows: Rows, scales: Optional[Tensor], preact: Tensor, *, needs_dpreact: bool,
-    needs_act: bool, needs_dots: bool, more_dots: int, overwrite: bool,
+    needs_act: bool, needs_dots: bool, more_dots: int, overwrite: bool, low_rank: Optional[LowRank] = None,
 ) -> Tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """With g[r] = dout[r] W2[e], of dout[token of r] for routed rows, and the activation a[r] recomputed out of preact:
 
     (dpreact (rows, P) = scales[r] g[r] * a'(preact[r]), scales[r] a[r] (rows, I), dots (1 + more_dots, rows), of which
     the first are <g[r], a[r]>). scales: per row, or per slot for routed rows. Rows of no expert stay unwritten.
-    more_dots: further inner products there is room for. overwrite: dpreact takes the place of preact.
+    more_dots: further inner products there is room for. overwrite: dpreact takes the place of preact. low_rank: what is
+    added to g.
     """
     wide = wide_dtype(preact)
     weight = block.down.transpose(1, 2) if block.transposed else block.down  # (E, H, I)
     grad = preact.new_empty((rows.num_rows, block.intermediate))
     for group, start, end in groups_with_rows(rows):
         torch.mm(rows_of(dout, rows, start, end, rows.top_k > 0), weight[group], out=grad[start:end])
+        add_low_rank(grad, low_rank, not block.transposed, group, start, end)
     dpreact = preact if overwrite else torch.empty_like(preact)
     dots = preact.new_empty((1 + more_dots, rows.num_rows), dtype=wide)
     for start, end in _chunks(rows):

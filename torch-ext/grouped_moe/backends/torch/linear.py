@@ -9,6 +9,7 @@ from typing import Callable, Iterator, List, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ...operands import LowRank
 from ...rows import Rows
 
 
@@ -54,12 +55,12 @@ def scales_of(scales: Tensor, rows: Rows, start: int, end: int) -> Tensor:
 @in_its_dtype
 def gemm(
     x: Tensor, weight: Tensor, rows: Rows, *, transposed: bool = False, bias: Optional[Tensor] = None,
-    scales: Optional[Tensor] = None, zero_rest: bool = False,
+    scales: Optional[Tensor] = None, zero_rest: bool = False, low_rank: Optional[LowRank] = None,
 ) -> Tensor:  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e], for rows in place.
 
-    x: (rows, K). weight: (E, N, K) or, transposed, (E, K, N). bias: (E, N). Returns (rows, N), where rows of no group
-    are unwritten or, with zero_rest, 0.
+    x: (rows, K). weight: (E, N, K) or, transposed, (E, K, N). bias: (E, N). low_rank: what is added to the product.
+    Returns (rows, N), where rows of no group are unwritten or, with zero_rest, 0.
     """
     w = weight if transposed else weight.transpose(1, 2)
     y = x.new_empty((x.shape[0], w.shape[2]))
@@ -69,13 +70,43 @@ def gemm(
     for group, start, end in groups_with_rows(rows):
         if bias is None:
             torch.mm(x[start:end], w[group], out=y[start:end])
-            continue
-        added = bias[group]
-        if scales is not None:
-            wide = wide_dtype(x)
-            added = torch.outer(scales[start:end].to(wide), added.to(wide)).to(x.dtype)
-        torch.addmm(added, x[start:end], w[group], out=y[start:end])
+        else:
+            added = bias[group]
+            if scales is not None:
+                wide = wide_dtype(x)
+                added = torch.outer(scales[start:end].to(wide), added.to(wide)).to(x.dtype)
+            torch.addmm(added, x[start:end], w[group], out=y[start:end])
+        add_low_rank(y, low_rank, transposed, group, start, end)
     return y
+
+
+def add_low_rank(
+    y: Tensor, low_rank: Optional[LowRank], transposed: bool, group: int, start: int, end: int
+) -> None:  # fmt: skip
+    """Adds the low-rank part of a product to the rows of a group, if there is one."""
+    if low_rank is not None:
+        weight = low_rank.weight[group]
+        y[start:end].addmm_(low_rank.rows[start:end], weight if transposed else weight.t())
+
+
+@in_its_dtype
+def project(
+    x: Tensor, weight: Tensor, rows: Rows, *, transposed: bool, scaling: float, rank: int, of_tokens: bool
+) -> Tensor:
+    """z[r] = scaling weight[e] x[r], of x[token of r] with of_tokens. Rows of no group are unwritten.
+
+    x: (rows, K) or (T, K). weight: (E, R, K) or, transposed, (E, K, R). Returns (rows, R). With `rows.adapters`,
+    z[r, c] is 0 unless the row's adapter is c // rank.
+    """
+    w = weight if transposed else weight.transpose(1, 2)
+    z, columns = x.new_empty((rows.num_rows, w.shape[2])), torch.arange(w.shape[2]) // rank
+    for group, start, end in groups_with_rows(rows):
+        torch.mm(rows_of(x, rows, start, end, of_tokens), w[group], out=z[start:end])
+        z[start:end] *= scaling
+        if rows.adapters is not None:
+            tokens = slots_of(rows, start, end) // rows.top_k if rows.top_k else slice(start, end)
+            z[start:end].masked_fill_(rows.adapters[tokens, None] != columns, 0.0)
+    return z
 
 
 @in_its_dtype

@@ -1,0 +1,103 @@
+"""The low-rank part of grouped GEMMs: rows projected on the ranks of a LoRA, and their product as more of K."""
+
+import triton
+import triton.language as tl
+
+from .dependent import wait_for_stream
+from .tiles import find_expert, load_slots, num_row_tiles, tile_offset, tile_rows
+
+
+@triton.jit(do_not_specialize=["scaling"])
+def project_kernel(
+    x_ptr, stride_xr, stride_xk,  # (rows, K) or, OF_TOKENS, (T, K)
+    w_ptr,  # (E, R, K) or, KN, (E, K, R), contiguous
+    adapters_ptr,  # adapter of each token, or of each row in place, or None
+    z_ptr,  # (rows, R), out
+    row_to_slot_ptr,  # (rows,) int32, or None for rows in place
+    schedule_ptr,
+    scaling,
+    NUM_EXPERTS: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    RANK: tl.constexpr,  # of one adapter
+    TOP_K: tl.constexpr,  # 0 for rows in place
+    OF_TOKENS: tl.constexpr,
+    KN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """z[r] = scaling W[e] x[r], or x[token of r]; with adapters z[r, c] = 0 unless c // RANK is the row's adapter.
+
+    Rows of no expert are not written.
+    Grid: (m tiles at most, tiles of BLOCK_N columns).
+    The caller guarantees a schedule made for BLOCK_M.
+    """
+    wait_for_stream()
+    tile = tl.program_id(0)
+    if tile < num_row_tiles(schedule_ptr, NUM_EXPERTS):
+        expert = find_expert(tile, schedule_ptr, NUM_EXPERTS)
+        m_tile = tile - tile_offset(expert, schedule_ptr, NUM_EXPERTS)
+        first_row, rows, row_mask = tile_rows(expert, m_tile, schedule_ptr, BLOCK_M)
+        tokens = rows
+        if TOP_K > 0:
+            tokens = load_slots(row_to_slot_ptr, rows) // TOP_K
+        sources = tokens if OF_TOKENS else rows
+        columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * stride_xr + k.to(tl.int64)[None, :] * stride_xk
+        w_ptrs = w_ptr + expert.to(tl.int64) * (R * K) + low_rank_offsets(columns, k, R, K, KN)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            inside = k < K - start
+            x = tl.load(x_ptrs, mask=row_mask[:, None] & inside[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=inside[:, None] & (columns < R)[None, :], other=0.0)
+            acc = tl.dot(x, w, acc, input_precision=PRECISION)
+            x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
+            w_ptrs += BLOCK_K * (R if KN else 1)
+        acc *= scaling
+        if adapters_ptr is not None:
+            adapters = tl.load(adapters_ptr + tokens)
+            acc = tl.where(adapters[:, None] == (columns // RANK)[None, :], acc, 0.0)
+        z_ptrs = z_ptr + rows.to(tl.int64)[:, None] * R + columns[None, :]
+        tl.store(z_ptrs, acc.to(z_ptr.dtype.element_ty), mask=row_mask[:, None] & (columns < R)[None, :])
+
+
+@triton.jit
+def low_rank_offsets(columns, k, N: tl.constexpr, K: tl.constexpr, KN: tl.constexpr):
+    """(BLOCK_K, BLOCK_N) offsets within an expert's contiguous (N, K) or, KN, (K, N) matrix."""
+    if KN:
+        return k[:, None] * N + columns[None, :]
+    else:
+        return columns[None, :] * K + k[:, None]
+
+
+@triton.jit
+def add_low_rank(
+    acc,
+    z_ptr,  # (rows, R)
+    w_ptr,  # (E, N, R) or, KN, (E, R, N), contiguous
+    expert,
+    rows,
+    row_mask,
+    first_column,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    KN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + z[rows] W[e]^T for BLOCK_N columns: more of K in the same accumulator."""
+    BLOCK_R: tl.constexpr = 16 if R <= 16 else 32 if R <= 32 else 64
+    columns = first_column + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_R)
+    z_ptrs = z_ptr + rows.to(tl.int64)[:, None] * R + k[None, :]
+    w_ptrs = w_ptr + expert.to(tl.int64) * (N * R) + low_rank_offsets(columns, k, N, R, KN)
+    for start in tl.static_range(0, R, BLOCK_R):
+        inside = k < R - start
+        z = tl.load(z_ptrs + start, mask=row_mask[:, None] & inside[None, :], other=0.0)
+        w_mask = inside[:, None] & (columns < N)[None, :]
+        w = tl.load(w_ptrs + start * (N if KN else 1), mask=w_mask, other=0.0)
+        acc = tl.dot(z, w, acc, input_precision=PRECISION)
+    return acc

@@ -1,0 +1,183 @@
+"""What a weight may carry besides its values: a low-rank pair (LoRA), as callers give it and as products read it."""
+
+from types import ModuleType
+from typing import Dict, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .common import checks
+from .rows import Rows
+
+MAX_RANK = 256
+
+_RANK_MULTIPLE = 8  # of two bytes each: tensor memory accelerators read rows in steps of 16 bytes
+
+
+class LoRA(NamedTuple):
+    """A low-rank pair that is added to the weights of all experts: W[e] + scaling b[e] a[e].
+
+    a: (E, r, K). b: (E, N, r), with N and K of the weight, however that is laid out, and r from 1 to 256. Either
+    expert dimension may be 1, for a factor that all experts share. Several adapters: a (L, E, r, K), b (L, E, N, r).
+    Any strides and floating dtypes; products are made in the dtype of the rows. Source: Hu et al., 2021,
+    "LoRA: Low-Rank Adaptation of Large Language Models".
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float = 1.0
+
+    @property
+    def num_adapters(self) -> int:
+        """L."""
+        return self.a.shape[0] if self.a.dim() == 4 else 1
+
+    @property
+    def rank(self) -> int:
+        """r, the rank of one adapter."""
+        return self.a.shape[-2]
+
+    @property
+    def padded_rank(self) -> int:
+        """R, the ranks of all adapters side by side: L r, up to the next multiple of 8."""
+        return -(-self.num_adapters * self.rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
+
+
+class Pair(NamedTuple):
+    """A LoRA as products read it: contiguous, in the dtype of the rows, the ranks of all adapters side by side.
+
+    a: (E, R, K) or, transposed, (E, K, R). b: (E, N, R) or, transposed, (E, R, N). What is past the last adapter's rank
+    is 0. rank: of one adapter, so that column c of R belongs to the adapter c // rank.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    rank: int
+
+
+class LowRank(NamedTuple):
+    """The low-rank part of a product: weight[e] rows[r] is added to it.
+
+    rows: (rows, R). weight: (E, N, R) or (E, R, N), laid out as the weight of the product.
+    """
+
+    rows: Tensor
+    weight: Tensor
+
+
+def pack(lora: LoRA, num_experts: int, dtype: torch.dtype, transposed: bool) -> Pair:
+    """The pair for so many experts. A factor that has the wanted form already is not copied."""
+    a = _pack(lora, lora.a, num_experts, dtype, rank_dim=2 if transposed else 1)
+    b = _pack(lora, lora.b.transpose(-2, -1), num_experts, dtype, rank_dim=1 if transposed else 2)
+    return Pair(a, b, lora.scaling, lora.rank)
+
+
+def _pack(lora: LoRA, factor: Tensor, num_experts: int, dtype: torch.dtype, rank_dim: int) -> Tensor:
+    """factor: (E, r, X) or (L, E, r, X). Returns (E, R, X) or, with rank_dim 2, (E, X, R)."""
+    factor = factor if factor.dim() == 4 else factor[None]
+    ranks, padded_rank, columns = lora.num_adapters * lora.rank, lora.padded_rank, factor.shape[3]
+    view = factor.transpose(0, 1).flatten(1, 2)
+    view = view if rank_dim == 1 else view.transpose(1, 2)
+    shape = (num_experts, padded_rank, columns) if rank_dim == 1 else (num_experts, columns, padded_rank)
+    if view.shape == shape and view.dtype == dtype and view.is_contiguous():
+        return view
+    packed = view.new_empty(shape, dtype=dtype)
+    packed.narrow(rank_dim, 0, ranks).copy_(view)  # a shared factor goes to all experts
+    packed.narrow(rank_dim, ranks, padded_rank - ranks).zero_()
+    return packed
+
+
+def project(
+    kernels: ModuleType,
+    pair: Optional[Pair],
+    x: Tensor,
+    rows: Rows,
+    transposed: bool,
+    of_tokens: bool = False,
+    backward: bool = False,
+) -> Optional[LowRank]:
+    """What a pair adds to the product of x and its weight, or with `backward` to that of x and the weight's transpose.
+
+    scaling b[e] a[e] x[r] is scaling a[e] x[r], (rows, R), which is computed here, times b[e]; the other way round it
+    is scaling b[e]^T x[r] times a[e]^T. of_tokens: x has one row per token. None without a pair.
+    """
+    if pair is None:
+        return None
+    first, second = (pair.b, pair.a) if backward else (pair.a, pair.b)
+    projected = kernels.project(
+        x, first, rows, transposed=transposed != backward, scaling=pair.scaling, rank=pair.rank, of_tokens=of_tokens
+    )
+    return LowRank(projected, second)
+
+
+def factor_grad(
+    kernels: ModuleType, lora: LoRA, name: str, lhs: Tensor, rhs: Tensor, rows: Rows, **of_tokens: bool
+) -> Tensor:
+    """The gradient of the factor "a" or "b" of a LoRA: the sum over the rows r of an expert of lhs[r] rhs[r]^T.
+
+    For a, lhs is the gradient of the projected rows and rhs the weight's input; for b, lhs is the gradient of the
+    weight's output and rhs the projected rows. of_tokens: as `wgrad` takes them.
+    """
+    factor, num_experts = getattr(lora, name), rows.num_groups
+    height, width = factor.shape[-2:]
+    shape = (lora.padded_rank, width) if name == "a" else (height, lora.padded_rank)
+    is_shared = factor.shape[-3] != num_experts
+    # Over the experts that share a factor the sum is made in fp32 or wider.
+    dtype = torch.promote_types(factor.dtype, torch.float32) if is_shared else factor.dtype
+    packed = factor.new_empty((num_experts, *shape), dtype=dtype)
+    kernels.wgrad(lhs, rhs, rows, packed, **of_tokens)
+    rank_dim = 1 if name == "a" else 2
+    grad = packed.narrow(rank_dim, 0, lora.num_adapters * lora.rank)
+    grad = grad.sum(0, keepdim=True) if is_shared else grad
+    grad = grad.unflatten(rank_dim, (lora.num_adapters, lora.rank)).movedim(rank_dim, 0)
+    return grad.reshape(factor.shape).to(factor.dtype).contiguous()
+
+
+def check_loras(
+    loras: Dict[str, Tuple[Optional[LoRA], Tensor]], transposed: bool, x: Tensor, adapter_index: Optional[Tensor]
+) -> None:
+    """Raises TypeError or ValueError that names the argument at fault.
+
+    loras: by their names, each with its weight (E, N, K) or, transposed, (E, K, N). adapter_index: (rows of x,).
+    """
+    given = {name: both for name, both in loras.items() if both[0] is not None}
+    for name, (lora, weight) in given.items():
+        _check_lora(name, lora, weight.transpose(1, 2) if transposed else weight, x)
+    counts = {lora.a.shape[0] for lora, _ in given.values() if lora.a.dim() == 4}
+    if adapter_index is None and not counts:
+        return
+    if len(counts) > 1 or any(lora.a.dim() == 3 for lora, _ in given.values()) or not given:
+        raise ValueError(
+            f"adapter_index: expected None, or as many adapters in each of {', '.join(loras)}: (L, E, r, K) and "
+            "(L, E, N, r)"
+        )
+    if adapter_index is None:
+        raise ValueError(f"adapter_index: expected a tensor for the {counts.pop()} adapters, got None")
+    checks.check_tensor("adapter_index", adapter_index)
+    checks.check_index_dtype("adapter_index", adapter_index)
+    checks.check_shape("adapter_index", adapter_index, (x.shape[0],), "(rows of the input,)")
+    checks.check_device("adapter_index", adapter_index, x.device, "the input")
+
+
+def _check_lora(name: str, lora: LoRA, weight: Tensor, x: Tensor) -> None:
+    """weight: (E, N, K)."""
+    if not isinstance(lora, LoRA):
+        raise TypeError(f"{name}: expected a LoRA or None, got {type(lora).__name__}")
+    if not isinstance(lora.scaling, (int, float)) or isinstance(lora.scaling, bool):
+        raise TypeError(f"{name}.scaling: expected a number, got {type(lora.scaling).__name__}")
+    for field in ("a", "b"):
+        factor = getattr(lora, field)
+        checks.check_tensor(f"{name}.{field}", factor)
+        checks.check_compute_dtype(f"{name}.{field}", factor)
+        checks.check_device(f"{name}.{field}", factor, x.device, "the input")
+    (num_experts, n, k), (a, b, _) = weight.shape, lora
+    if a.dim() not in (3, 4):
+        raise ValueError(f"{name}.a: expected shape (E, r, K) or (L, E, r, K), got {tuple(a.shape)}")
+    rank, adapters = a.shape[-2], a.shape[:-3]
+    if not 1 <= rank <= MAX_RANK:
+        raise ValueError(f"{name}.a: expected a rank from 1 to {MAX_RANK}, got {rank}")
+    prefix = "L, " if adapters else ""
+    for field, factor, shape, legend in (("a", a, (rank, k), "r, K"), ("b", b, (n, rank), "N, r")):
+        experts = 1 if factor.dim() > 2 and factor.shape[-3] == 1 else num_experts
+        checks.check_shape(f"{name}.{field}", factor, (*adapters, experts, *shape), f"({prefix}E or 1, {legend})")

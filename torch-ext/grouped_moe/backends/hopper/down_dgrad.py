@@ -7,7 +7,7 @@ from torch import Tensor
 from ...block import Block
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import hopper_dgrad_config, persistent_grid
-from ..kernels.hopper_experts import hopper_down_dgrad_kernel
+from ..kernels.hopper_down_dgrad import hopper_down_dgrad_kernel
 from ..problems import BlockProblem
 from ..triton.launch import Kernel
 from .descriptors import RaggedTmaBlock, TmaBlock

@@ -7,8 +7,7 @@ from torch import Tensor
 from ...block import Block
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import GemmConfig, hopper_gathered_up_config, hopper_up_config, persistent_grid
-from ..kernels.hopper_experts import hopper_up_proj_kernel
-from ..kernels.hopper_gathered import hopper_gathered_up_proj_kernel
+from ..kernels.hopper_up_proj import hopper_gathered_up_proj_kernel, hopper_up_proj_kernel
 from ..problems import BlockProblem
 from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel

@@ -6,9 +6,9 @@ Each slot reads the weights of its expert. If several slots share an expert, all
 import triton
 import triton.language as tl
 
-from .activation import act, glu
+from .activation import Options, glu
 from .dependent import wait_for_stream
-from .tiles import load_weights
+from .products import load_masked
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def inner_products(
     acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
     for start in range(0, K, BLOCK_K):
         x = tl.load(x_ptr + start + k, mask=k < K - start, other=0.0).to(tl.float32)
-        w = load_weights(w_ptrs + start, n_mask, k < K - start, N % BLOCK_N == 0, K % BLOCK_K == 0)
+        w = load_masked(w_ptrs + start, n_mask, k < K - start, N % BLOCK_N == 0, K % BLOCK_K == 0)
         acc += fold(x[None, :] * w.to(tl.float32))
     return tl.sum(acc, 1)
 
@@ -47,24 +47,17 @@ def slot_up_proj_kernel(
     w_ptr, stride_we, stride_wn,  # (E, 2 N or N, K), K contiguous
     bias_ptr, stride_be, stride_bn,  # (E, 2 N or N) or None
     act_ptr,  # (S, N), out: rows of sentinels stay unwritten
-    NUM_EXPERTS: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """act[s] = activation(W[e] x[token of s] + bias[e]), e being the expert of slot s.
 
     Grid: (n tiles, S).
     """
     wait_for_stream()
+    OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     slot = tl.program_id(1)
     expert = tl.load(ids_ptr + slot).to(tl.int64)
     if (expert >= 0) & (expert < NUM_EXPERTS):
@@ -84,9 +77,9 @@ def slot_up_proj_kernel(
                 x_row_ptr, w_ptrs + tl.cast(stride_wn, tl.int64) * TO_UP, n_mask, N, K, BLOCK_N, BLOCK_K
             )
             up += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows + TO_UP, n_mask)
-            value = glu(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
         else:
-            value = act(gate, ACTIVATION, ALPHA, LIMIT)
+            up = None
+        value = glu(gate, up, OPTIONS)
         tl.store(act_ptr + slot.to(tl.int64) * N + columns, value.to(act_ptr.dtype.element_ty), mask=n_mask)
 
 
@@ -98,13 +91,9 @@ def slot_down_proj_kernel(
     w_ptr, stride_we, stride_wn,  # (E, N, K), K contiguous
     bias_ptr, stride_be, stride_bn,  # (E, N) or None
     out_ptr,  # (T, N), out
-    NUM_EXPERTS: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     TOP_K_POW2: tl.constexpr,  # power of two, TOP_K or more
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over the routed slots s of token t, with expert e, of weights[s] (W[e] act[s] + bias[e]), in fp32.
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from .activation import Options
 from .dependent import wait_for_stream
 from .epilogues import down_dgrad_epilogue, load_preact, up_epilogue
+from .low_rank import LowRank, add_low_rank
 from .products import Product, Weights, dot_gate_up, dot_rows, locate_rows
 from .tiles import (
     Tiling,
@@ -75,13 +76,15 @@ def up_proj_kernel(
     x_ptr, stride_xt, stride_xk,  # (T, K)
     w_ptr, stride_we, stride_wn, stride_wk,  # (E, 2 N or N, K) by strides; with TMA its descriptor, (E, K, ...) if W_KN
     bias_ptr, stride_be, stride_bn,  # (E, 2 N or N) or None
+    projected_ptr, factor_ptr,  # the low-rank part, as `.low_rank.LowRank` has it, or None
     preact_ptr,  # (S, 2 N or N) or None, out
     act_ptr,  # (S, N) or None, out
     scales_ptr,  # (rows,) or None
     row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
     schedule_ptr,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    TMA: tl.constexpr, W_KN: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TMA: tl.constexpr, W_KN: tl.constexpr, R: tl.constexpr, R_KN: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -98,7 +101,7 @@ def up_proj_kernel(
     TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
     PRODUCT: tl.constexpr = Product(K, TMA, W_KN, PRECISION, BLOCK_K)
     OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
-    w = Weights(w_ptr, stride_we, stride_wn, stride_wk)
+    w, low_rank = Weights(w_ptr, stride_we, stride_wn, stride_wk), LowRank(projected_ptr, factor_ptr)
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
     tile, step, last = tl.program_id(0), tl.num_programs(0), num_tiles - 1
     if tile < num_tiles:
@@ -111,16 +114,22 @@ def up_proj_kernel(
             row_mask = tl.arange(0, BLOCK_M) < count
             x = locate_rows(x_ptr, stride_xt, stride_xk, tokens_of(slots, TOP_K), row_mask, BLOCK_K)
             expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
+            rows = row + tl.minimum(tl.arange(0, BLOCK_M), count - 1)
             scales = None
             if scales_ptr is not None:
-                scales = load_scales(scales_ptr, row + tl.minimum(tl.arange(0, BLOCK_M), count - 1))
+                scales = load_scales(scales_ptr, rows)
             column = n_tile * BLOCK_N
             if GATED and not INTERLEAVED:
                 gate, up = dot_gate_up(x, w, expert, column, N, BLOCK_N, PRODUCT)
+                gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, 2 * N, R, R_KN, PRECISION)
+                up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, R, R_KN, PRECISION)
             else:
                 # One product of WIDTH columns per output column: gate and up in turn, or the one column itself.
                 WIDTH: tl.constexpr = 2 if GATED else 1
                 gate = dot_rows(x, w, expert, WIDTH * column, WIDTH * N, WIDTH * BLOCK_N, PRODUCT)
+                gate = add_low_rank(
+                    gate, low_rank, expert, rows, row_mask, WIDTH * column, WIDTH * N, R, R_KN, PRECISION
+                )
                 up = gate
             gates, ups = column_pieces(gate, 2), column_pieces(up, 2)
             for i in tl.static_range(2):
@@ -135,6 +144,7 @@ def up_proj_kernel(
 def down_dgrad_kernel(
     dout_ptr, stride_dt, stride_dk,  # (T, K) gradient of the output
     w_ptr, stride_we, stride_wn, stride_wk,  # (E, N, K) by strides: N intermediate, K hidden; with TMA its descriptor
+    projected_ptr, factor_ptr,  # the low-rank part, as `.low_rank.LowRank` has it, or None
     weights_ptr,  # (S,) routing weight per slot, or None
     preact_ptr,  # (S, 2 N or N)
     dpreact_ptr,  # (S, 2 N or N) or None, out; may be preact_ptr
@@ -143,7 +153,8 @@ def down_dgrad_kernel(
     row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
     schedule_ptr,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    TMA: tl.constexpr, W_KN: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TMA: tl.constexpr, W_KN: tl.constexpr, R: tl.constexpr, R_KN: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -162,7 +173,7 @@ def down_dgrad_kernel(
     TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
     PRODUCT: tl.constexpr = Product(K, TMA, W_KN, PRECISION, BLOCK_K)
     OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
-    w = Weights(w_ptr, stride_we, stride_wn, stride_wk)
+    w, low_rank = Weights(w_ptr, stride_we, stride_wn, stride_wk), LowRank(projected_ptr, factor_ptr)
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
     tile, step, last = tl.program_id(0), tl.num_programs(0), num_tiles - 1
     if tile < num_tiles:
@@ -176,6 +187,8 @@ def down_dgrad_kernel(
             weights = load_scales(weights_ptr, slots) if weights_ptr is not None else None
             column = n_tile * BLOCK_N
             grad = dot_rows(dout, w, expert, column, N, BLOCK_N, PRODUCT)
+            rows = row + tl.minimum(tl.arange(0, BLOCK_M), count - 1)
+            grad = add_low_rank(grad, low_rank, expert, rows, row_mask, column, N, R, R_KN, PRECISION)
             # The pre-activation of a piece is loaded while the piece before it is computed.
             gate, up = load_preact(preact_ptr, row, row_mask, column, OPTIONS, PIECE)
             grads = column_pieces(grad, PIECES)

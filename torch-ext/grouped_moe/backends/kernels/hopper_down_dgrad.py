@@ -231,6 +231,7 @@ def consume_dgrad(
 def hopper_down_dgrad_kernel(
     dout_desc,  # (rows, K), blocks of (BLOCK_M, BLOCK_K)
     w_desc,  # (E, K, N), blocks of (1, BLOCK_K, BLOCK_N), if W_KN; else (E, N, K), blocks of (1, BLOCK_N, BLOCK_K)
+    projected_desc, factor_desc,  # the low-rank part, in blocks as dout and w: (rows, R), and (E, R, N) if W_KN
     weights_ptr,  # routing weight per slot, or None
     gate_desc, up_desc,  # (rows, N) each, the halves of preact, both (rows, 2 N) if INTERLEAVED; up only if GATED
     dgate_desc, dup_desc,  # the same of dpreact, out, or None; it may be preact
@@ -238,7 +239,7 @@ def hopper_down_dgrad_kernel(
     partials_ptr, stride_pn,  # (n tiles, rows) fp32 or None, out
     row_to_slot_ptr,  # (rows,) int32, or None
     schedule_ptr,
-    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr,
     W_KN: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
     SLOTS: gl.constexpr,  # pieces of the pre-activation in shared memory
@@ -255,7 +256,7 @@ def hopper_down_dgrad_kernel(
     wait_for_stream()
     NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(N, K, W_KN, BLOCK_N)
+    PRODUCT: gl.constexpr = Product(N, K, R, W_KN, BLOCK_N)
     OPTIONS: gl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     TILES: gl.constexpr = (2 if GATED else 1) * SLOTS
     ring = allocate_ring(dout_desc, w_desc, STAGES, 1)
@@ -271,5 +272,5 @@ def hopper_down_dgrad_kernel(
     gl.warp_specialize([
         (consume_dgrad, (0, ring, pingpong, output, schedule, TILING, PRODUCT, OPTIONS)),
         (consume_dgrad, (1, ring, pingpong, output, schedule, TILING, PRODUCT, OPTIONS)),
-        (produce, (dout_desc, w_desc, ring, schedule, None, TILING, PRODUCT)),
+        (produce, (dout_desc, w_desc, projected_desc, factor_desc, ring, schedule, None, TILING, PRODUCT)),
     ], [4, 1], [232, 40])  # fmt: skip

@@ -78,11 +78,12 @@ def hopper_gemm_kernel(
     w_desc,  # (E, K, N), blocks of (1, BLOCK_K, BLOCK_N), if W_KN; else (E, N, K), blocks of (1, BLOCK_N, BLOCK_K)
     bias_ptr, stride_be, stride_bn,  # (E, N) or None
     scales_ptr,  # (rows,) or None
+    projected_desc, factor_desc,  # the low-rank part, in blocks as x and w: (rows, R), (E, N, R) or, W_KN, (E, R, N)
     y_desc,  # (rows, N), out; ragged, blocks of some columns and BLOCK_M rows or, of shared tiles, half of them
     schedule_ptr,
     total_rows,
-    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, ZERO_UNGROUPED: gl.constexpr, W_KN: gl.constexpr,
-    STAGES: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ZERO_UNGROUPED: gl.constexpr,
+    W_KN: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e.
@@ -94,7 +95,7 @@ def hopper_gemm_kernel(
     wait_for_stream()
     NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(N, K, W_KN, BLOCK_N)
+    PRODUCT: gl.constexpr = Product(N, K, R, W_KN, BLOCK_N)
     ROWS: gl.constexpr = y_desc.block_type.shape[2]
     SHARED: gl.constexpr = ROWS < BLOCK_M
     dtype: gl.constexpr = x_desc.dtype
@@ -118,5 +119,5 @@ def hopper_gemm_kernel(
                         TILING, PRODUCT, SHARED)),
         (consume_gemm, (1, ring, pingpong, y_desc, staging1, bias_ptr, stride_be, stride_bn, scales_ptr, schedule,
                         TILING, PRODUCT, SHARED)),
-        (produce, (x_desc, w_desc, ring, schedule, zeros, TILING, PRODUCT)),
+        (produce, (x_desc, w_desc, projected_desc, factor_desc, ring, schedule, zeros, TILING, PRODUCT)),
     ], [4, 1], [232, 40])  # fmt: skip

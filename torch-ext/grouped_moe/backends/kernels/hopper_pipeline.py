@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .hopper import ragged_coordinates, tma_load, tma_store
-from .hopper_ring import load_weight, multiply, multiply_half, next_slot, slot_at
+from .hopper_ring import load_weight, multiply, multiply_half, next_slot, num_steps, slot_at
 from .tiles import end_of_rows, expert_rows, expert_tiles, grouped_order, tile_experts
 
 
@@ -111,10 +111,23 @@ def zero_blocks(zeros, begin, end, first_row, last_row, N: gl.constexpr):
 
 
 @gluon.jit
-def produce(x_desc, w_desc, ring, schedule, zeros, TILING: gl.constexpr, PRODUCT: gl.constexpr):
+def load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT: gl.constexpr):
+    """Waits for a slot and starts to load the operands of the step at k into it."""
+    mbarrier.wait(ring.empty.index(slot), phase)
+    full = ring.full.index(slot)
+    mbarrier.expect(full, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
+    tma_load(x_desc, [row, k], full, ring.lhs.index(slot))
+    load_weight(w_desc, expert, n_tile, k, full, ring.rhs.index(slot), PRODUCT)
+
+
+@gluon.jit
+def produce(
+    x_desc, w_desc, projected_desc, factor_desc, ring, schedule, zeros, TILING: gl.constexpr, PRODUCT: gl.constexpr
+):
     """The producer warp: fills the ring with x and w of each tile, and meanwhile zeros the rows of no group.
 
-    zeros: None to leave those as they are.
+    projected_desc, factor_desc: rows and weights of the low-rank part, in the blocks of x and w, or None. zeros: None
+    to leave rows of no group as they are.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
@@ -142,12 +155,12 @@ def produce(x_desc, w_desc, ring, schedule, zeros, TILING: gl.constexpr, PRODUCT
         group1 = load_group(expert1, schedule, TILING)
         expert2 = load_expert(tile + 2 * step, schedule, TILING)
         for k in range(0, PRODUCT.K, BLOCK_K):
-            mbarrier.wait(ring.empty.index(slot), phase)
-            full = ring.full.index(slot)
-            mbarrier.expect(full, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
-            tma_load(x_desc, [row, k], full, ring.lhs.index(slot))
-            load_weight(w_desc, expert, n_tile, k, full, ring.rhs.index(slot), PRODUCT)
+            load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT)
             slot, phase = next_slot(slot, phase, STAGES)
+        if factor_desc is not None:
+            for k in range(0, PRODUCT.R, BLOCK_K):
+                load_step(projected_desc, factor_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT)
+                slot, phase = next_slot(slot, phase, STAGES)
         if zeros is not None:
             last = gl.minimum(block + blocks_per_tile, blocks)
             zero_blocks(zeros, block, last, first_row, last_row, PRODUCT.N)
@@ -174,7 +187,7 @@ def consume(
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_M: gl.constexpr = ring.lhs.shape[1]
-    STEPS: gl.constexpr = (PRODUCT.K + ring.lhs.shape[2] - 1) // ring.lhs.shape[2]
+    STEPS: gl.constexpr = num_steps(PRODUCT.K, PRODUCT.R, ring.lhs.shape[2])
     STRIDE: gl.constexpr = 1 if SHARED else 2  # from this group's tile to its next one, in tiles of the program
     step = STRIDE * gl.num_programs(0)
     first_tile = gl.program_id(0) + GROUP * (STRIDE - 1) * gl.num_programs(0)

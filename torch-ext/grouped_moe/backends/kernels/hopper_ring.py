@@ -11,6 +11,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.runtime.jit import constexpr_function
 
 from .hopper import allocate_barriers, tma_load
 
@@ -25,10 +26,14 @@ class Ring(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The product of rows (rows, K) with an expert's weights for N columns: compile-time values."""
+    """The product of rows (rows, K) with an expert's weights for N columns: compile-time values.
+
+    R: columns of the low-rank part, 0 without one, which are more of K.
+    """
 
     N: gl.constexpr
     K: gl.constexpr
+    R: gl.constexpr
     W_KN: gl.constexpr  # whether weights are (E, K, N) instead of (E, N, K)
     BLOCK_N: gl.constexpr  # columns of a tile
 
@@ -39,6 +44,12 @@ def allocate_ring(lhs_desc, rhs_desc, STAGES: gl.constexpr, CONSUMERS: gl.conste
     lhs = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES] + lhs_desc.block_type.shape, lhs_desc.layout)
     rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES] + rhs_desc.block_type.shape, rhs_desc.layout)
     return Ring(lhs, rhs, full=allocate_barriers(STAGES, 1), empty=allocate_barriers(STAGES, CONSUMERS))
+
+
+@constexpr_function
+def num_steps(K, R, BLOCK_K):
+    """Steps along K and the ranks of the low-rank part."""
+    return (K + BLOCK_K - 1) // BLOCK_K + (R + BLOCK_K - 1) // BLOCK_K
 
 
 @gluon.jit
@@ -135,7 +146,7 @@ def multiply_half(GROUP: gl.constexpr, ring, slot, phase, lead_barrier, lead_pha
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     ROWS: gl.constexpr = ring.lhs.shape[1] // 2
-    STEPS: gl.constexpr = (PRODUCT.K + ring.lhs.shape[2] - 1) // ring.lhs.shape[2]
+    STEPS: gl.constexpr = num_steps(PRODUCT.K, PRODUCT.R, ring.lhs.shape[2])
     LEAD: gl.constexpr = STAGES // 2
     gl.static_assert(lead_barrier is None or STEPS > STAGES)
     if GROUP == 0 or lead_barrier is None:

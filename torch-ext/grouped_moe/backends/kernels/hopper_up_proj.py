@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .activation import Options, glu
 from .dependent import wait_for_stream
 from .hopper import Tokens, allocate_barriers, cp_async, ragged_coordinates, tma_store, write_staging
-from .hopper_pipeline import Bias, Schedule, Tile, consume, find_tile, produce
-from .hopper_ring import Product, Ring, allocate_ring, finish_products, load_weight, multiply_half, next_slot
+from .hopper_pipeline import Bias, Schedule, Tile, consume, find_tile, load_step, produce
+from .hopper_ring import Product, Ring, allocate_ring, finish_products, load_weight, multiply_half, next_slot, num_steps
 from .tiles import Tiling, column_pieces, load_bias, load_scales, load_slots, num_row_tiles
 
 
@@ -116,13 +116,14 @@ def hopper_up_proj_kernel(
     x_desc,  # (rows, K), blocks of (BLOCK_M, BLOCK_K)
     w_desc,  # (E, 2, N, K), blocks of both halves; INTERLEAVED: (E, 2 N, K) or, W_KN, (E, K, 2 N); BLOCK_N columns
     #          without a gate: (E, N, K) or, W_KN, (E, K, N)
+    projected_desc, factor_desc,  # the low-rank part, in blocks as x and w: (rows, R), and w's shape with R for K
     bias_ptr, stride_be, stride_bn,  # (E, 2 N), or N without a gate, or None
     gate_desc, up_desc,  # (rows, N) each, the halves of preact, both (rows, 2 N) if INTERLEAVED, or None, out
     #                      without a gate: all of preact, and None
     act_desc,  # (rows, N) or None, out; those for output are ragged, blocks of BLOCK_M rows and some columns
     scales_ptr,  # (rows,) or None
     schedule_ptr,
-    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr,
     W_KN: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
     STAGES: gl.constexpr,
@@ -138,7 +139,7 @@ def hopper_up_proj_kernel(
     WIDTH: gl.constexpr = 2 * N if GATED else N
     NUM_N_TILES: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(WIDTH, K, W_KN, BLOCK_N)
+    PRODUCT: gl.constexpr = Product(WIDTH, K, R, W_KN, BLOCK_N)
     OPTIONS: gl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     out_desc = gate_desc if act_desc is None else act_desc
     ring = allocate_ring(x_desc, w_desc, STAGES, 1)
@@ -153,7 +154,7 @@ def hopper_up_proj_kernel(
     gl.warp_specialize([
         (consume_up, (0, ring, pingpong, output0, schedule, TILING, PRODUCT, OPTIONS)),
         (consume_up, (1, ring, pingpong, output1, schedule, TILING, PRODUCT, OPTIONS)),
-        (produce, (x_desc, w_desc, ring, schedule, None, TILING, PRODUCT)),
+        (produce, (x_desc, w_desc, projected_desc, factor_desc, ring, schedule, None, TILING, PRODUCT)),
     ], [4, 1], [232, 40])  # fmt: skip
 
 
@@ -189,8 +190,14 @@ def load_tokens(tokens, row, end, index, TOP_K: gl.constexpr):
 
 
 @gluon.jit
-def produce_gathered(tokens, w_desc, ring, schedule, TILING: gl.constexpr, PRODUCT: gl.constexpr, TOP_K: gl.constexpr):
-    """The producer warps: fill the ring with rows and weights of each tile. The next tile is located meanwhile."""
+def produce_gathered(
+    tokens, w_desc, projected_desc, factor_desc, ring, schedule,
+    TILING: gl.constexpr, PRODUCT: gl.constexpr, TOP_K: gl.constexpr,
+):  # fmt: skip
+    """The producer warps: fill the ring with rows and weights of each tile. The next tile is located meanwhile.
+
+    projected_desc, factor_desc: rows and weights of the low-rank part, whose rows are in place, or None.
+    """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
     K: gl.constexpr = PRODUCT.K
@@ -208,7 +215,7 @@ def produce_gathered(tokens, w_desc, ring, schedule, TILING: gl.constexpr, PRODU
         source = tokens.ptr + (token.to(gl.int64) * 8 * tokens.stride8)[:, None] + columns[None, :]
         # Past the expert's last row nothing is read: repeating one row took longer than reading as many others.
         inside = (index < end - row)[:, None]
-        this_expert, this_n_tile = expert + 0, n_tile + 0  # Triton 3.6 does not carry a plain copy
+        this_expert, this_row, this_n_tile = expert + 0, row + 0, n_tile + 0  # Triton 3.6 does not carry a plain copy
         expert, row, end, n_tile = find_tile(number + step, schedule, TILING)
         token = load_tokens(tokens, row, end, index, TOP_K)
         for k in range(0, K, BLOCK_K):
@@ -223,6 +230,14 @@ def produce_gathered(tokens, w_desc, ring, schedule, TILING: gl.constexpr, PRODU
             commit_slot(ring.full, slot, filled, LAG, STAGES)
             filled += 1
             slot, phase = next_slot(slot, phase, STAGES)
+        if factor_desc is not None:
+            for k in range(0, PRODUCT.R, BLOCK_K):
+                load_step(
+                    projected_desc, factor_desc, this_expert, this_row, this_n_tile, k, ring, slot, phase, PRODUCT
+                )
+                commit_slot(ring.full, slot, filled, LAG, STAGES)
+                filled += 1
+                slot, phase = next_slot(slot, phase, STAGES)
     commit_remaining(ring.full, slot, filled, LAG, STAGES)
 
 
@@ -251,11 +266,12 @@ def consume_shared(
 @gluon.jit
 def hopper_gathered_up_proj_kernel(
     x_ptr, stride8,  # (T, K), columns contiguous, read at row_to_slot[row] // TOP_K; steps of 8 elements
-    w_desc, bias_ptr, stride_be, stride_bn, gate_desc, up_desc, act_desc,  # as above, out in blocks of BLOCK_M / 2 rows
+    w_desc, projected_desc, factor_desc, bias_ptr, stride_be, stride_bn,  # as above
+    gate_desc, up_desc, act_desc,  # as above, in blocks of BLOCK_M / 2 rows
     scales_ptr,  # (rows,) or None
     row_to_slot_ptr,  # (rows,) int32
     schedule_ptr,
-    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, TOP_K: gl.constexpr,
     W_KN: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
     BUFFERS: gl.constexpr,  # staging tiles of each warp group
@@ -271,7 +287,7 @@ def hopper_gathered_up_proj_kernel(
     WIDTH: gl.constexpr = 2 * N if GATED else N
     NUM_N_TILES: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(WIDTH, K, W_KN, BLOCK_N)
+    PRODUCT: gl.constexpr = Product(WIDTH, K, R, W_KN, BLOCK_N)
     OPTIONS: gl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     out_desc = gate_desc if act_desc is None else act_desc
     lhs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], w_desc.dtype)
@@ -282,7 +298,7 @@ def hopper_gathered_up_proj_kernel(
     staging0 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
     staging1 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
     # Only where it is waited for: see `allocate_barriers`.
-    if (K + BLOCK_K - 1) // BLOCK_K > STAGES:
+    if num_steps(K, R, BLOCK_K) > STAGES:
         lead_barrier = allocate_barriers(1, 1).index(0)
     else:
         lead_barrier: gl.constexpr = None
@@ -295,5 +311,5 @@ def hopper_gathered_up_proj_kernel(
     gl.warp_specialize([
         (consume_shared, (0, ring, lead_barrier, output0, schedule, TILING, PRODUCT, OPTIONS)),
         (consume_shared, (1, ring, lead_barrier, output1, schedule, TILING, PRODUCT, OPTIONS)),
-        (produce_gathered, (tokens, w_desc, ring, schedule, TILING, PRODUCT, TOP_K)),
+        (produce_gathered, (tokens, w_desc, projected_desc, factor_desc, ring, schedule, TILING, PRODUCT, TOP_K)),
     ], [4, 4], [208, 88])  # fmt: skip

@@ -1,10 +1,12 @@
 """The low-rank part of grouped GEMMs: rows projected on the ranks of a LoRA, and their product as more of K."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from .dependent import wait_for_stream
-from .tiles import find_expert, load_slots, num_row_tiles, tile_offset, tile_rows
+from .tiles import expert_tiles, find_expert, load_slots, num_row_tiles, tile_rows, tokens_of
 
 
 @triton.jit(do_not_specialize=["scaling"])
@@ -38,15 +40,13 @@ def project_kernel(
     tile = tl.program_id(0)
     if tile < num_row_tiles(schedule_ptr, NUM_EXPERTS):
         expert = find_expert(tile, schedule_ptr, NUM_EXPERTS)
-        m_tile = tile - tile_offset(expert, schedule_ptr, NUM_EXPERTS)
-        first_row, rows, row_mask = tile_rows(expert, m_tile, schedule_ptr, BLOCK_M)
-        tokens = rows
-        if TOP_K > 0:
-            tokens = load_slots(row_to_slot_ptr, rows) // TOP_K
-        sources = tokens if OF_TOKENS else rows
+        tiles_before, _ = expert_tiles(expert, schedule_ptr, NUM_EXPERTS)
+        _, rows, row_mask = tile_rows(expert, tile - tiles_before, schedule_ptr, BLOCK_M)
+        tokens = tokens_of(load_slots(row_to_slot_ptr, rows), TOP_K)
+        sources = tokens if OF_TOKENS else rows.to(tl.int64)
         columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
-        x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * stride_xr + k.to(tl.int64)[None, :] * stride_xk
+        x_ptrs = x_ptr + sources[:, None] * stride_xr + k.to(tl.int64)[None, :] * stride_xk
         w_ptrs = w_ptr + expert.to(tl.int64) * (R * K) + low_rank_offsets(columns, k, R, K, KN)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
@@ -73,31 +73,31 @@ def low_rank_offsets(columns, k, N: tl.constexpr, K: tl.constexpr, KN: tl.conste
         return columns[None, :] * K + k[:, None]
 
 
+class LowRank(NamedTuple):
+    """The low-rank part of a product, or None twice: rows (rows, R), and weights (E, N, R) or, R_KN, (E, R, N)."""
+
+    rows_ptr: object
+    weights_ptr: object
+
+
 @triton.jit
 def add_low_rank(
-    acc,
-    z_ptr,  # (rows, R)
-    w_ptr,  # (E, N, R) or, KN, (E, R, N), contiguous
-    expert,
-    rows,
-    row_mask,
-    first_column,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    KN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """acc + z[rows] W[e]^T for BLOCK_N columns: more of K in the same accumulator."""
-    BLOCK_R: tl.constexpr = 16 if R <= 16 else 32 if R <= 32 else 64
-    columns = first_column + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_R)
-    z_ptrs = z_ptr + rows.to(tl.int64)[:, None] * R + k[None, :]
-    w_ptrs = w_ptr + expert.to(tl.int64) * (N * R) + low_rank_offsets(columns, k, N, R, KN)
-    for start in tl.static_range(0, R, BLOCK_R):
-        inside = k < R - start
-        z = tl.load(z_ptrs + start, mask=row_mask[:, None] & inside[None, :], other=0.0)
-        w_mask = inside[:, None] & (columns < N)[None, :]
-        w = tl.load(w_ptrs + start * (N if KN else 1), mask=w_mask, other=0.0)
-        acc = tl.dot(z, w, acc, input_precision=PRECISION)
-    return acc
+    acc, low_rank, expert, rows, row_mask, first_column,
+    N: tl.constexpr, R: tl.constexpr, R_KN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc plus the low-rank part for its columns, if there is one: more of K in the same accumulator."""
+    if low_rank.rows_ptr is None:
+        return acc
+    else:
+        BLOCK_R: tl.constexpr = 16 if R <= 16 else 32 if R <= 32 else 64
+        columns = first_column + tl.arange(0, acc.shape[1])
+        k = tl.arange(0, BLOCK_R)
+        row_ptrs = low_rank.rows_ptr + rows.to(tl.int64)[:, None] * R + k[None, :]
+        w_ptrs = low_rank.weights_ptr + expert.to(tl.int64) * (N * R) + low_rank_offsets(columns, k, N, R, R_KN)
+        for start in tl.static_range(0, R, BLOCK_R):
+            inside = k < R - start
+            z = tl.load(row_ptrs + start, mask=row_mask[:, None] & inside[None, :], other=0.0)
+            w_mask = inside[:, None] & (columns < N)[None, :]
+            w = tl.load(w_ptrs + start * (N if R_KN else 1), mask=w_mask, other=0.0)
+            acc = tl.dot(z, w, acc, input_precision=PRECISION)
+        return acc

@@ -109,18 +109,20 @@ def finish_products(acc, ring, slot, steps=1):
 @gluon.jit
 def multiply(
     ring, slot, phase, PRODUCT: gl.constexpr,
-    STEPS: gl.constexpr, FIRST_ROW: gl.constexpr, ROWS: gl.constexpr, sums=None,
+    STEPS: gl.constexpr, FIRST_ROW: gl.constexpr, ROWS: gl.constexpr, sums=None, ENDS: gl.constexpr = True,
 ):  # fmt: skip
     """x[FIRST_ROW : FIRST_ROW + ROWS] @ w over the next STEPS slots, plus `sums` if given: (acc, next slot, phase).
 
-    acc: (ROWS, BLOCK_N) fp32. The last products are still under way: call `finish_products` before reading it.
+    acc: (ROWS, BLOCK_N) fp32. The last products are still under way: call `finish_products` before reading it. ENDS:
+    whether these are the tile's last steps. Of the last one only as many columns are multiplied as the ranks need.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
+    LAST: gl.constexpr = (PRODUCT.R + 15) // 16 * 16 % BLOCK_K if ENDS else 0  # columns of the last step, 0 for all
     BLOCK_N: gl.constexpr = PRODUCT.BLOCK_N
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     acc = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT) if sums is None else sums
-    for k in range(STEPS):
+    for k in range(STEPS - (1 if LAST > 0 else 0)):
         mbarrier.wait(ring.full.index(slot), phase)
         if PRODUCT.W_KN:
             w = ring.rhs.index(slot).reshape([BLOCK_K, BLOCK_N])
@@ -128,6 +130,15 @@ def multiply(
             w = ring.rhs.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
         x = ring.lhs.index(slot).slice(FIRST_ROW, ROWS)
         acc = multiply_step(acc, x, w, ring, slot, k, ADD=sums is not None)
+        slot, phase = next_slot(slot, phase, STAGES)
+    if LAST > 0:
+        mbarrier.wait(ring.full.index(slot), phase)
+        if PRODUCT.W_KN:
+            w = ring.rhs.index(slot).reshape([BLOCK_K, BLOCK_N]).slice(0, LAST)
+        else:
+            w = ring.rhs.index(slot).reshape([BLOCK_N, BLOCK_K]).slice(0, LAST, dim=1).permute((1, 0))
+        x = ring.lhs.index(slot).slice(FIRST_ROW, ROWS).slice(0, LAST, dim=1)
+        acc = multiply_step(acc, x, w, ring, slot, STEPS, ADD=True)
         slot, phase = next_slot(slot, phase, STAGES)
     return acc, slot, phase
 
@@ -154,7 +165,7 @@ def multiply_half(GROUP: gl.constexpr, ring, slot, phase, lead_barrier, lead_pha
         if lead_barrier is not None:
             mbarrier.arrive(lead_barrier, count=1)
     else:
-        acc, slot, phase = multiply(ring, slot, phase, PRODUCT, STEPS - LEAD, GROUP * ROWS, ROWS)
+        acc, slot, phase = multiply(ring, slot, phase, PRODUCT, STEPS - LEAD, GROUP * ROWS, ROWS, ENDS=False)
         acc = finish_products(acc, ring, slot)
         mbarrier.wait(lead_barrier, lead_phase)
         acc, slot, phase = multiply(ring, slot, phase, PRODUCT, LEAD, GROUP * ROWS, ROWS, acc)

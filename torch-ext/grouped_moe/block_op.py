@@ -48,7 +48,7 @@ def _inference(x, index, act_scales, bias_scales, adapters, *arguments) -> Tenso
     block, kernels = make_block(*arguments), backend_of(x)
     with on_device(x):
         if index.dim() == 2 and index.shape[0] and kernels.is_decode(block, *index.shape):
-            return kernels.decode(block, x, index, act_scales)
+            return kernels.decode(block, x, index, act_scales, adapters)
         rows = _make_rows(kernels, index, block, x, adapters)
         return pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=False)[0]
 

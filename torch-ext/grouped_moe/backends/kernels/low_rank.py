@@ -101,3 +101,58 @@ def add_low_rank(
             w = tl.load(w_ptrs + start * (N if R_KN else 1), mask=w_mask, other=0.0)
             acc = tl.dot(z, w, acc, input_precision=PRECISION)
         return acc
+
+
+@triton.jit(do_not_specialize=["scaling"])
+def slot_project_kernel(
+    x_ptr, stride_xr,  # (T, K) or, BY_SLOT, (S, K), columns contiguous
+    ids_ptr,  # (S,) int32 or int64, expert id per slot
+    adapters_ptr,  # (T,) adapter of each token, or None
+    a_ptr, stride_al, stride_ae, stride_ar, stride_ak,  # (L, E, R, K)
+    z_ptr,  # (S, R) fp32, out: rows of sentinels stay unwritten
+    scaling,
+    NUM_EXPERTS: tl.constexpr, NUM_ADAPTERS: tl.constexpr, R: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    BY_SLOT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """z[s] = scaling A[l, e] x[token of s] or x[s], l and e being the adapter and the expert of slot s; 0 without one.
+
+    Grid: (rank blocks, S).
+    """
+    wait_for_stream()
+    slot = tl.program_id(1)
+    token = slot // TOP_K
+    expert = tl.load(ids_ptr + slot).to(tl.int64)
+    if (expert >= 0) & (expert < NUM_EXPERTS):
+        adapter, has_adapter = find_adapter(adapters_ptr, token, NUM_ADAPTERS)
+        ranks = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+        k = tl.arange(0, BLOCK_K)
+        x_row_ptr = x_ptr + (slot if BY_SLOT else token).to(tl.int64) * stride_xr
+        a_ptrs = a_ptr + adapter * stride_al + expert * stride_ae + ranks.to(tl.int64)[:, None] * stride_ar
+        acc = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            columns = start + k
+            x = tl.load(x_row_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
+            mask = (ranks < tl.where(has_adapter, R, 0))[:, None] & (columns < K)[None, :]
+            a = tl.load(a_ptrs + columns.to(tl.int64)[None, :] * stride_ak, mask=mask, other=0.0).to(tl.float32)
+            acc += x[None, :] * a
+        tl.store(z_ptr + slot.to(tl.int64) * R + ranks, scaling * tl.sum(acc, 1), mask=ranks < R)
+
+
+@triton.jit
+def find_adapter(adapters_ptr, tokens, NUM_ADAPTERS: tl.constexpr):
+    """(adapter of each token, whether it has one); the only adapter without adapters_ptr. int64."""
+    adapters = tokens.to(tl.int64) * 0
+    if adapters_ptr is not None:
+        adapters = tl.load(adapters_ptr + tokens).to(tl.int64)
+    has_one = (adapters >= 0) & (adapters < NUM_ADAPTERS)
+    return tl.where(has_one, adapters, 0), has_one
+
+
+@triton.jit
+def inner_ranks(row_ptrs, factor_ptrs, stride_fr, mask, R: tl.constexpr, R_POW2: tl.constexpr):
+    """<row, factor> over the ranks for each pair of pointers to their first ones, fp32; 0 where masked."""
+    ranks = tl.arange(0, R_POW2)
+    inside = mask[:, None] & (ranks < R)[None, :]
+    rows = tl.load(row_ptrs[:, None] + ranks[None, :], mask=inside, other=0.0)
+    factors = tl.load(factor_ptrs[:, None] + ranks.to(tl.int64)[None, :] * stride_fr, mask=inside, other=0.0)
+    return tl.sum(rows * factors.to(tl.float32), 1)

@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -116,6 +117,14 @@ def write(path: Optional[Path], results: dict) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def scrub(text: str) -> str:
+    """Without the paths of this machine."""
+    folders = ((str(ROOT), "."), (sys.prefix, "<python>"), (tempfile.gettempdir(), "<tmp>"), (str(Path.home()), "~"))
+    for path, name in folders:
+        text = text.replace(path, name) if len(path) > 1 else text
+    return text
 
 
 def first_line(error: Exception) -> str:

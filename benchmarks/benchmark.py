@@ -1,6 +1,6 @@
 """The experts block of one Qwen3-30B-A3B layer, for `kernels benchmark`: decode, a long batch, sentinels, a step.
 
-Every workload is verified against the package's fp32 reference. run_experts.py measures next to peers.
+Every workload is verified against the package's fp32 reference. run.py measures next to peers.
 """
 
 import torch

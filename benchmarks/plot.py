@@ -15,11 +15,12 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+from experts import BATCHED, DENSE, GROUPED, OURS, RECOMPUTE, SONICMOE  # noqa: E402
+from linear import LOOP  # noqa: E402
 from machine import RESULTS  # noqa: E402
-from providers import BATCHED, DENSE, GROUPED, OURS, RECOMPUTE, SONICMOE  # noqa: E402
 from workload import fraction  # noqa: E402
 
-LOOP, OVER_LINE = "loop", 1.10  # growth past this multiple of the line between neighbours is marked
+OVER_LINE = 1.10  # growth past this multiple of the line between neighbours is marked
 # Shade and hatch of a provider's bars; dash, marker and shade of its lines.
 BARS = {
     OURS: ("0.15", ""), RECOMPUTE: ("0.4", ".."), GROUPED: ("0.9", "//"), SONICMOE: ("0.6", "--"), DENSE: ("1.0", ""),

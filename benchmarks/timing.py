@@ -1,5 +1,6 @@
 """Timing in turn, CUDA graphs, memory and time limits. Nothing here knows what is measured."""
 
+import argparse
 import contextlib
 import gc
 import math
@@ -31,6 +32,13 @@ class Plan(NamedTuple):
     sample_seconds: float = 5e-3
     least_calls: int = 1
     most_calls: int = 64
+
+
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """The plan that the options of a benchmark ask for."""
+    if arguments.smoke:
+        return Plan(0.0, 2, 0.0, 1e-4, 1, 2)
+    return Plan(arguments.warm_seconds, arguments.rounds, arguments.seconds)
 
 
 def capture(call: Call, sets: int) -> Call:

@@ -170,7 +170,7 @@ def run_group(
                         calls[number, name] = timing.capture(call, problem.sets) if way == timing.GRAPH else call
                     except Exception as error:  # a peer that waits for the device can't be captured
                         cell["skipped"][f"{name}, {measure}"] = first_line(error)
-            for (number, name), samples in timing.time_way(calls, way, timing.plan_of(arguments)).items():
+            for (number, name), samples in timing.time_in_turn(calls, timing.plan_of(arguments), way).items():
                 cells[number]["times"].setdefault(measure, {})[name] = timing.described(samples)
             del calls
             if torch.cuda.is_available():

@@ -7,13 +7,12 @@ import math
 import signal
 import statistics
 import time
-from typing import Callable, Dict, Hashable, Iterator, List, NamedTuple, Optional, Sequence, TypeVar
+from typing import Callable, Dict, Hashable, Iterator, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 Call = Callable[[int], Sequence[Tensor]]
-Name = TypeVar("Name", bound=Hashable)
 
 # How a call is measured: by events around calls in a row, as replays of a CUDA graph, as the host's time to issue it.
 EAGER, GRAPH, HOST = "eager", "graph", "host"
@@ -125,7 +124,7 @@ def sample(call: Call, calls: int) -> float:
     return start.elapsed_time(end) / calls
 
 
-def orders(names: Sequence[Name]) -> List[List[Name]]:
+def orders(names: Sequence[Hashable]) -> List[List[Hashable]]:
     """Orders of all names in which each name follows each other name equally often (Williams, 1949).
 
     On a card at its power limit the previous call decides the clock at which a call runs. Rotating one order would
@@ -137,18 +136,19 @@ def orders(names: Sequence[Name]) -> List[List[Name]]:
     return [turn for row in rows for turn in (row, row[::-1])] if n % 2 else rows
 
 
-def time_in_turn(
-    calls: Dict[Name, Call], plan: Plan, sampler: Callable[[Call, int], float] = sample
-) -> Dict[Name, List[float]]:
+def time_in_turn(calls: Dict[Hashable, Call], plan: Plan, way: str = EAGER) -> Dict[Hashable, List[float]]:
     """Samples in ms per call, for whole sets of `orders`: at least plan.rounds, unless plan.seconds are over.
 
-    A round takes all calls in turn, after one sample of the first call that is not counted. sampler: `sample` or
-    `issue`.
+    A round takes all calls in turn, after one sample of the first call that is not counted. way: EAGER, GRAPH (calls
+    that were captured) or HOST.
     """
     if not calls:
         return {}
+    sampler = issue if way == HOST else sample
+    if way == HOST:
+        plan = plan._replace(sample_seconds=math.inf, most_calls=HOST_CALLS)
     names, turns, counts = list(calls), orders(list(calls)), {}
-    times: Dict[Name, List[float]] = {name: [] for name in names}
+    times: Dict[Hashable, List[float]] = {name: [] for name in names}
     deadline, warm_until = time.monotonic() + plan.seconds, time.monotonic() + plan.warm_seconds
     while time.monotonic() < warm_until or not counts:
         for name in names:
@@ -163,13 +163,6 @@ def time_in_turn(
             for name in turns[place]:
                 times[name].append(sampler(calls[name], counts[name]))
     return times
-
-
-def time_way(calls: Dict[Name, Call], way: str, plan: Plan) -> Dict[Name, List[float]]:
-    """Samples of calls measured as EAGER, GRAPH (calls that were captured) or HOST."""
-    if way != HOST:
-        return time_in_turn(calls, plan)
-    return time_in_turn(calls, plan._replace(sample_seconds=math.inf, most_calls=HOST_CALLS), issue)
 
 
 def described(samples: Sequence[float]) -> dict:

@@ -157,13 +157,11 @@ STEPS = {"tests": tests, **{tool: partial(sanitize, tool) for tool in ("memcheck
 def line(name: str, result: dict) -> str:
     """What a step prints."""
     said = [f"{name}: {result['status']} in {result['seconds']:.0f} s"]
-    said += [f"{result[key]} {key}" for key in ("passed", "failed", "errors", "skipped") if key in result]
+    said += [f"{result[key]} {key}" for key in ("passed", "failed", "errors", "skipped", "cases_done") if key in result]
     said += [result["summary"]] if result.get("summary") else []
     if "dispatch_hazards" in result:
         said.append(f"{sum(result['dispatch_hazards'].values())} of them of Triton's dispatch")
-    said += [f"{result['cases_done']} cases done"] if "cases_done" in result else []
-    failures = result.get("failures", [])[:12] or result["tail"][-6:]
-    return "\n  ".join([", ".join(said), *failures])
+    return "\n  ".join([", ".join(said), *(result.get("failures", [])[:12] or result["tail"][-6:])])
 
 
 def main() -> int:

@@ -122,7 +122,7 @@ def draw_bias_grads(case: Case) -> None:
     case.draw_scales("bias_scales", rows)
     case.computed_in = torch.promote_types(case.dtype, torch.float32)
     for name, size in (("dbias", shape), ("dscales", (rows,))):
-        if draw.chance(0.5):
+        if case.choose(name, False, True):
             case.values[name], case.dtypes[name] = draw.normal(*size), case.computed_in
 
     def call(package, tensors: Dict[str, Tensor], routings: List[Tensor]) -> Dict[str, Tensor]:

@@ -55,7 +55,8 @@ def report(cells: Sequence[dict]) -> None:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> dict:
-    parser = make_parser(__doc__, budget=1200, seconds=1.0)
+    parser = make_parser(__doc__, budget=1200)
+    parser.set_defaults(seconds=1.0)
     for name in (BEFORE, AFTER):
         parser.add_argument(f"--{name}", type=Path, required=True, help="folder of a build")
     arguments = parser.parse_args(argv)

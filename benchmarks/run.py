@@ -73,7 +73,7 @@ def tasks_of(benchmark: str, kernel: ModuleType, arguments: argparse.Namespace) 
     ]
 
 
-def make_parser(description: Optional[str], budget: float = 900, seconds: float = 2.0) -> argparse.ArgumentParser:
+def make_parser(description: Optional[str], budget: float = 900) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -81,7 +81,7 @@ def make_parser(description: Optional[str], budget: float = 900, seconds: float 
     add("--smoke", action="store_true", help="tiny sizes, also without a GPU")
     add("--only", nargs="+", action="append", metavar="WORD", help="cells whose name has all these words; repeatable")
     add("--budget", type=float, default=budget, help=f"seconds after which no cell starts ({budget:g})")
-    add("--seconds", type=float, default=seconds, help=f"of one measurement, past all orders once ({seconds:g})")
+    add("--seconds", type=float, help="of one measurement, past all orders once (2, of linear layers and builds 1)")
     add("--warm-seconds", type=float, default=0.3, help="before each measurement (0.3)")
     add("--rounds", type=int, default=7, help="in which all providers take their turn (7)")
     add("--first-seconds", type=float, default=200, help="for a first call, which may compile or tune (200)")
@@ -152,6 +152,7 @@ def main(argv: Optional[Sequence[str]] = None) -> dict:
         folder = arguments.results or (Path(tempfile.mkdtemp()) if arguments.smoke else RESULTS)
         sys.exit(run_each(arguments.names or BENCHMARKS, arguments.smoke, folder))
     (name,), kernel = arguments.names, load_kernel()
+    arguments.seconds = arguments.seconds or (1.0 if name == "linear" else 2.0)
     return run_tasks(name, build_id(kernel), tasks_of(name, kernel, arguments), arguments)
 
 

@@ -1,4 +1,4 @@
-"""What is measured: layers, cells, inputs, and the floors that bytes and FLOPs set.
+"""What is measured: layers, cells, inputs, and the floor that bytes and FLOPs set.
 
 Legend: T tokens, E local experts, H hidden, I intermediate, R routed rows (slots whose expert is local).
 """
@@ -161,14 +161,8 @@ def counts_of(layer: Layer, sets: List[Routed]) -> List[float]:
     return [sum(part) / len(sets) for part in parts]
 
 
-def floor(moved: float, flops: float) -> Dict[str, float]:
-    """Bytes, FLOPs, and the time in ms that the larger of the two takes on a hot card."""
-    times = moved / BYTES_PER_SECOND, flops / FLOPS_PER_SECOND
-    return {"bytes": moved, "flops": flops, "floor_ms": max(times) * 1e3}
-
-
 def facts(cell: Cell, sets: List[Routed]) -> Dict[str, float]:
-    """What a cell's routing asks for, and the floor of its bytes and FLOPs.
+    """What a cell's routing asks for, and the floor: the time in ms that its bytes or FLOPs take on a hot card.
 
     FLOPs: two per multiply-add of the products of a row; the backward has two products for each of the forward's.
     Bytes: every input read once and every result written once, by each direction. Read: hidden rows of tokens with a
@@ -185,7 +179,8 @@ def facts(cell: Cell, sets: List[Routed]) -> Dict[str, float]:
         moved += 2 * rows * layer.preact_width * ITEM
         moved += 2 * rows_in + experts * per_expert + routing + rows_out + layer.experts * per_expert
     flops = (3 if cell.backward else 1) * 2 * rows * layer.weights_per_expert
-    return {"routed_rows": rows, "experts_with_rows": experts, **floor(moved, flops)}
+    floor = max(moved / BYTES_PER_SECOND, flops / FLOPS_PER_SECOND) * 1e3
+    return {"routed_rows": rows, "experts_with_rows": experts, "bytes": moved, "flops": flops, "floor_ms": floor}
 
 
 class LinearCell(NamedTuple):
@@ -210,17 +205,5 @@ class LinearCell(NamedTuple):
         return [end - start for start, end in zip([0, *ends], ends)]
 
     def described(self) -> dict:
-        """What identifies the cell in the JSON, and the floors of its parts.
-
-        Bytes: x, y and their gradients in the rows of groups, weights of groups with rows, the gradients of all
-        weights. The backward of a step reads its three inputs once.
-        """
-        sizes = self.sizes()
-        used, weight = sum(sizes), self.k * self.n * ITEM
-        x, y = used * self.k * ITEM, used * self.n * ITEM
-        read, dw = sum(map(bool, sizes)) * weight, self.groups * weight
-        moved = {"forward": x + read + y, "dgrad": y + read + x, "wgrad": x + y + dw}
-        moved["step"] = moved["forward"] + (y + x + read) + (x + dw)
-        flops = {part: 2 * used * self.k * self.n * (3 if part == "step" else 1) for part in moved}
-        floors = {part: floor(moved[part], flops[part]) for part in moved}
-        return {"name": str(self), **self._asdict(), "used_rows": used, "floors": floors}
+        """What identifies the cell in the JSON."""
+        return {"name": str(self), **self._asdict(), "used_rows": sum(self.sizes())}

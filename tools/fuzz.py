@@ -62,7 +62,10 @@ def lay(tensor: Tensor, layout: str) -> Tensor:
     count = torch.Size(shape).numel()
     memory = torch.full((count + 2 * margin,), fill, dtype=tensor.dtype, device=tensor.device)
     view = memory[margin : margin + count].view(shape)
-    view = view[..., ::2] if layout == "strided" else view[::2] if layout == "apart" else view
+    if layout == "strided":
+        view = view[..., ::2]
+    elif layout == "apart":
+        view = view[::2]
     return view[..., : tensor.shape[-1]].copy_(tensor)
 
 
@@ -268,7 +271,9 @@ def main(argv: Optional[List[str]] = None, package=None) -> int:
     parser.add_argument("--device", default=DEVICE, help="cpu or cuda (a GPU if there is one)")
     parser.add_argument("--json", type=Path, help="file for counts, versions, date and failures")
     arguments = parser.parse_args(argv)
-    numbers, seconds = arguments.only or itertools.count(), float("inf") if arguments.only else 60 * arguments.minutes
+    numbers, seconds = itertools.count(), 60 * arguments.minutes
+    if arguments.only is not None:
+        numbers, seconds = arguments.only, float("inf")
     for report in fuzz(package or load_kernel(), arguments.seed, numbers, arguments.device, seconds):
         write(arguments.json, report)  # after each case: a crash of the process leaves what came before it
     print(f"{report['cases']} cases in {report['seconds']:.0f} s, {len(report['failures'])} failed", flush=True)

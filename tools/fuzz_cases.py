@@ -118,8 +118,10 @@ def draw_layer(draw: Draw, device: str) -> Layer:
 def draw_slots(draw: Draw, layer: Layer) -> int:
     """Slots, or rows of a grouped layer: none, of a few tokens, one small tile or less per expert, or layer.rows."""
     kind = draw.one("none", *["decode"] * 4, *["few"] * 4, *["rows"] * 11)
-    if kind in ("none", "decode"):
-        return layer.top_k * draw.randint(1, 8) * (kind == "decode")
+    if kind == "none":
+        return 0
+    if kind == "decode":
+        return layer.top_k * draw.randint(1, 8)
     rows = draw.randint(1, 16) if kind == "few" else draw.randint(layer.rows // 2 + 1, layer.rows)
     return min(rows * layer.E, layer.slots)
 

@@ -60,7 +60,7 @@ fuzz: build  ## random cases on this machine's GPU or CPU: make fuzz MINUTES=30 
 	$(PY) tools/fuzz.py --minutes $(MINUTES) --seed $(SEED)
 
 bench: build  ## speed, memory and how cost grows on this machine, beside every peer that can be had
-	$(PY) -m benchmarks
+	$(PY) benchmarks/run.py
 
 # Whose results are drawn, as in their names.
 GPU = h200

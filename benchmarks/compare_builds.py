@@ -7,19 +7,15 @@ CUDA graphs. The name of a task begins with its suite: --only layers, --only dec
 as builds of different trees have. Prints the ratio of medians, and behind it the range of each build's samples.
 """
 
-import argparse
 import statistics
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence
 
-import run_linear
-import timing
-from machine import DEVICE, Task, build_id, describe_machine, make_parser, run_tasks
-from problems import run_group
-from run_experts import SUITES, Experts, cells_of
+from machine import build_id
+from run import Task, experts_tasks, linear_tasks, make_parser, run_tasks
+from timing import EAGER, GRAPH
 
 BEFORE, AFTER = "before", "after"
-WAYS = {"layers": (timing.EAGER,), "decode": (timing.GRAPH,), "growth": (timing.GRAPH,)}
 
 
 def load(folders: Dict[str, Path]) -> dict:
@@ -32,23 +28,13 @@ def load(folders: Dict[str, Path]) -> dict:
     return found
 
 
-def tasks_of(builds: dict, arguments: argparse.Namespace) -> List[Task]:
-    """Every suite's cells."""
-    experts, tasks = Experts(builds, tuple(builds), DEVICE), []
-    for suite, ways in WAYS.items():
-        memory = SUITES[suite].ways == (timing.EAGER,)
-        for name, group in cells_of(suite, arguments.smoke).items():
-            for entry in group:
-                entry = {**entry, "name": f"{suite}: {entry.get('name', name)}"}
+def named(suite: str, task: Task) -> Task:
+    """The task with the name of its suite before its own and those of its cells."""
 
-                def measure(entry=entry, ways=ways, memory=memory) -> List[dict]:
-                    return run_group(experts.problems([entry]), ways, arguments, memory)
+    def measure() -> List[dict]:
+        return [{**cell, "name": f"{suite}: {cell['name']}"} for cell in task.measure()]
 
-                tasks.append(Task(entry["name"], measure))
-    linear = run_linear.Linear(builds, peers=False)
-    for cell in run_linear.cells(arguments.smoke):
-        tasks.append(Task(f"linear: {cell}", lambda c=cell: run_group([linear.problem(c)], (timing.GRAPH,), arguments)))
-    return tasks
+    return Task(f"{suite}: {task.name}", measure)
 
 
 def report(cells: Sequence[dict]) -> None:
@@ -69,15 +55,18 @@ def report(cells: Sequence[dict]) -> None:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> dict:
-    parser = make_parser(__doc__, budget=1200, seconds=1.0)
+    parser = make_parser(__doc__, budget=1200)
+    parser.set_defaults(seconds=1.0)
     for name in (BEFORE, AFTER):
         parser.add_argument(f"--{name}", type=Path, required=True, help="folder of a build")
     arguments = parser.parse_args(argv)
     builds = load({BEFORE: arguments.before, AFTER: arguments.after})
+    tasks = []
+    for suite, ways in (("layers", (EAGER,)), ("decode", (GRAPH,)), ("growth", (GRAPH,))):
+        tasks += [named(suite, task) for task in experts_tasks(suite, builds, arguments, tuple(builds), ways)]
+    tasks += [named("linear", task) for task in linear_tasks(builds, arguments, False, (GRAPH,))]
     ids = ", ".join(f"{name} {build_id(kernel)}" for name, kernel in builds.items())
-    results = run_tasks(
-        {"benchmark": "compare_builds", "build": ids, **describe_machine()}, tasks_of(builds, arguments), arguments
-    )
+    results = run_tasks("compare_builds", ids, tasks, arguments)
     report(results["cells"])
     return results
 

@@ -1,7 +1,5 @@
-"""What every benchmark shares: the package, the machine, the options, and the JSON with its schema."""
+"""What every benchmark shares: the package, the machine, and the JSON with its schema."""
 
-import argparse
-import faulthandler
 import importlib.metadata
 import json
 import os
@@ -9,19 +7,16 @@ import platform
 import re
 import subprocess
 import sys
-import time
+import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType
-from typing import Callable, List, NamedTuple, Optional
+from typing import Optional
 
 import torch
-from timing import Plan, time_box
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-GRACE_SECONDS, HANGING_SECONDS = 8.0, 30.0  # past the budget: a task is stopped, the process ends
-PACKAGES = ("torch", "triton", "transformers", "kernels")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -45,14 +40,6 @@ def command_output(*command: str) -> Optional[str]:
     return result.stdout.strip() or None if result.returncode == 0 else None
 
 
-def package_version(name: str) -> Optional[str]:
-    """The version of an installed package, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def build_id(kernel: ModuleType) -> str:
     """The id in the metadata of a build."""
     return json.loads((Path(kernel.__file__).parent / "metadata.json").read_text(encoding="utf-8"))["id"]
@@ -61,6 +48,7 @@ def build_id(kernel: ModuleType) -> str:
 def describe_machine() -> dict:
     """Machine, versions and date: what a result needs to be compared with another."""
     cuda = torch.cuda.is_available()
+    installed = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
     driver = command_output("nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader")
     return {
         "date_utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -70,7 +58,7 @@ def describe_machine() -> dict:
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
         "python": sys.version.split()[0],
         "cuda": torch.version.cuda or torch.version.hip,
-        **{name: package_version(name) for name in PACKAGES},
+        **{name: installed.get(name) for name in ("torch", "triton", "transformers", "kernels")},
     }
 
 
@@ -118,84 +106,15 @@ def write(path: Optional[Path], results: dict) -> None:
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
+def scrub(text: str) -> str:
+    """Without the paths of this machine."""
+    folders = ((str(ROOT), "."), (sys.prefix, "<python>"), (tempfile.gettempdir(), "<tmp>"), (str(Path.home()), "~"))
+    for path, name in folders:
+        text = text.replace(path, name) if len(path) > 1 else text
+    return text
+
+
 def first_line(error: Exception) -> str:
     """What is recorded of an error."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:160]}"
-
-
-def make_parser(description: Optional[str], budget: float, seconds: float = 2.0) -> argparse.ArgumentParser:
-    """The options that all benchmarks have."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--output", type=Path, help="JSON file to write")
-    add("--smoke", action="store_true", help="tiny sizes, also without a GPU")
-    add("--only", nargs="+", action="append", metavar="WORD", help="cells whose name has all these words; repeatable")
-    add("--budget", type=float, default=budget, help=f"seconds after which no cell starts ({budget:g})")
-    add("--seconds", type=float, default=seconds, help=f"of one measurement, past all orders once ({seconds:g})")
-    add("--warm-seconds", type=float, default=0.3, help="before each measurement (0.3)")
-    add("--rounds", type=int, default=7, help="in which all providers take their turn (7)")
-    add("--first-seconds", type=float, default=200, help="for a first call, which may compile or tune (200)")
-    return parser
-
-
-def plan_of(arguments: argparse.Namespace) -> Plan:
-    """The plan that the options ask for."""
-    if arguments.smoke:
-        return Plan(0.0, 2, 0.0, 1e-4, 1, 2)
-    return Plan(arguments.warm_seconds, arguments.rounds, arguments.seconds)
-
-
-class Task(NamedTuple):
-    """What fills in one cell, or the cells that take turns with each other."""
-
-    name: str
-    measure: Callable[[], List[dict]]
-
-
-def wanted(name: str, only: Optional[List[List[str]]]) -> bool:
-    """Whether a name has all the words of one of the lists, if there are any."""
-    return not only or any(all(word in name for word in words) for words in only)
-
-
-def summary(cell: dict) -> str:
-    """A cell in one line: its times in ms, what is wrong, and what was skipped."""
-    said = []
-    for measure, entries in cell["times"].items():
-        times = ", ".join(f"{name} {entry['median_ms']:.4g}" for name, entry in entries.items())
-        said.append(f"{measure}: {times}")
-    said += [f"{name} IS WRONG: {cell['errors'][name]}" for name in cell.get("wrong", ())]
-    return "; ".join(said + [f"{name} skipped: {reason}" for name, reason in cell["skipped"].items()])
-
-
-def run_tasks(results: dict, tasks: List[Task], arguments: argparse.Namespace) -> dict:
-    """Runs tasks until the budget is over; after each one, prints its cells and writes the JSON.
-
-    A task that is under way when the budget ends is stopped a little later. A process that hangs is ended; what it has
-    written stays.
-    """
-    begun, results["cells"] = time.monotonic(), []
-    faulthandler.dump_traceback_later(arguments.budget + HANGING_SECONDS, exit=True, file=sys.__stderr__)
-    for task in tasks:
-        if not wanted(task.name, arguments.only):
-            continue
-        left = arguments.budget - (time.monotonic() - begun)
-        try:
-            if left <= 0:
-                raise TimeoutError(f"past the budget of {arguments.budget:.0f} s")
-            with time_box(left + GRACE_SECONDS):
-                cells = task.measure()
-        except Exception as error:  # one cell's failure is a result, too
-            cells = [{"name": task.name, "times": {}, "skipped": {"all": first_line(error)}}]
-        results["cells"] += cells
-        results["seconds"] = round(time.monotonic() - begun, 1)
-        write(arguments.output, results)
-        for cell in cells:
-            print(f"{cell['name']}: {summary(cell)}", flush=True)
-    faulthandler.cancel_dump_traceback_later()
-    return results
-
-
-def main_of(benchmark: str, arguments: argparse.Namespace, kernel: ModuleType, tasks: List[Task]) -> dict:
-    """What the main function of a benchmark ends with."""
-    return run_tasks({"benchmark": benchmark, "build": build_id(kernel), **describe_machine()}, tasks, arguments)

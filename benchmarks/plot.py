@@ -6,20 +6,22 @@ Lines differ by dash and marker, bars by shade and hatch, so the figures read wi
 """
 
 import argparse
+import contextlib
 import json
 import math
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+from experts import BATCHED, DENSE, GROUPED, OURS, RECOMPUTE, SONICMOE  # noqa: E402
+from linear import LOOP  # noqa: E402
 from machine import RESULTS  # noqa: E402
-from providers import BATCHED, DENSE, GROUPED, OURS, RECOMPUTE, SONICMOE  # noqa: E402
 from workload import fraction  # noqa: E402
 
-LOOP, OVER_LINE = "loop", 1.10  # growth past this multiple of the line between neighbours is marked
+OVER_LINE = 1.10  # growth past this multiple of the line between neighbours is marked
 # Shade and hatch of a provider's bars; dash, marker and shade of its lines.
 BARS = {
     OURS: ("0.15", ""), RECOMPUTE: ("0.4", ".."), GROUPED: ("0.9", "//"), SONICMOE: ("0.6", "--"), DENSE: ("1.0", ""),
@@ -75,14 +77,14 @@ def over_line(points: Sequence[Tuple[float, float]], skew: bool = False) -> List
     return found
 
 
-def panels_of(rows: int, columns: int, size: Tuple[float, float], **options) -> Tuple[plt.Figure, List[plt.Axes]]:
-    """A figure with its panels in a row-major list."""
+@contextlib.contextmanager
+def figure_of(
+    results: dict, path: Path, rows: int, columns: int, size: Tuple[float, float], **options
+) -> Iterator[List[plt.Axes]]:
+    """The panels of a figure. It gets one legend and a title that says where the numbers come from, and is saved."""
     figure, panels = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
-    return figure, [axes for row in panels for axes in row]
-
-
-def save(figure: plt.Figure, panels: Sequence[plt.Axes], results: dict, path: Path) -> None:
-    """One legend, and a title that says where the numbers come from."""
+    panels = list(panels.flat)
+    yield panels
     labels: Dict[str, object] = {}
     for axes in panels:
         handles, names = axes.get_legend_handles_labels()
@@ -119,87 +121,80 @@ def draw_bars(
     axes.set_xticks(range(len(groups)), [label for label, _ in groups], fontsize="x-small")
 
 
-def draw_lines(axes: plt.Axes, points: Dict[str, List[tuple]]) -> None:
-    """A line per provider, of the points that have a value."""
-    for name, pairs in points.items():
-        dash, marker, shade = LINES[name]
-        pairs = [pair for pair in pairs if pair[1]]
-        if pairs:
-            axes.plot(*zip(*pairs), linestyle=dash, marker=marker, color=shade, label=name, markersize=4)
-    logarithmic(axes, x=True)
-
-
 def draw_speedup(results: dict, path: Path) -> None:
     """Speed of every provider relative to grouped_mm; a panel per mode, T and local share."""
-    key_of = lambda cell: (cell["backward"], cell["tokens"], -cell["local"])  # noqa: E731
-    keys = sorted(set(map(key_of, results["cells"])))
-    rows = -(-len(keys) // 3)
-    figure, panels = panels_of(rows, min(3, len(keys)), (15, 3.3 * rows))
-    for axes, key in zip(panels, keys):
-        cells = [cell for cell in results["cells"] if key_of(cell) == key]
-        groups = [(cell["layer"].replace(" ", "\n").replace("-", "-\n", 1), cell) for cell in cells]
-        draw_bars(axes, groups, (OURS, SONICMOE, DENSE), lambda c, name: ratio(c, GROUPED, name))
-        axes.axhline(1, color="0.0", linewidth=0.8)
-        logarithmic(axes)
-        mode = "forward and backward" if key[0] else "forward"
-        axes.set_title(f"{mode}, T={key[1]}, local {fraction(-key[2])}: times grouped_mm's speed", fontsize="small")
-    for axes in panels[len(keys) :]:
-        axes.set_visible(False)
-    save(figure, panels, results, path)
+    panels_of: Dict[tuple, List[dict]] = {}
+    for cell in results["cells"]:
+        panels_of.setdefault((cell["backward"], cell["tokens"], -cell["local"]), []).append(cell)
+    rows, columns = -(-len(panels_of) // 3), min(3, len(panels_of))
+    with figure_of(results, path, rows, columns, (15, 3.3 * rows)) as panels:
+        for axes, ((backward, tokens, local), cells) in zip(
+            panels, sorted(panels_of.items(), key=lambda item: item[0])
+        ):
+            groups = [(cell["layer"].replace(" ", "\n").replace("-", "-\n", 1), cell) for cell in cells]
+            draw_bars(axes, groups, (OURS, SONICMOE, DENSE), lambda c, name: ratio(c, GROUPED, name))
+            axes.axhline(1, color="0.0", linewidth=0.8)
+            logarithmic(axes)
+            mode = "forward and backward" if backward else "forward"
+            axes.set_title(f"{mode}, T={tokens}, local {fraction(-local)}: times grouped_mm's speed", fontsize="small")
+        for axes in panels[len(panels_of) :]:
+            axes.set_visible(False)
 
 
 def draw_memory(results: dict, path: Path) -> None:
     """Saved for the backward, and the peak of a step, all slots local."""
     cells = [cell for cell in results["cells"] if cell["backward"] and cell["local"] == 1]
+    groups = [(f"{cell['layer']}\nT={cell['tokens']}", cell) for cell in cells]
     titles = {"saved_mib": "saved for backward, MiB", "peak_mib": "peak of a step, gradients included, MiB"}
-    figure, panels = panels_of(2, 1, (10, 7))
-    for axes, (what, title) in zip(panels, titles.items()):
-        groups = [(f"{cell['layer']}\nT={cell['tokens']}", cell) for cell in cells]
-        names = (OURS, RECOMPUTE, GROUPED, SONICMOE)
-        draw_bars(axes, groups, names, lambda cell, name, what=what: cell.get(what, {}).get(name))
-        axes.set_title(title, fontsize="small")
-    save(figure, panels, results, path)
+    with figure_of(results, path, 2, 1, (10, 7)) as panels:
+        for axes, (what, title) in zip(panels, titles.items()):
+            names = (OURS, RECOMPUTE, GROUPED, SONICMOE)
+            draw_bars(axes, groups, names, lambda cell, name, what=what: cell.get(what, {}).get(name))
+            axes.set_title(title, fontsize="small")
 
 
 def draw_decode(results: dict, path: Path) -> None:
     """Time by T of the first layer: replays of a graph, eager calls, the host's time."""
     layer = results["cells"][0]["layer"]
     cells = sorted((c for c in results["cells"] if c["layer"] == layer), key=lambda cell: cell["tokens"])
-    figure, panels = panels_of(1, 3, (12, 4))
-    for axes, measure in zip(panels, ("forward, graph", "forward", "forward, host")):
-        names = (OURS, GROUPED, BATCHED)
-        draw_lines(axes, {name: [(c["tokens"], ms(c, name, measure)) for c in cells] for name in names})
-        if measure == "forward, graph":
-            axes.plot(*zip(*((c["tokens"], c["floor_ms"]) for c in cells)), color="0.7", label="floor")
-        title = measure if "," in measure else f"{measure}, eager"
-        axes.set_title(f"{layer}: {title}, ms by T", fontsize="small")
-    save(figure, panels, results, path)
+    with figure_of(results, path, 1, 3, (12, 4)) as panels:
+        for axes, measure in zip(panels, ("forward, graph", "forward", "forward, host")):
+            for name, (dash, marker, shade) in LINES.items():
+                points = [(cell["tokens"], ms(cell, name, measure)) for cell in cells if ms(cell, name, measure)]
+                if points:
+                    style = {"linestyle": dash, "marker": marker, "color": shade, "markersize": 4}
+                    axes.plot(*zip(*points), **style, label=name)
+            logarithmic(axes, x=True)
+            if measure == "forward, graph":
+                axes.plot(*zip(*((c["tokens"], c["floor_ms"]) for c in cells)), color="0.7", label="floor")
+            title = measure if "," in measure else f"{measure}, eager"
+            axes.set_title(f"{layer}: {title}, ms by T", fontsize="small")
 
 
 def draw_growth(results: dict, path: Path) -> None:
     """A panel per series: time and floor, in ms; a ring around what is over the line between its neighbours."""
     series = list(dict.fromkeys(cell["series"] for cell in results["cells"]))
     kinds = list(dict.fromkeys(name.split()[0] for name in series))
-    figure, panels = panels_of(1, len(kinds), (4 * len(kinds), 4.2))
-    for name in series:
-        axes, step = panels[kinds.index(name.split()[0])], name.endswith("step")
-        cells = [cell for cell in results["cells"] if cell["series"] == name and ms(cell, OURS)]
-        points = [(cell["value"], ms(cell, OURS)) for cell in cells]
-        style = {"linestyle": "--" if step else "-", "color": "0.3" if step else "0.0", "marker": "o", "markersize": 3}
-        axes.plot(*zip(*points), **style, label="forward and backward" if step else "forward")
-        axes.plot([x for x, _ in points], [c["floor_ms"] for c in cells], ":", color="0.6", label="floor")
-        far = [p for p, over in zip(points, over_line(points, "skew" in name)) if over and over > OVER_LINE]
-        ring = {"markersize": 10, "color": "0.0", "markerfacecolor": "none", "label": "more than 10 % over the line"}
-        axes.plot([x for x, _ in far], [time for _, time in far], "o", **ring)
-        axes.set_title(f"ms by {name.split()[0]}", fontsize="small")
-        if "skew" in name:
-            axes.set_xticks(range(len(cells)), [cell["pattern"] for cell in cells], fontsize="small")
-        else:
-            logarithmic(axes, x=True)
-        if "local" in name:
-            axes.set_xticks([x for x, _ in points], [fraction(x) for x, _ in points])
-            axes.minorticks_off()
-    save(figure, panels, results, path)
+    with figure_of(results, path, 1, len(kinds), (4 * len(kinds), 4.2)) as panels:
+        for name in series:
+            axes, step = panels[kinds.index(name.split()[0])], name.endswith("step")
+            cells = [cell for cell in results["cells"] if cell["series"] == name and ms(cell, OURS)]
+            points = [(cell["value"], ms(cell, OURS)) for cell in cells]
+            style = {"linestyle": "--" if step else "-", "color": "0.3" if step else "0.0", "marker": "o"}
+            axes.plot(*zip(*points), **style, markersize=3, label="forward and backward" if step else "forward")
+            axes.plot([x for x, _ in points], [c["floor_ms"] for c in cells], ":", color="0.6", label="floor")
+            far = [p for p, over in zip(points, over_line(points, "skew" in name)) if over and over > OVER_LINE]
+            ring = {"markersize": 10, "color": "0.0", "markerfacecolor": "none"}
+            label = "more than 10 % over the line"
+            axes.plot([x for x, _ in far], [time for _, time in far], "o", **ring, label=label)
+            axes.set_title(f"ms by {name.split()[0]}", fontsize="small")
+            if "skew" in name:
+                axes.set_xticks(range(len(cells)), [cell["pattern"] for cell in cells], fontsize="small")
+            else:
+                logarithmic(axes, x=True)
+            if "local" in name:
+                axes.set_xticks([x for x, _ in points], [fraction(x) for x, _ in points])
+                axes.minorticks_off()
 
 
 def draw_linear(results: dict, path: Path) -> None:
@@ -207,37 +202,35 @@ def draw_linear(results: dict, path: Path) -> None:
     cells = [cell for cell in results["cells"] if cell["times"]]
     shapes = sorted({(cell["k"], cell["n"]) for cell in cells}, key=math.prod)
     columns = sorted({(cell["rows"], cell["groups"]) for cell in cells})
-    figure, panels = panels_of(1, len(shapes), (4.5 * len(shapes), 4.8), sharey=True)
-    for axes, shape in zip(panels, shapes):
-        for shift, (pattern, marker) in enumerate({"balanced": "o", "zipf": "s", "half": "^"}.items()):
-            some = [c for c in cells if (c["k"], c["n"], c["pattern"]) == (*shape, pattern)]
-            places = [columns.index((c["rows"], c["groups"])) + 0.2 * (shift - 1) for c in some]
-            for peer, face in ((LOOP, "0.25"), (GROUPED, "white")):
-                style = {"marker": marker, "color": "0.0", "markerfacecolor": face, "linestyle": ""}
-                speeds = [ratio(c, peer, OURS, "step") for c in some]
-                axes.plot(places, speeds, **style, label=f"{pattern}, over {peer}")
-        axes.axhline(1, color="0.0", linewidth=0.8)
-        logarithmic(axes)
-        axes.set_xticks(range(len(columns)), [f"{rows}\nG={groups}" for rows, groups in columns], fontsize="small")
-        axes.set_title("K={}, N={}: times a peer's speed".format(*shape), fontsize="small")
-    save(figure, panels, results, path)
+    with figure_of(results, path, 1, len(shapes), (4.5 * len(shapes), 4.8), sharey=True) as panels:
+        for axes, shape in zip(panels, shapes):
+            for shift, (pattern, marker) in enumerate({"balanced": "o", "zipf": "s", "half": "^"}.items()):
+                some = [c for c in cells if (c["k"], c["n"], c["pattern"]) == (*shape, pattern)]
+                places = [columns.index((c["rows"], c["groups"])) + 0.2 * (shift - 1) for c in some]
+                for peer, face in ((LOOP, "0.25"), (GROUPED, "white")):
+                    style = {"marker": marker, "color": "0.0", "markerfacecolor": face, "linestyle": ""}
+                    speeds = [ratio(c, peer, OURS, "step") for c in some]
+                    axes.plot(places, speeds, **style, label=f"{pattern}, over {peer}")
+            axes.axhline(1, color="0.0", linewidth=0.8)
+            logarithmic(axes)
+            axes.set_xticks(range(len(columns)), [f"{rows}\nG={groups}" for rows, groups in columns], fontsize="small")
+            axes.set_title("K={}, N={}: times a peer's speed".format(*shape), fontsize="small")
 
 
 def draw_new_shapes(results: dict, path: Path) -> None:
     """ms of a call until the GPU is idle again, with new and seen numbers of tokens; a panel per op and direction."""
     cells = [cell for cell in results["cells"] if "new, wall" in cell["times"]]
-    kinds = list(dict.fromkeys((cell["op"], cell["backward"]) for cell in cells))
-    figure, panels = panels_of(2, -(-len(kinds) // 2), (14, 7))
-    for axes, (op, backward) in zip(panels, sorted(kinds, key=lambda kind: kind[1])):
-        some = [cell for cell in cells if (cell["op"], cell["backward"]) == (op, backward)]
-        for k, (name, age) in enumerate((name, age) for name in (OURS, GROUPED) for age in ("new", "seen")):
-            values = [ms(cell, name, f"{age}, wall") or math.nan for cell in some]
-            places, hatch = [i + 0.2 * (k - 1.5) for i in range(len(some))], "//" if age == "new" else ""
-            shade = {"color": "0.35" if name == OURS else "0.9", "edgecolor": "0.0", "hatch": hatch}
-            axes.bar(places, values, width=0.2, label=f"{name}, T {age}", **shade)
-        axes.set_xticks(range(len(some)), [f"T around {cell['tokens']}" for cell in some], fontsize="x-small")
-        axes.set_title(f"{op}, {'forward and backward' if backward else 'forward'}, ms", fontsize="small")
-    save(figure, panels, results, path)
+    kinds = sorted(dict.fromkeys((cell["op"], cell["backward"]) for cell in cells), key=lambda kind: kind[1])
+    with figure_of(results, path, 2, -(-len(kinds) // 2), (14, 7)) as panels:
+        for axes, kind in zip(panels, kinds):
+            some = [cell for cell in cells if (cell["op"], cell["backward"]) == kind]
+            for k, (name, age) in enumerate((name, age) for name in (OURS, GROUPED) for age in ("new", "seen")):
+                values = [ms(cell, name, f"{age}, wall") or math.nan for cell in some]
+                shade = {"color": "0.35" if name == OURS else "0.9", "edgecolor": "0.0"}
+                style = {"width": 0.2, **shade, "hatch": "//" if age == "new" else ""}
+                axes.bar([i + 0.2 * (k - 1.5) for i in range(len(some))], values, **style, label=f"{name}, T {age}")
+            axes.set_xticks(range(len(some)), [f"T around {cell['tokens']}" for cell in some], fontsize="x-small")
+            axes.set_title(f"{kind[0]}, {'forward and backward' if kind[1] else 'forward'}, ms", fontsize="small")
 
 
 FIGURES = {

@@ -2,61 +2,149 @@
 
 import argparse
 import gc
-from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import timing
 import torch
-from machine import first_line, plan_of
+from machine import first_line
 from timing import Call
 from torch import Tensor
 
-# The backward of a graph that is kept runs on the stream of its forward, so the other parts can't be captured.
-GRAPHED_PARTS = ("forward", "step")
+OURS = "ours"
+# Parts of training. dgrad, wgrad: the backward alone, of a graph that is kept. It runs on the stream of its forward, so
+# it can't be captured.
+FORWARD, DGRAD, WGRAD, STEP = "forward", "dgrad", "wgrad", "step"
+# Relative error in norm of a result against fp32. A lost row or term is far above.
+MAX_ERROR = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+GROUPS_AT_A_TIME = 16  # of the reference in fp32
+
+
+class Unsupported(Exception):
+    """What a provider cannot do, which is why it is absent from a cell."""
+
+
+class Inputs(NamedTuple):
+    """One set: what a step differentiates, first the layer's input and last its weights; the output's gradient."""
+
+    leaves: Sequence[Tensor]
+    dout: Tensor
+
+
+class Provider(NamedTuple):
+    """forward(i, *leaves): the output on input set i. rows: how many it writes in set 0, None for all."""
+
+    forward: Callable[..., Tensor]
+    sets: Sequence[Inputs]
+    rows: Optional[int] = None
 
 
 class Problem(NamedTuple):
     """One cell of a benchmark.
 
-    described: what identifies it in the JSON, its name included. calls: {part: {provider: call}}. check(provider): the
-    errors of its results, and whether they are small enough; its first call may compile. sets: input sets that calls go
-    through in turn. forwards, parameters: what `saved_mib` needs. absent: why some providers are not here. eager_only:
-    providers whose graph would replay sizes of the host.
+    described: what identifies it in the JSON, its name included. reference(first, *leaves): what the experts from
+    `first` on, whose weights it gets, add to the output of input set 0. names: of the leaves. shared: how many leaves,
+    the first ones, all experts share. absent: why some providers are not here. baselines: calls that compute something
+    else, which are timed beside and not checked. eager_only: providers whose graph would replay sizes of the host.
+    unjudged: names of gradients whose errors are reported only.
     """
 
     described: dict
-    calls: Dict[str, Dict[str, Call]]
-    check: Callable[[str], Tuple[Dict[str, float], bool]]
-    absent: Dict[str, str]
-    sets: int = 1
-    forwards: Dict[str, Callable[[], Tensor]] = {}
-    parameters: Sequence[Tensor] = ()
+    providers: Dict[str, Provider]
+    parts: Sequence[str]
+    reference: Callable[..., Tensor]
+    names: Sequence[str]
+    shared: int
+    absent: Dict[str, str] = {}
+    baselines: Dict[str, Call] = {}
     eager_only: Sequence[str] = ()
+    unjudged: Sequence[str] = ()
+
+    @property
+    def sets(self) -> int:
+        """How many input sets there are."""
+        return max((len(provider.sets) for provider in self.providers.values()), default=1)
+
+
+def make_call(provider: Provider, part: str) -> Call:
+    """call(i) on input set i: (out,) without a graph, gradients, or (out, gradients of all leaves)."""
+    forward, sets = provider.forward, provider.sets
+
+    def call(i: int) -> Sequence[Tensor]:
+        leaves, dout = sets[i % len(sets)]
+        if part == FORWARD:
+            with torch.no_grad():
+                return (forward(i % len(sets), *leaves),)
+        out = forward(i % len(sets), *leaves)
+        return (out, *torch.autograd.grad(out, leaves, dout))
+
+    if part in (FORWARD, STEP):
+        return call
+    leaves = [leaf.detach() for leaf in sets[0].leaves]
+    wanted = [leaf.requires_grad_() for leaf in (leaves[:1] if part == DGRAD else leaves[1:])]
+    out = forward(0, *leaves)
+    return lambda _: torch.autograd.grad(out, wanted, sets[0].dout, retain_graph=True)
+
+
+def expected(problem: Problem, backward: bool) -> List[Tensor]:
+    """The output and, of a step, the gradients of all leaves for input set 0 in fp32, a few experts at a time."""
+    leaves, dout = next(iter(problem.providers.values())).sets[0]
+    shared = [leaf.detach().float().requires_grad_(backward) for leaf in leaves[: problem.shared]]
+    sums, of_weights = [], []
+    for first in range(0, len(leaves[-1]), GROUPS_AT_A_TIME):
+        some = [leaf.detach()[first : first + GROUPS_AT_A_TIME].float() for leaf in leaves[problem.shared :]]
+        given = [*shared, *(weight.requires_grad_(backward) for weight in some)]
+        out = problem.reference(first, *given)
+        results = [out.detach()]
+        if backward and out.requires_grad:  # else none of these experts has a row
+            results += torch.autograd.grad(out, given, dout.float())
+        elif backward:
+            results += [torch.zeros_like(leaf) for leaf in given]
+        count = 1 + problem.shared
+        sums = [a + b for a, b in zip(sums, results)] if sums else results[:count]
+        of_weights.append(results[count:])
+    return [*sums, *(torch.cat(column) for column in zip(*of_weights))]
+
+
+def check(problem: Problem, name: str, wanted: List[Tensor]) -> Tuple[Dict[str, float], bool]:
+    """||got - want|| / ||want|| of output and gradients, absolute where want is 0, and whether all are small."""
+    provider, errors = problem.providers[name], {}
+    results = make_call(provider, STEP if len(wanted) > 1 else FORWARD)(0)
+    if len(results) > len(wanted):  # a gradient for each expert
+        results = [*results[: len(wanted) - 1], torch.stack(results[len(wanted) - 1 :])]
+    for place, (got, want) in enumerate(zip(results, wanted)):
+        rows = provider.rows if place <= problem.shared else None
+        error = (got[:rows].float() - want[:rows]).norm() / (want[:rows].norm().item() or 1.0)
+        errors[f"d_{problem.names[place - 1]}" if place else "out"] = error.item()
+    most = MAX_ERROR[results[0].dtype]
+    return errors, all(error < most for what, error in errors.items() if what not in problem.unjudged)
 
 
 def start(problem: Problem, first_seconds: float) -> dict:
-    """The cell without times. Providers whose first call fails leave the problem's calls."""
+    """The cell without times. Providers whose first call fails leave the problem."""
     cell = {**problem.described, "times": {}, "skipped": dict(problem.absent), "errors": {}, "wrong": []}
-    for name in {name: None for calls in problem.calls.values() for name in calls}:
+    wanted = expected(problem, backward=STEP in problem.parts)
+    for name in list(problem.providers):
         try:
             with timing.time_box(first_seconds):
-                errors, good = problem.check(name)
+                cell["errors"][name], good = check(problem, name, wanted)
                 timing.synchronize()
         except Exception as error:  # of any library: the other providers go on
             cell["skipped"][name] = first_line(error)
-            for calls in problem.calls.values():
-                calls.pop(name, None)
+            del problem.providers[name]
             continue
-        if errors:
-            cell["errors"][name] = errors
         cell["wrong"] += [] if good else [name]
     return cell
 
 
 def measure_memory(problem: Problem) -> dict:
-    """Peak of a call of the last part, and what a forward saves for the backward, in MiB by provider."""
-    *_, calls = problem.calls.values()
-    peak = {name: timing.peak_mib(call) for name, call in calls.items()}
-    saved = {name: timing.saved_mib(f, problem.parameters) for name, f in problem.forwards.items() if name in calls}
+    """Peak of a call of the last part, and what the forward of a step saves for the backward, in MiB by provider."""
+    calls = {name: make_call(provider, problem.parts[-1]) for name, provider in problem.providers.items()}
+    peak = {name: timing.peak_mib(call) for name, call in {**calls, **problem.baselines}.items()}
+    saved = {}
+    for name, (forward, (first, *_), _) in problem.providers.items():
+        if problem.parts[-1] == STEP:
+            parameters = first.leaves[problem.shared :]
+            saved[name] = timing.saved_mib(lambda f=forward, s=first: f(0, *s.leaves), parameters)
     return {"peak_mib": peak, "saved_mib": saved}
 
 
@@ -68,20 +156,21 @@ def run_group(
     for cell, problem in zip(cells, problems):
         cell.update(measure_memory(problem) if memory else {})
     for way in ways:
-        for part in problems[0].calls:
-            if way == timing.GRAPH and part not in GRAPHED_PARTS:
+        for part in problems[0].parts:
+            if way == timing.GRAPH and part not in (FORWARD, STEP):
                 continue
             measure = part if way == timing.EAGER else f"{part}, {way}"
             calls = {}
             for number, (cell, problem) in enumerate(zip(cells, problems)):
-                for name, call in problem.calls[part].items():
+                made = {name: make_call(provider, part) for name, provider in problem.providers.items()}
+                for name, call in {**made, **problem.baselines}.items():
                     if way == timing.GRAPH and name in problem.eager_only:
                         continue
                     try:
                         calls[number, name] = timing.capture(call, problem.sets) if way == timing.GRAPH else call
                     except Exception as error:  # a peer that waits for the device can't be captured
                         cell["skipped"][f"{name}, {measure}"] = first_line(error)
-            for (number, name), samples in timing.time_way(calls, way, plan_of(arguments)).items():
+            for (number, name), samples in timing.time_in_turn(calls, timing.plan_of(arguments), way).items():
                 cells[number]["times"].setdefault(measure, {})[name] = timing.described(samples)
             del calls
             if torch.cuda.is_available():

@@ -1,18 +1,18 @@
 """Timing in turn, CUDA graphs, memory and time limits. Nothing here knows what is measured."""
 
+import argparse
 import contextlib
 import gc
 import math
 import signal
 import statistics
 import time
-from typing import Callable, Dict, Hashable, Iterator, List, NamedTuple, Optional, Sequence, TypeVar
+from typing import Callable, Dict, Hashable, Iterator, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 Call = Callable[[int], Sequence[Tensor]]
-Name = TypeVar("Name", bound=Hashable)
 
 # How a call is measured: by events around calls in a row, as replays of a CUDA graph, as the host's time to issue it.
 EAGER, GRAPH, HOST = "eager", "graph", "host"
@@ -31,6 +31,13 @@ class Plan(NamedTuple):
     sample_seconds: float = 5e-3
     least_calls: int = 1
     most_calls: int = 64
+
+
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """The plan that the options of a benchmark ask for."""
+    if arguments.smoke:
+        return Plan(0.0, 2, 0.0, 1e-4, 1, 2)
+    return Plan(arguments.warm_seconds, arguments.rounds, arguments.seconds)
 
 
 def capture(call: Call, sets: int) -> Call:
@@ -117,7 +124,7 @@ def sample(call: Call, calls: int) -> float:
     return start.elapsed_time(end) / calls
 
 
-def orders(names: Sequence[Name]) -> List[List[Name]]:
+def orders(names: Sequence[Hashable]) -> List[List[Hashable]]:
     """Orders of all names in which each name follows each other name equally often (Williams, 1949).
 
     On a card at its power limit the previous call decides the clock at which a call runs. Rotating one order would
@@ -129,18 +136,19 @@ def orders(names: Sequence[Name]) -> List[List[Name]]:
     return [turn for row in rows for turn in (row, row[::-1])] if n % 2 else rows
 
 
-def time_in_turn(
-    calls: Dict[Name, Call], plan: Plan, sampler: Callable[[Call, int], float] = sample
-) -> Dict[Name, List[float]]:
+def time_in_turn(calls: Dict[Hashable, Call], plan: Plan, way: str = EAGER) -> Dict[Hashable, List[float]]:
     """Samples in ms per call, for whole sets of `orders`: at least plan.rounds, unless plan.seconds are over.
 
-    A round takes all calls in turn, after one sample of the first call that is not counted. sampler: `sample` or
-    `issue`.
+    A round takes all calls in turn, after one sample of the first call that is not counted. way: EAGER, GRAPH (calls
+    that were captured) or HOST.
     """
     if not calls:
         return {}
+    sampler = issue if way == HOST else sample
+    if way == HOST:
+        plan = plan._replace(sample_seconds=math.inf, most_calls=HOST_CALLS)
     names, turns, counts = list(calls), orders(list(calls)), {}
-    times: Dict[Name, List[float]] = {name: [] for name in names}
+    times: Dict[Hashable, List[float]] = {name: [] for name in names}
     deadline, warm_until = time.monotonic() + plan.seconds, time.monotonic() + plan.warm_seconds
     while time.monotonic() < warm_until or not counts:
         for name in names:
@@ -155,13 +163,6 @@ def time_in_turn(
             for name in turns[place]:
                 times[name].append(sampler(calls[name], counts[name]))
     return times
-
-
-def time_way(calls: Dict[Name, Call], way: str, plan: Plan) -> Dict[Name, List[float]]:
-    """Samples of calls measured as EAGER, GRAPH (calls that were captured) or HOST."""
-    if way != HOST:
-        return time_in_turn(calls, plan)
-    return time_in_turn(calls, plan._replace(sample_seconds=math.inf, most_calls=HOST_CALLS), issue)
 
 
 def described(samples: Sequence[float]) -> dict:

@@ -108,18 +108,17 @@ def make_products(
 ) -> Dict[str, Callable[[int], List[Tensor]]]:
     """The grouped GEMMs of a layer's forward and backward, on the GPU with numbers, on a CPU with unwritten memory."""
     kernels, real = package["backends.triton"], device != "cpu"
-    e, h, i, top_k, t = layer.experts, layer.hidden, layer.intermediate, layer.top_k, layer.gpt_oss
+    e, h, i, top_k, t = layer.experts, layer.hidden, layer.intermediate, layer.top_k, layer.transposed
     tokens = max(1, rows_per_expert * e // top_k)
 
     def tensor(*shape: int, scale: float = 1.0) -> Tensor:
         made = torch.empty(shape, device=device, dtype=torch.bfloat16)
         return made.normal_().mul_(scale) if real else made
 
-    up = tensor(*((e, h, 2 * i) if t else (e, 2 * i, h)), scale=h**-0.5)
-    down = tensor(*((e, i, h) if t else (e, h, i)), scale=i**-0.5)
-    activation = package["common.activation"].Activation("silu", *((1.702, 7.0, 1.0) if t else ()))
-    biases = (tensor(e, 2 * i), tensor(e, h)) if t else (None, None)
-    block = package["block"].Block(up, down, *biases, activation, True, t, t, False)
+    up, down = (tensor(*shape, scale=fan_in**-0.5) for shape, fan_in in zip(layer.weight_shapes, (h, i)))
+    biases = (tensor(e, 2 * i), tensor(e, h)) if layer.bias else (None, None)
+    activation = package["common.activation"].Activation(*layer.activation)
+    block = package["block"].Block(up, down, *biases, activation, **layer.kind, recompute=False)
     ids = draw_ids(Cell(layer, tokens), device) if real else torch.empty((tokens, top_k), dtype=torch.int64)
     rows = kernels.route(ids, e, torch.bfloat16)
     x, dout, act, preact = tensor(tokens, h), tensor(tokens, h), tensor(ids.numel(), i), tensor(ids.numel(), 2 * i)

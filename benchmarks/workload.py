@@ -1,11 +1,11 @@
-"""What is measured: layers, cells, inputs, and the floors that bytes and FLOPs set.
+"""What is measured: layers, cells, inputs, and the floor that bytes and FLOPs set.
 
 Legend: T tokens, E local experts, H hidden, I intermediate, R routed rows (slots whose expert is local).
 """
 
 from itertools import accumulate
 from random import Random
-from typing import Dict, List, NamedTuple
+from typing import Dict, List, NamedTuple, Tuple
 
 import torch
 from torch import Tensor
@@ -18,19 +18,18 @@ ITEM = 2  # bytes of a bf16 number
 
 
 class Layer(NamedTuple):
-    """An experts block. gpt_oss: with biases, interleaved gate and up, transposed weights, a clamped gate.
-
-    activation: the package's name of it.
-    """
+    """An experts block. interleaved: gate and up take turns. activation: arguments of the package's Activation."""
 
     name: str
     experts: int
     top_k: int
     hidden: int
     intermediate: int
-    gpt_oss: bool = False
     gated: bool = True
-    activation: str = "silu"
+    interleaved: bool = False
+    transposed: bool = False
+    bias: bool = False
+    activation: tuple = ("silu", 1.0, None, 0.0)
 
     @property
     def preact_width(self) -> int:
@@ -42,18 +41,33 @@ class Layer(NamedTuple):
         """Numbers in both weights of an expert, biases left out."""
         return self.hidden * (self.preact_width + self.intermediate)
 
+    @property
+    def weight_shapes(self) -> List[Tuple[int, int, int]]:
+        """Of both weights."""
+        shapes = (self.preact_width, self.hidden), (self.hidden, self.intermediate)
+        return [(self.experts, *(shape[::-1] if self.transposed else shape)) for shape in shapes]
 
+    @property
+    def kind(self) -> Dict[str, bool]:
+        """Arguments of the package's experts block and of the reference's."""
+        return {name: getattr(self, name) for name in ("gated", "interleaved", "transposed")}
+
+
+RELU2, GELU_TANH = ("relu2", 1.0, None, 0.0), ("gelu_tanh", 1.0, None, 0.0)
+# Biases, gate and up in turn, transposed weights, a clamped gate.
+OSS = {"interleaved": True, "transposed": True, "bias": True, "activation": ("silu", 1.702, 7.0, 1.0)}
 QWEN3_30B = Layer("Qwen3-30B-A3B", experts=128, top_k=8, hidden=2048, intermediate=768)
 OLMOE = Layer("OLMoE", experts=64, top_k=8, hidden=2048, intermediate=1024)
 MIXTRAL = Layer("Mixtral-8x7B", experts=8, top_k=2, hidden=4096, intermediate=14336)
 DEEPSEEK_V3 = Layer("DeepSeek-V3 EP8 rank", experts=32, top_k=8, hidden=7168, intermediate=2048)
 QWEN3_NEXT = Layer("Qwen3-Next", experts=512, top_k=10, hidden=2048, intermediate=512)
-GPT_OSS = Layer("gpt-oss-120b", experts=128, top_k=4, hidden=2880, intermediate=2880, gpt_oss=True)
+GPT_OSS = Layer("gpt-oss-120b", experts=128, top_k=4, hidden=2880, intermediate=2880, **OSS)
 LAYERS = (QWEN3_30B, DEEPSEEK_V3, MIXTRAL, OLMOE, QWEN3_NEXT, GPT_OSS)
+NEMOTRON = Layer("Nemotron-3-Nano-30B", 128, 6, hidden=2688, intermediate=1856, gated=False, activation=RELU2)
 # More models, by the sizes in their configurations on the Hub. Decoding's tiles were chosen on these, too, no others.
 MODELS = (
-    Layer("Nemotron-3-Nano-30B", 128, 6, hidden=2688, intermediate=1856, gated=False, activation="relu2"),
-    Layer("Gemma-4-26B-A4B", 128, 8, hidden=2816, intermediate=704, activation="gelu_tanh"),
+    NEMOTRON,
+    Layer("Gemma-4-26B-A4B", 128, 8, hidden=2816, intermediate=704, activation=GELU_TANH),
     Layer("DeepSeek-V2-Lite", 64, 6, hidden=2048, intermediate=1408),
     Layer("GLM-4.5-Air", 128, 8, hidden=4096, intermediate=1408),
     Layer("MiniMax-M2", 256, 8, hidden=3072, intermediate=1536),
@@ -63,8 +77,8 @@ MODELS = (
     Layer("Granite-3.1-3B-A800M", 40, 8, hidden=1536, intermediate=512),
 )
 SMOKE = Layer("smoke", experts=8, top_k=2, hidden=64, intermediate=32)
-SMOKE_UNGATED = Layer("smoke-ungated", experts=8, top_k=2, hidden=64, intermediate=32, gated=False, activation="relu2")
-SMOKE_GPT_OSS = Layer("smoke-oss", experts=8, top_k=2, hidden=64, intermediate=64, gpt_oss=True)
+SMOKE_UNGATED = Layer("smoke-ungated", experts=8, top_k=2, hidden=64, intermediate=32, gated=False, activation=RELU2)
+SMOKE_GPT_OSS = Layer("smoke-oss", experts=8, top_k=2, hidden=64, intermediate=64, **OSS)
 
 
 class Cell(NamedTuple):
@@ -89,26 +103,18 @@ class Cell(NamedTuple):
 
     def described(self) -> dict:
         """What identifies the cell in the JSON."""
-        layer = self.layer._asdict()
+        layer = {**self.layer._asdict(), "activation": list(self.layer.activation)}
         cell = {**self._asdict(), "layer": layer.pop("name"), "dtype": str(self.dtype)[6:]}
         return {"name": str(self), **cell, "sizes": layer}
 
 
-class Inputs(NamedTuple):
+class Routed(NamedTuple):
     """One set of inputs. ids: sentinels are E. weights: 0 for sentinels, as transformers has it."""
 
     x: Tensor
     ids: Tensor
     weights: Tensor
     dout: Tensor
-
-
-class Counts(NamedTuple):
-    """What a routing asks for: rows, tokens with a row and experts with a row. Averages over sets, so no integers."""
-
-    rows: float
-    tokens: float
-    experts: float
 
 
 def fraction(value: float) -> str:
@@ -134,7 +140,7 @@ def draw_ids(cell: Cell, device: str) -> Tensor:
     return ids
 
 
-def make_inputs(cell: Cell, device: str) -> Inputs:
+def make_inputs(cell: Cell, device: str) -> Routed:
     """Unit-scale inputs."""
     layer = cell.layer
     ids = draw_ids(cell, device)
@@ -144,26 +150,19 @@ def make_inputs(cell: Cell, device: str) -> Inputs:
     x, dout = (torch.randn((cell.tokens, layer.hidden), device=device, dtype=cell.dtype) for _ in range(2))
     for tensor in (x, weights):
         tensor.requires_grad_(cell.backward)
-    return Inputs(x, ids.masked_fill(remote, layer.experts), weights, dout)
+    return Routed(x, ids.masked_fill(remote, layer.experts), weights, dout)
 
 
-def count(layer: Layer, sets: List[Inputs]) -> Counts:
-    """Means over the input sets."""
-    parts = []
-    for inputs in sets:
-        local = inputs.ids < layer.experts
-        parts.append((int(local.sum()), int(local.any(1).sum()), int(inputs.ids[local].unique().numel())))
-    return Counts(*(sum(column) / len(sets) for column in zip(*parts)))
+def counts_of(layer: Layer, sets: List[Routed]) -> List[float]:
+    """Rows, tokens with a row and experts with a row: what a routing asks for, as means over the input sets."""
+    local = [inputs.ids < layer.experts for inputs in sets]
+    experts = [inputs.ids[here].unique().numel() for inputs, here in zip(sets, local)]
+    parts = [[int(here.sum()) for here in local], [int(here.any(1).sum()) for here in local], experts]
+    return [sum(part) / len(sets) for part in parts]
 
 
-def floor(moved: float, flops: float) -> Dict[str, float]:
-    """Bytes, FLOPs, and the time in ms that the larger of the two takes on a hot card."""
-    times = moved / BYTES_PER_SECOND, flops / FLOPS_PER_SECOND
-    return {"bytes": moved, "flops": flops, "floor_ms": max(times) * 1e3}
-
-
-def facts(cell: Cell, counts: Counts) -> Dict[str, float]:
-    """What a cell's routing asks for, and the floor of its bytes and FLOPs.
+def facts(cell: Cell, sets: List[Routed]) -> Dict[str, float]:
+    """What a cell's routing asks for, and the floor: the time in ms that its bytes or FLOPs take on a hot card.
 
     FLOPs: two per multiply-add of the products of a row; the backward has two products for each of the forward's.
     Bytes: every input read once and every result written once, by each direction. Read: hidden rows of tokens with a
@@ -171,16 +170,17 @@ def facts(cell: Cell, counts: Counts) -> Dict[str, float]:
     between the directions, and in the backward reads the output's gradient and again the hidden rows and weights, and
     writes the gradients of the hidden states and of all E experts.
     """
-    layer = cell.layer
-    rows_in, rows_out = counts.tokens * layer.hidden * ITEM, cell.tokens * layer.hidden * ITEM
+    layer, (rows, tokens, experts) = cell.layer, counts_of(cell.layer, sets)
+    rows_in, rows_out = tokens * layer.hidden * ITEM, cell.tokens * layer.hidden * ITEM
     per_expert = layer.weights_per_expert * ITEM
     routing = cell.tokens * layer.top_k * (8 + ITEM)
-    moved = rows_in + counts.experts * per_expert + routing + rows_out
+    moved = rows_in + experts * per_expert + routing + rows_out
     if cell.backward:
-        moved += 2 * counts.rows * layer.preact_width * ITEM
-        moved += 2 * rows_in + counts.experts * per_expert + routing + rows_out + layer.experts * per_expert
-    flops = (3 if cell.backward else 1) * 2 * counts.rows * layer.weights_per_expert
-    return {"routed_rows": counts.rows, "experts_with_rows": counts.experts, **floor(moved, flops)}
+        moved += 2 * rows * layer.preact_width * ITEM
+        moved += 2 * rows_in + experts * per_expert + routing + rows_out + layer.experts * per_expert
+    flops = (3 if cell.backward else 1) * 2 * rows * layer.weights_per_expert
+    floor = max(moved / BYTES_PER_SECOND, flops / FLOPS_PER_SECOND) * 1e3
+    return {"routed_rows": rows, "experts_with_rows": experts, "bytes": moved, "flops": flops, "floor_ms": floor}
 
 
 class LinearCell(NamedTuple):
@@ -205,21 +205,5 @@ class LinearCell(NamedTuple):
         return [end - start for start, end in zip([0, *ends], ends)]
 
     def described(self) -> dict:
-        """What identifies the cell in the JSON, and the floors of its parts.
-
-        Bytes: x, y and their gradients in the rows of groups, weights of groups with rows, the gradients of all
-        weights. The backward of a step reads its three inputs once.
-        """
-        sizes = self.sizes()
-        used, weight = sum(sizes), self.k * self.n * ITEM
-        x, y, read, dw = (
-            used * self.k * ITEM,
-            used * self.n * ITEM,
-            sum(map(bool, sizes)) * weight,
-            self.groups * weight,
-        )
-        moved = {"forward": x + read + y, "dgrad": y + read + x, "wgrad": x + y + dw}
-        moved["step"] = moved["forward"] + (y + x + read) + (x + dw)
-        flops = {part: 2 * used * self.k * self.n * (3 if part == "step" else 1) for part in moved}
-        floors = {part: floor(moved[part], flops[part]) for part in moved}
-        return {"name": str(self), **self._asdict(), "used_rows": used, "floors": floors}
+        """What identifies the cell in the JSON."""
+        return {"name": str(self), **self._asdict(), "used_rows": sum(self.sizes())}

@@ -15,14 +15,14 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import compare_builds  # noqa: E402
+import experts  # noqa: E402
+import linear  # noqa: E402
 import machine  # noqa: E402
+import new_shapes  # noqa: E402
 import problems  # noqa: E402
-import providers  # noqa: E402
-import run_experts  # noqa: E402
-import run_linear  # noqa: E402
-import run_new_shapes  # noqa: E402
+import run  # noqa: E402
 import timing  # noqa: E402
-from workload import SMOKE, SMOKE_GPT_OSS, SMOKE_UNGATED, Cell, count, draw_ids, make_inputs  # noqa: E402
+from workload import SMOKE, SMOKE_GPT_OSS, SMOKE_UNGATED, Cell, LinearCell, counts_of, draw_ids, make_inputs  # noqa: E402
 
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
@@ -42,9 +42,8 @@ def test_patterns():
 
 
 def test_local_share():
-    cell = Cell(SMOKE, 1024, 0.125)
-    inputs = make_inputs(cell, "cpu")
-    assert abs(count(SMOKE, [inputs]).rows - 256) < 64
+    inputs = make_inputs(Cell(SMOKE, 1024, 0.125), "cpu")
+    assert abs(counts_of(SMOKE, [inputs])[0] - 256) < 64
     assert (inputs.weights[inputs.ids == SMOKE.experts] == 0).all()
 
 
@@ -52,12 +51,13 @@ def test_local_share():
 @pytest.mark.parametrize("local", [1.0, 0.5])
 def test_providers_agree(grouped_moe, layer, local):
     pytest.importorskip("transformers")
-    names = (providers.OURS, providers.RECOMPUTE, providers.GROUPED, providers.BATCHED, providers.SONICMOE)
-    experts = run_experts.Experts({providers.OURS: grouped_moe}, names, "cpu")
-    (problem,) = experts.problems([{"cell": Cell(layer, 200, local, backward=True)}])
-    assert list(problem.absent) == [providers.SONICMOE]  # a kernel for GPUs
+    names = (problems.OURS, experts.RECOMPUTE, experts.GROUPED, experts.BATCHED, experts.SONICMOE)
+    made = experts.Experts({problems.OURS: grouped_moe}, names, "cpu")
+    (problem,) = made.problems([{"cell": Cell(layer, 200, local, backward=True)}])
+    assert list(problem.absent) == [experts.SONICMOE]  # a kernel for GPUs
+    wanted = problems.expected(problem, backward=True)
     for name in names[:-1]:
-        errors, good = problem.check(name)
+        errors, good = problems.check(problem, name, wanted)
         assert good and len(errors) >= 5, errors
 
 
@@ -65,36 +65,46 @@ def test_workers_can_import_a_kernel(grouped_moe, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # puts it back in the end
     command = [sys.executable, "-c", f"import {grouped_moe.__name__}.reference"]
     assert subprocess.run(command, stderr=subprocess.DEVNULL).returncode
-    providers.show_to_workers(grouped_moe, str(tmp_path))
+    experts.show_to_workers(grouped_moe, str(tmp_path))
     assert not subprocess.run(command).returncode
 
 
-def test_a_lost_row_is_wrong(grouped_moe):
-    torch.manual_seed(0)
-    cell = Cell(SMOKE, 200)
-    block, inputs = providers.make_block(SMOKE, "cpu"), make_inputs(cell, "cpu")
-    wanted = providers.expected(grouped_moe, block, cell, inputs)
-    lost = wanted[0].clone()
-    lost[7] = 0
-    assert not providers.check([lost], wanted, inputs)[1]
+def changed(provider, row):
+    """The provider with 1 added to a row of its output."""
+
+    def forward(i, *leaves):
+        out = provider.forward(i, *leaves)
+        return out + (torch.arange(len(out)) == row)[:, None]
+
+    return provider._replace(forward=forward)
+
+
+@pytest.mark.parametrize("row, good", [(-1, True), (2, False), (39, False)], ids=["right", "a group", "padding"])
+def test_a_wrong_row_is_seen(grouped_moe, row, good):
+    """In a group, and in the rows of none, where ours writes 0."""
+    problem = linear.Linear({"ours": grouped_moe}).problem(LinearCell(3, 16, 24, 40, "half"))
+    problem.providers["ours"] = changed(problem.providers["ours"], row)
+    assert problems.check(problem, "ours", problems.expected(problem, backward=True))[1] is good
 
 
 def options_of(*words):
-    return machine.make_parser(None, budget=60).parse_args(["--smoke", *words])
-
-
-def problem_of(**calls):
-    """One part; a provider's call returns whether it is right, or raises."""
-    return problems.Problem({"name": "a"}, {"step": calls}, lambda name: ({"out": 0.0}, calls[name](0)), {"b": "why"})
+    return run.make_parser(None).parse_args(["--smoke", *words])
 
 
 def test_wrong_and_failing_providers_are_recorded():
-    def fail(_):
+    """A failed first call does not end the others'."""
+
+    def fail(*_):
         raise RuntimeError("no such kernel\nmore")
 
-    (cell,) = problems.run_group(
-        [problem_of(ours=lambda _: True, peer=lambda _: False, other=fail)], ("eager",), options_of()
-    )
+    weight = torch.ones(1, 1, 1, requires_grad=True)
+    sets = [problems.Inputs((torch.ones(2, 1, requires_grad=True), weight), torch.ones(2, 1))]
+    forwards = {"ours": lambda _, x, w: x * w[0], "peer": lambda _, x, w: x * w[0] + 1, "other": fail}
+    problem = problems.Problem(
+        {"name": "a"}, {name: problems.Provider(f, sets) for name, f in forwards.items()}, ("step",),
+        lambda first, x, w: x * w[0], ("x", "weight"), 1, {"b": "why"},
+    )  # fmt: skip
+    (cell,) = problems.run_group([problem], ("eager",), options_of())
     assert cell["wrong"] == ["peer"] and cell["skipped"] == {"b": "why", "other": "RuntimeError: no such kernel"}
     assert cell["times"]["step"].keys() == {"ours", "peer"}
 
@@ -103,21 +113,22 @@ def test_a_failing_task_and_a_budget_that_is_over(tmp_path):
     def fail():
         raise ValueError("here")
 
-    tasks = [machine.Task("one", fail), machine.Task("two", fail)]
+    tasks = [run.Task("one", fail), run.Task("two", fail)]
     output = tmp_path / "out.json"
-    machine.run_tasks({}, tasks, options_of("--output", str(output), "--only", "one"))
+    run.run_tasks("", "", tasks, options_of("--output", str(output), "--only", "one"))
     (cell,) = json.loads(output.read_text(encoding="utf-8"))["cells"]
     assert cell == {"name": "one", "times": {}, "skipped": {"all": "ValueError: here"}}
-    late = machine.run_tasks({}, tasks, options_of("--budget", "0"))["cells"]
+    late = run.run_tasks("", "", tasks, options_of("--budget", "0"))["cells"]
     assert all("past the budget" in cell["skipped"]["all"] for cell in late)
 
 
 @pytest.mark.parametrize("rounds, seconds", [(1, math.inf), (25, 0.0)], ids=["planned", "cut-short"])
 @pytest.mark.parametrize("number", range(1, 8))
-def test_everyone_follows_everyone_equally_often(number, rounds, seconds):
+def test_everyone_follows_everyone_equally_often(monkeypatch, number, rounds, seconds):
     """Over all that runs; what comes first in a round follows itself."""
     sampled, calls = [], {f"provider {i}": f"call {i}" for i in range(number)}
-    found = timing.time_in_turn(calls, timing.Plan(0.0, rounds, seconds), lambda call, n: sampled.append(call) or 1.0)
+    monkeypatch.setattr(timing, "sample", lambda call, n: sampled.append(call) or 1.0)
+    found = timing.time_in_turn(calls, timing.Plan(0.0, rounds, seconds))
     sampled = sampled[number:]  # after the warm-up
     counted = sum(map(len, found.values()))
     assert len(sampled) == counted + counted // number
@@ -129,9 +140,9 @@ def test_everyone_follows_everyone_equally_often(number, rounds, seconds):
 
 
 @pytest.mark.parametrize("smoke", [True, False])
-@pytest.mark.parametrize("suite", run_experts.SUITES)
+@pytest.mark.parametrize("suite", experts.SUITES)
 def test_cells_have_names_of_their_own(suite, smoke):
-    groups = run_experts.cells_of(suite, smoke)
+    groups = experts.cells_of(suite, smoke)
     names = [{**entry["cell"].described(), **entry}["name"] for group in groups.values() for entry in group]
     assert names and len(set(names)) == len(names)
 
@@ -139,13 +150,12 @@ def test_cells_have_names_of_their_own(suite, smoke):
 def test_new_shapes_take_each_size_once_before_they_repeat():
     """Every provider, in every pass; what compiles ahead has none of the sizes."""
     seen = []
-    calls = {name: lambda case, name=name: seen.append((name, case)) for name in ("ours", "peer")}
-    sizes = {8: 80, 11: 110, 14: 140}
-    times = run_new_shapes.measure(calls, sizes, 3, warm=[90])
+    calls = {name: lambda size, name=name: seen.append((name, size)) for name in ("ours", "peer")}
+    times = new_shapes.measure(calls, [90], [80, 110, 140], 3)
     assert seen[:2] == [("ours", 90), ("peer", 90)]
     for number in range(3):
         passed = seen[2 + 6 * number : 8 + 6 * number]
-        assert sorted(passed) == sorted((name, size) for name in calls for size in sizes.values())
+        assert sorted(passed) == sorted((name, size) for name in calls for size in (80, 110, 140))
     assert times["new, wall"]["ours"]["samples"] == 3 and times["seen, host"]["peer"]["samples"] == 6
 
 
@@ -156,18 +166,10 @@ def check_smoke(results):
     assert reasons <= {"needs a GPU", "saves nothing in a forward"}
 
 
-SMOKE_MAINS = {
-    **{name: lambda options, name=name: run_experts.main([name, *options]) for name in ("layers", "decode", "growth")},
-    "cpu": lambda options: run_experts.main(["cpu", *options]),
-    "linear": run_linear.main,
-    "new_shapes": run_new_shapes.main,
-}
-
-
-@pytest.mark.parametrize("name", SMOKE_MAINS)
+@pytest.mark.parametrize("name", ["layers", "decode", "growth", "cpu", "linear", "new_shapes"])
 def test_smoke(name, tmp_path):
     pytest.importorskip("transformers")
-    results = SMOKE_MAINS[name](["--smoke", "--output", str(tmp_path / "out.json")])
+    results = run.main([name, "--smoke", "--output", str(tmp_path / "out.json")])
     check_smoke(results)
     assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == results
 
@@ -214,19 +216,19 @@ def test_what_the_schema_refuses(change):
     assert machine.schema_error({**results, **change})
 
 
-def test_over_line():
+@pytest.fixture
+def plot():
     pytest.importorskip("matplotlib")
-    import plot
+    return __import__("plot")
 
+
+def test_over_line(plot):
     assert plot.over_line([(1, 1), (2, 2), (4, 4)]) == [None, pytest.approx(1.0), None]
     assert plot.over_line([(1, 1), (2, 2.5), (4, 4)])[1] == pytest.approx(1.25)
     assert plot.over_line([(0, 2), (1, 3)], skew=True) == [None, 1.5]
 
 
-def test_figures_of_the_recorded_results(tmp_path):
-    pytest.importorskip("matplotlib")
-    import plot
-
+def test_figures_of_the_recorded_results(plot, tmp_path):
     for path in RESULTS:
         shutil.copy(path, tmp_path)
     plot.draw(tmp_path, "h200")
@@ -234,35 +236,17 @@ def test_figures_of_the_recorded_results(tmp_path):
     assert drawn <= {path.name for path in tmp_path.glob("*.png")}
 
 
-def test_peers_of_other_runs():
-    pytest.importorskip("matplotlib")
-    import plot
-
-    def run(name, **times):
+def test_peers_of_other_runs(plot):
+    def cells(name, **times):
         entries = {name: {"median_ms": ms} for name, ms in times.items()}
         return [{"name": name, "times": {"step": entries}, "peak_mib": dict(times)}]
 
-    cells = run("a", ours=2.0, dense=1.0)
-    plot.add_peers(cells, run("a", ours=4.0, dense=8.0, peer=6.0))
-    plot.add_peers(cells, run("a", ours=1.0, peer=9.0))  # the first one that has it counts
-    plot.add_peers(cells, run("b", ours=1.0, other=1.0))  # another cell
-    plot.add_peers(cells, run("a", third=1.0))  # not next to ours
-    assert cells == [
-        {
-            "name": "a",
-            "times": {"step": {name: {"median_ms": ms} for name, ms in (("ours", 2.0), ("dense", 1.0), ("peer", 3.0))}},
-            "peak_mib": {"ours": 2.0, "dense": 1.0, "peer": 6.0},
-        }
-    ]
-
-
-def test_linear_check_sees_a_wrong_group_and_unwritten_padding(grouped_moe):
-    cell = run_linear.LinearCell(3, 16, 24, 40, "half")
-    torch.manual_seed(0)
-    x, weight, dout = torch.randn(40, 16), torch.randn(3, 24, 16), torch.randn(40, 24)
-    ours = run_linear.make_providers({"ours": grouped_moe}, cell, weight, dout)["ours"]
-    assert run_linear.check(ours, cell, x, weight)[1]
-    wrong = ours._replace(forward=lambda x, w: ours.forward(x, w) + (torch.arange(40) == 2)[:, None])
-    assert not run_linear.check(wrong, cell, x, weight)[1]
-    padded = ours._replace(forward=lambda x, w: ours.forward(x, w) + (torch.arange(40) == 39)[:, None])
-    assert run_linear.check(padded, cell, x, weight)[0]["padding"] == 24
+    (cell,) = ours = cells("a", ours=2.0, dense=1.0)
+    plot.add_peers(ours, cells("a", ours=4.0, dense=8.0, peer=6.0))
+    plot.add_peers(ours, cells("a", ours=1.0, peer=9.0))  # the first one that has it counts
+    plot.add_peers(ours, cells("b", ours=1.0, other=1.0))  # another cell
+    plot.add_peers(ours, cells("a", third=1.0))  # not next to ours
+    assert {name: entry["median_ms"] for name, entry in cell["times"]["step"].items()} == dict(
+        ours=2.0, dense=1.0, peer=3.0
+    )
+    assert cell["peak_mib"] == {"ours": 2.0, "dense": 1.0, "peer": 6.0}

@@ -1,15 +1,16 @@
-"""What the compile check says of a kernel from its code alone: stray barriers, waiting for the stream, its size."""
+"""The compile check: what it says of a kernel from its code alone, and that shipped kernels compile for other GPUs."""
 
 import dataclasses
 import struct
+import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import ROOT
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+sys.path.insert(0, str(ROOT / "tools"))
 
 import compile_check  # noqa: E402
 
@@ -60,19 +61,29 @@ def test_waits_for_stream(target, ptx, waits):
 def test_problems(changes, problem):
     row = compile_check.Row("sm90", "layer", "bf16", 128, "kernel", 12, 3, 168, 232448, 32, 128 << 10)
     kernel = SimpleNamespace(asm={"ptx": "griddepcontrol.wait;"})
-    assert compile_check.problem_of(dataclasses.replace(row, **changes), kernel).startswith(problem)
-    assert bool(compile_check.problem_of(dataclasses.replace(row, **changes), kernel)) is bool(problem)
+    found = compile_check.problem_of(dataclasses.replace(row, **changes), kernel)
+    assert found.startswith(problem) and bool(found) is bool(problem)
 
 
 def test_code_bytes():
     names = b"\0.text.one\0.data\0.text.two\0.names\0"
     sizes = {b".text.one": 640, b".data": 16, b".text.two": 256, b".names": len(names)}
     offsets = [names.index(name) for name in sizes]
-    table = 64 + len(names)
     sections = [struct.pack("<IIQQQQ24x", at, 1, 0, 0, 64, size) for at, size in zip(offsets, sizes.values())]
     header = bytearray(64)
-    struct.pack_into("<Q", header, 40, table)
+    struct.pack_into("<Q", header, 40, 64 + len(names))
     struct.pack_into("<HHH", header, 58, 64, len(sections), 3)
     elf = bytes(header) + names + b"".join(sections)
     assert compile_check.code_bytes(SimpleNamespace(asm={"cubin": elf})) == 640 + 256
     assert compile_check.code_bytes(SimpleNamespace(asm={"amdgcn": ""})) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm80", "sm90", "sm100", "sm120", "gfx942"])
+def test_compiles_without_spilling(target):
+    """Two layers in one signature each, one at the smallest and the largest row tile; without options it does all."""
+    for case in ("--layers gpt-oss --tokens 1,4096", "--layers qwen3-30b --tokens 4096"):
+        command = [sys.executable, "tools/compile_check.py", "--targets", target, "--dtypes", "bf16", *case.split()]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "down_dgrad_kernel" in result.stdout and "wgrad_kernel" in result.stdout

@@ -5,12 +5,12 @@ import json
 import re
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+sys.path.insert(0, str(ROOT / "tools"))
 
 import fuzz  # noqa: E402
 
@@ -31,44 +31,44 @@ class _Scaled(torch.autograd.Function):
         return grad * 1.05
 
 
-def plant_sentinel(experts, top_k_index, gate_up_proj, capacity, **given):
+def sentinel(experts, top_k_index, gate_up_proj, capacity, **given):
     """The id E is taken for the last expert's."""
     ids = top_k_index.where(top_k_index != len(gate_up_proj), len(gate_up_proj) - 1)
     return experts(top_k_index=ids, gate_up_proj=gate_up_proj, **given)
 
 
-def plant_gradient(experts, top_k_weights, **given):
+def gradient(experts, top_k_weights, **given):
     """One gradient is wrong."""
     return experts(top_k_weights=_Scaled.apply(top_k_weights), **given)
 
 
-def plant_read(experts, top_k_weights, **given):
+def read(experts, top_k_weights, **given):
     """Routing weights of sentinels are read."""
     out = experts(top_k_weights=top_k_weights, **given)
     return out + 0 * top_k_weights.detach().sum().to(out.dtype)
 
 
-def plant_unwritten(experts, **given):
+def unwritten(experts, **given):
     """Memory that was not written is read, which happens to be 0 where nobody fills it."""
     out = experts(**given)
     fresh = torch.empty_like if torch.are_deterministic_algorithms_enabled() else torch.zeros_like
     return out + fresh(out).isnan()
 
 
-def plant_bits(experts, **given):
+def bits(experts, **given):
     """Every other call rounds otherwise."""
     out = experts(**given)
     return out * (1 + next(_calls) % 2 * torch.finfo(out.dtype).eps)
 
 
-def plant_write(experts, top_k_weights, **given):
+def write(experts, top_k_weights, **given):
     """Memory between the elements of an input is written to, or an input itself."""
     out = experts(top_k_weights=top_k_weights, **given)
     fuzz.memory_of(top_k_weights.detach())[-1] ^= 1
     return out
 
 
-def plant_frozen(experts, top_k_weights, **given):
+def frozen(experts, top_k_weights, **given):
     """A frozen input gets a gradient."""
     out = experts(top_k_weights=top_k_weights, **given)
     if out.requires_grad and not top_k_weights.requires_grad:
@@ -76,10 +76,15 @@ def plant_frozen(experts, top_k_weights, **given):
     return out
 
 
-def plant_crash(experts, **given):
+def crash(experts, **given):
     if not torch.is_grad_enabled():
         raise RuntimeError("planted")
     return experts(**given)
+
+
+def last_group(linear, weight, **given):
+    """The weight's gradient of the last group is left out."""
+    return linear(weight=torch.cat([weight[:-1], weight[-1:].detach()]), **given)
 
 
 def run(capsys, package, *arguments: str):
@@ -102,21 +107,19 @@ def test_time_is_up(grouped_moe, capsys):
     assert status == 0 and printed.endswith("0 failed\n")
 
 
-@pytest.mark.parametrize(
-    "plant, says",
-    [
-        (plant_sentinel, "error"),
-        (plant_gradient, "grad of top_k_weights"),
-        (plant_read, "the second run gives other bits"),
-        (plant_unwritten, "the second run gives other bits"),
-        (plant_bits, "the second run gives other bits"),
-        (plant_write, "top_k_weights: its memory was written to"),
-        (plant_frozen, "grad of top_k_weights"),
-        (plant_crash, "RuntimeError: planted"),
-    ],
-)
-def test_a_planted_fault_is_found_and_repeated(grouped_moe, capsys, monkeypatch, plant, says):
-    monkeypatch.setattr(grouped_moe, "grouped_mm_experts", partial(plant, grouped_moe.grouped_mm_experts))
+@pytest.mark.parametrize("plant, op, says", [
+    (sentinel, "grouped_mm_experts", "error"),
+    (gradient, "grouped_mm_experts", "grad of top_k_weights"),
+    (read, "grouped_mm_experts", "the second run gives other bits"),
+    (unwritten, "grouped_mm_experts", "the second run gives other bits"),
+    (bits, "grouped_mm_experts", "the second run gives other bits"),
+    (write, "grouped_mm_experts", "top_k_weights: its memory was written to"),
+    (frozen, "grouped_mm_experts", "grad of top_k_weights"),
+    (crash, "grouped_mm_experts", "RuntimeError: planted"),
+    (last_group, "grouped_linear", "grad of weight"),
+])  # fmt: skip
+def test_a_planted_fault_is_found_and_repeated(grouped_moe, capsys, monkeypatch, plant, op, says):
+    monkeypatch.setattr(grouped_moe, op, partial(plant, getattr(grouped_moe, op)))
     status, printed = run(capsys, grouped_moe, "--seed", str(SEED), "--only", "0-60")
     lines = LINE.findall(printed)
     assert status == 1 and lines and f"{len(lines)} failed" in printed
@@ -124,15 +127,3 @@ def test_a_planted_fault_is_found_and_repeated(grouped_moe, capsys, monkeypatch,
     assert again == 1 and LINE.findall(repeated) == lines[:1] and says in repeated, repeated
     monkeypatch.undo()
     assert run(capsys, grouped_moe, *lines[0].split())[0] == 0
-
-
-def test_a_planted_fault_of_one_group(grouped_moe, capsys, monkeypatch):
-    """The weight's gradient of the last group with rows is left out."""
-
-    def without_last(linear, x, weight, *args, **options):
-        frozen = torch.cat([weight[:-1], weight[-1:].detach()])
-        return linear(x, frozen, *args, **options)
-
-    monkeypatch.setattr(grouped_moe, "grouped_linear", partial(without_last, grouped_moe.grouped_linear))
-    status, printed = run(capsys, grouped_moe, "--seed", "2", "--only", "100-130")
-    assert status == 1 and "grad of weight" in printed

@@ -2,13 +2,11 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import spread_over_gpus
+from conftest import ROOT, spread_over_gpus
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import gpu_suite  # noqa: E402

@@ -1,6 +1,5 @@
 """The package as the Hub distributes it: builds, loads in every way that users load it, and stays as it was hashed."""
 
-import ast
 import hashlib
 import json
 import os
@@ -11,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from kernels._rust import Digest, DigestAlgorithm, DigestValidationError, Metadata
 
-ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = ("cpu", "cuda", "rocm", "xpu")
 
 
@@ -27,8 +26,9 @@ def run_python(code: str, *arguments: object, **environment: str) -> list[str]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def run_build(tree: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, tree / "tools" / "build.py"], capture_output=True, text=True, timeout=60)
+def run_build(tree: Path, *options: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, tree / "tools" / "build.py", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -37,12 +37,6 @@ def content(directory: Path) -> dict[str, bytes]:
 
 def digest(variant: Path) -> Digest:
     return Digest.hash_variant(DigestAlgorithm.SHA256, variant)
-
-
-def public_names(package: str) -> list[str]:
-    tree = ast.parse((ROOT / "torch-ext" / package / "__init__.py").read_text(encoding="utf-8"))
-    values = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
-    return ast.literal_eval(values[0])
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +130,7 @@ def test_metadata_describes_the_variant(built, hub, backend):
     unique_id = re.search(r'unique_id = "(\w+)"', (variant / "_ops.py").read_text(encoding="utf-8")).group(1)
     assert metadata.id == f"_{hub.package}_{backend}_{unique_id}"
     assert metadata.version == hub.version
+    assert metadata.source == f"https://github.com/{hub.repo_id}"
     assert str(metadata.backend.backend_type).lower() == backend
     assert metadata.backend.archs is None
 
@@ -147,29 +142,22 @@ def test_there_is_a_variant_for_every_backend_and_no_other(built):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_build_is_of_this_source(built, hub, backend):
     """A stale build would let every other test pass on code that is no longer there."""
-    generated = {"_ops.py", "metadata.json"}
 
     def files(directory: Path) -> dict[str, bytes]:
-        items = content(directory).items()
-        return {name: data for name, data in items if name.endswith((".py", ".json")) and name not in generated}
+        kept = (item for item in content(directory).items() if item[0] not in ("_ops.py", "metadata.json"))
+        return {name: data for name, data in kept if name.endswith((".py", ".json"))}
 
     assert files(built / f"torch-{backend}") == files(ROOT / "torch-ext" / hub.package), "run make build"
 
 
-def append_to_a_file(variant: Path) -> None:
-    with open(variant / "__init__.py", "a") as file:
-        file.write("\n")
+TAMPERED = {
+    "a file is longer": lambda variant: (variant / "_ops.py").write_text((variant / "_ops.py").read_text() + "\n"),
+    "a file is added": lambda variant: (variant / "added.py").touch(),
+    "a file is gone": lambda variant: (variant / "_ops.py").unlink(),
+}
 
 
-def add_a_file(variant: Path) -> None:
-    (variant / "added.py").touch()
-
-
-def remove_a_file(variant: Path) -> None:
-    (variant / "_ops.py").unlink()
-
-
-@pytest.mark.parametrize("tamper", [append_to_a_file, add_a_file, remove_a_file])
+@pytest.mark.parametrize("tamper", TAMPERED.values(), ids=TAMPERED)
 def test_digest_notices_tampering(built, tmp_path, tamper):
     variant = Path(shutil.copytree(built / "torch-cpu", tmp_path / "torch-cpu"))
     metadata = Metadata.read_from_file(variant / "metadata.json")
@@ -177,14 +165,6 @@ def test_digest_notices_tampering(built, tmp_path, tamper):
     tamper(variant)
     with pytest.raises(DigestValidationError):
         metadata.digest.validate(digest(variant))
-
-
-def test_build_names_its_source(built, hub):
-    source = f"https://github.com/{hub.repo_id}"
-    assert {Metadata.read_from_file(built / f"torch-{backend}" / "metadata.json").source for backend in BACKENDS} == {
-        source
-    }
-    assert source in (built / "CARD.md").read_text(encoding="utf-8")
 
 
 # The publisher replaces these by commits before the first release: docs/publishing.md.
@@ -198,12 +178,13 @@ def test_workflows_pin_actions_by_commit():
     assert {action for action in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)} == NOT_PINNED
 
 
-def test_card_is_rendered_with_every_public_name(built, hub):
+def test_card_is_rendered_with_every_public_name(built, hub, grouped_moe):
     card = (built / "CARD.md").read_text(encoding="utf-8")
     assert card.startswith("---\nlibrary_name: kernels\nlicense: apache-2.0\n")
+    assert f"https://github.com/{hub.repo_id}" in card
     assert f'get_kernel("{hub.repo_id}", version={hub.version}' in card
     assert not re.search(r"{[{%]", card)
-    names = public_names(hub.package)
+    names = grouped_moe.__all__
     assert [name for name in names if name != "layers" and f"- `{name}`" not in card] == []
     assert [name for name in re.findall(r"grouped_moe\.(\w+)", card) if name not in names] == []
 
@@ -229,8 +210,7 @@ def test_build_is_reproducible_and_takes_only_declared_files(tree, hub):
 
 def test_build_is_identified_by_content_or_by_git(tree, hub):
     def identify() -> tuple[str, dict]:
-        result = run_build(tree)
-        assert result.returncode == 0, result.stderr
+        assert run_build(tree).returncode == 0
         metadata = json.loads((tree / "build" / "torch-cpu" / "metadata.json").read_text())
         return metadata["id"].removeprefix(f"_{hub.package}_cpu_"), metadata["provenance"]
 
@@ -249,28 +229,6 @@ def test_build_is_identified_by_content_or_by_git(tree, hub):
     assert identify() == (unique_id, {**provenance, "kernel": {"commit": commit, "dirty": False}})
     (tree / "torch-ext" / hub.package / "untracked.py").touch()
     assert identify() == (f"{unique_id}_dirty", {**provenance, "kernel": {"commit": commit, "dirty": True}})
-
-
-REJECTED_MODULES = {
-    "op with a fixed namespace": ('@library.custom_op("ns::op", mutates_args=())\ndef op(): pass', "op: custom_op"),
-    "fake with a fixed namespace": ('@torch.library.register_fake("ns::op")\ndef op(): pass', "op: register_fake"),
-    "kernel without a namespace": ('@op.register_kernel("cpu")\ndef cpu(): pass', "cpu: register_kernel"),
-    "autograd with a fixed namespace": ('torch.library.register_autograd("ns::op", f)', "has a fixed namespace"),
-    "library with a fixed name": ('torch.library.Library("ns", "FRAGMENT")', "has a fixed namespace"),
-    "absolute import of the package": ("import grouped_moe.routing", "absolute import of grouped_moe"),
-    "absolute import from the package": ("from grouped_moe import route", "absolute import of grouped_moe"),
-    "import of another package": ("def f():\n    import numpy", "import of numpy"),
-    "import of transformers": ("import transformers", "import of transformers outside a function"),
-    "match statement": ("match x:\n    case 1:\n        pass", "not valid Python 3.9"),
-    "union in an annotation": ("def f(x: int | None): pass", "needs Python 3.10"),
-    "syntax error": ("def f(:", "not valid Python 3.9"),
-}
-
-
-@pytest.mark.parametrize("source, message", REJECTED_MODULES.values(), ids=REJECTED_MODULES.keys())
-def test_build_rejects_module(tree, hub, source, message):
-    (tree / "torch-ext" / hub.package / "rejected.py").write_text(source)
-    assert_rejected(tree, message)
 
 
 ACCEPTED_MODULE = """
@@ -297,68 +255,58 @@ def test_build_accepts_what_the_rules_ask_for(tree, hub):
     assert result.returncode == 0, result.stderr
 
 
-def remove_init(package: Path) -> None:
-    (package / "__init__.py").unlink()
+def add(file: str, text: str):
+    """A function that adds a file to a tree."""
+
+    def change(tree: Path) -> None:
+        (tree / file).parent.mkdir(exist_ok=True)
+        (tree / file).write_text(text, encoding="utf-8")
+
+    return change
 
 
-def nest_package(package: Path) -> None:
-    (package / package.name).mkdir()
+def edit(file: str, pattern: str, new: str):
+    """A function that replaces what matches in a file of a tree."""
+
+    def change(tree: Path) -> None:
+        text = (tree / file).read_text(encoding="utf-8")
+        (tree / file).write_text(re.sub(pattern, new, text), encoding="utf-8")
+
+    return change
 
 
-def compute_all(package: Path) -> None:
-    (package / "__init__.py").write_text('__all__ = ["a"] + ["b"]')
-
-
-def omit_all(package: Path) -> None:
-    (package / "__init__.py").write_text("")
-
-
-def break_build_toml(package: Path) -> None:
-    file = package.parents[1] / "build.toml"
-    file.write_text(file.read_text().replace("edition = 5", "edition = 5\nunknown = 1"))
-
-
-def remove_repo_id(package: Path) -> None:
-    file = package.parents[1] / "build.toml"
-    file.write_text(re.sub("repo-id.*", "", file.read_text()))
-
-
-def misspell_card_variable(package: Path) -> None:
-    with open(package.parents[1] / "CARD.md", "a") as card:
-        card.write("{{ repo }}")
-
-
-def remove_card(package: Path) -> None:
-    (package.parents[1] / "CARD.md").unlink()
-
-
-def bad_op_in_tests(package: Path) -> None:
-    tests = package.parents[1] / "tests"
-    tests.mkdir()
-    (tests / "test_op.py").write_text('@torch.library.custom_op("ns::op", mutates_args=())\ndef op(): pass')
-
-
-REJECTED_TREES = [
-    (remove_init, "__init__.py is missing"),
-    (nest_package, "must not contain an entry named grouped_moe"),
-    (compute_all, "__all__ must be a literal"),
-    (omit_all, "__all__ is missing"),
-    (break_build_toml, "Unknown field unknown"),
-    (remove_repo_id, "repo-id"),
-    (misspell_card_variable, "'repo' is undefined"),
-    (remove_card, "CARD.md is missing"),
-    (bad_op_in_tests, "tests/test_op.py:2: op: custom_op"),
+PACKAGE, MODULE = "torch-ext/grouped_moe", "torch-ext/grouped_moe/rejected.py"
+INIT = f"{PACKAGE}/__init__.py"
+OP = '@torch.library.custom_op("ns::op", mutates_args=())\ndef op(): pass'
+REJECTED = [
+    ("op: custom_op", add(MODULE, OP)),
+    ("tests/test_op.py:2: op: custom_op", add("tests/test_op.py", OP)),
+    ("op: register_fake", add(MODULE, '@torch.library.register_fake("ns::op")\ndef op(): pass')),
+    ("cpu: register_kernel", add(MODULE, '@op.register_kernel("cpu")\ndef cpu(): pass')),
+    ("has a fixed namespace", add(MODULE, 'torch.library.register_autograd("ns::op", f)')),
+    ("has a fixed namespace", add(MODULE, 'torch.library.Library("ns", "FRAGMENT")')),
+    ("absolute import of grouped_moe", add(MODULE, "import grouped_moe.routing")),
+    ("absolute import of grouped_moe", add(MODULE, "from grouped_moe import route")),
+    ("import of numpy", add(MODULE, "def f():\n    import numpy")),
+    ("import of transformers outside a function", add(MODULE, "import transformers")),
+    ("not valid Python 3.9", add(MODULE, "match x:\n    case 1:\n        pass")),
+    ("not valid Python 3.9", add(MODULE, "def f(:")),
+    ("needs Python 3.10", add(MODULE, "def f(x: int | None): pass")),
+    ("__init__.py is missing", lambda tree: (tree / INIT).unlink()),
+    ("must not contain an entry named grouped_moe", lambda tree: (tree / PACKAGE / "grouped_moe").mkdir()),
+    ("__all__ must be a literal", add(INIT, '__all__ = ["a"] + ["b"]')),
+    ("__all__ is missing", add(INIT, "")),
+    ("Unknown field unknown", edit("build.toml", "edition = 5", "edition = 5\nunknown = 1")),
+    ("repo-id", edit("build.toml", "repo-id.*", "")),
+    ("'repo' is undefined", edit("CARD.md", r"\Z", "{{ repo }}")),
+    ("CARD.md is missing", lambda tree: (tree / "CARD.md").unlink()),
 ]
 
 
-@pytest.mark.parametrize("spoil, message", REJECTED_TREES, ids=[case[0].__name__ for case in REJECTED_TREES])
-def test_build_rejects_tree(tree, hub, spoil, message):
-    spoil(tree / "torch-ext" / hub.package)
-    assert_rejected(tree, message)
-
-
-def assert_rejected(tree: Path, message: str) -> None:
-    """The build fails with one line that says why, and what was built before is still there."""
+@pytest.mark.parametrize("message, change", REJECTED, ids=[message for message, _ in REJECTED])
+def test_build_rejects(tree, message, change):
+    """With one line that says why, and what was built before is still there."""
+    change(tree)
     old = tree / "build" / "torch-cpu" / "old.py"
     old.parent.mkdir(parents=True)
     old.touch()
@@ -370,8 +318,6 @@ def assert_rejected(tree: Path, message: str) -> None:
 
 
 def test_build_does_not_replace_what_is_not_a_build(tree):
-    result = subprocess.run(
-        [sys.executable, tree / "tools" / "build.py", "--output", tree], capture_output=True, text=True, timeout=60
-    )
+    result = run_build(tree, "--output", tree)
     assert result.returncode == 1 and "which is not part of a build: not replaced" in result.stderr
     assert (tree / "build.toml").is_file()

@@ -88,12 +88,14 @@ def test_the_file_of_the_h200_holds_the_heuristic(tuning, device_spec, dtype):
 
 
 def test_files_of_the_package_are_valid(package):
+    """And as `tune.py` would write them."""
     files = package["tuning.files"]
     paths = list(files.CONFIGS.glob("*.json"))
     assert paths
     for path in paths:
         table = files.read_table(path)
         assert table.tiles and files.file_of(table.device) == path
+        assert tune.as_json(package, table) == path.read_text()
 
 
 def test_files_are_found_through_links(grouped_moe, tmp_path, monkeypatch):
@@ -111,12 +113,6 @@ def test_files_are_found_through_links(grouped_moe, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "linked_package", linked)
     files = importlib.import_module("linked_package.tuning.files")
     assert files.tiles_of(importlib.import_module("linked_package.common.device").DeviceSpec(**H200, name=NAME))
-
-
-def test_tune_writes_the_files_as_they_are(package):
-    files = package["tuning.files"]
-    for path in files.CONFIGS.glob("*.json"):
-        assert tune.as_json(package, files.read_table(path)) == path.read_text()
 
 
 def test_candidates_are_valid_entries(package, files, device_spec, tmp_path):
@@ -324,56 +320,52 @@ def test_a_tuned_tile_still_has_to_fit(files, tuning, device_spec):
     assert tuning.gemm_config(128, 60, torch.bfloat16, device_spec(**H200, name=GPU)).block_n == 64
 
 
-WRONG = {
-    "kernel": ({"gem": {}}, "tiles: expected one of gemm,"),
-    "size": ({"gemm": {"48": TILE}}, "tiles.gemm: expected one of 16, 32, 64, 128, got '48'"),
-    "sizes": ({"gemm": [TILE]}, "tiles.gemm: expected an object"),
-    "tile": ({"gemm": {"64": 3}}, "tiles.gemm.64: expected an object, got 3"),
-    "null": ({"gemm": {"64": None}}, "tiles.gemm.64: expected an object, got None"),
-    "missing field": ({"wgrad": {"64": TILE}}, "tiles.wgrad.64: expected the field block_m"),
-    "unknown field": ({"gemm": {"64": {**TILE, "block_m": 64}}}, "tiles.gemm.64: expected the fields block_n,"),
-    "not an integer": ({"gemm": {"64": {**TILE, "block_k": "64"}}}, "tiles.gemm.64.block_k: expected an integer"),
-    "a boolean": ({"gemm": {"64": {**TILE, "num_warps": True}}}, "tiles.gemm.64.num_warps: expected an integer"),
-    "too small": ({"gemm": {"64": {**TILE, "num_stages": 0}}}, "tiles.gemm.64.num_stages: expected an integer, 1 or"),
-    "no power": ({"gemm": {"64": {**TILE, "block_n": 96}}}, "tiles.gemm.64.block_n: expected a power of two, got 96"),
-    "no programs": ({"gemm": {"64": {**TILE, "programs_per_sm": 0}}}, "tiles.gemm.64.programs_per_sm"),
-    "a ring too short": (
-        {"wgrad_hopper_gathered": {"64": {**TILE, "block_m": 128, "num_stages": 1}}},
+def tiles(**kernels):
+    """The file's text with these tiles."""
+    return {**HEAD, "tiles": kernels}
+
+
+WRONG = [
+    (tiles(gem={}), "tiles: expected one of gemm,"),
+    (tiles(gemm={"48": TILE}), "tiles.gemm: expected one of 16, 32, 64, 128, got '48'"),
+    (tiles(gemm=[TILE]), "tiles.gemm: expected an object"),
+    (tiles(gemm={"64": 3}), "tiles.gemm.64: expected an object, got 3"),
+    (tiles(gemm={"64": None}), "tiles.gemm.64: expected an object, got None"),
+    (tiles(wgrad={"64": TILE}), "tiles.wgrad.64: expected the field block_m"),
+    (tiles(gemm={"64": {**TILE, "block_m": 64}}), "tiles.gemm.64: expected the fields block_n,"),
+    (tiles(gemm={"64": {**TILE, "block_k": "64"}}), "tiles.gemm.64.block_k: expected an integer"),
+    (tiles(gemm={"64": {**TILE, "num_warps": True}}), "tiles.gemm.64.num_warps: expected an integer"),
+    (tiles(gemm={"64": {**TILE, "num_stages": 0}}), "tiles.gemm.64.num_stages: expected an integer, 1 or"),
+    (tiles(gemm={"64": {**TILE, "block_n": 96}}), "tiles.gemm.64.block_n: expected a power of two, got 96"),
+    (tiles(gemm={"64": {**TILE, "programs_per_sm": 0}}), "tiles.gemm.64.programs_per_sm"),
+    (
+        tiles(wgrad_hopper_gathered={"64": {**TILE, "block_m": 128, "num_stages": 1}}),  # a ring too short
         "tiles.wgrad_hopper_gathered.64.num_stages: expected an integer, 2 or more, got 1",
     ),
-    "warps of Gluon": (
-        {"gemm_hopper": {"128": {**TILE, "num_warps": 8}}},
-        "tiles.gemm_hopper.128.num_warps: expected 4",
-    ),
-    "columns of Gluon": ({"gemm_hopper": {"128": TILE}}, "tiles.gemm_hopper.128.block_n: expected 128, got 64"),
-    "tiles": ([], "tiles: expected an object, got []"),
-}
+    (tiles(gemm_hopper={"128": {**TILE, "num_warps": 8}}), "tiles.gemm_hopper.128.num_warps: expected 4"),
+    (tiles(gemm_hopper={"128": TILE}), "tiles.gemm_hopper.128.block_n: expected 128, got 64"),
+    ({**HEAD, "tiles": []}, "tiles: expected an object, got []"),
+    (HEAD, "tiles: expected an object, got None"),
+    ([], "the file: expected an object"),
+    ({"tiles": {}}, "device: expected a name"),
+    ({**tiles(), "tile": {}}, "its keys: expected device, capability,"),
+    ({**tiles(), "capability": "9.0"}, "capability: expected major and minor, got '9.0'"),
+    ({**tiles(), "num_sms": 0}, "num_sms: expected an integer above 0, got 0"),
+    ({**tiles(), "bandwidth": 4.8}, "bandwidth: expected an integer above 0, got 4.8"),
+]
 
 
-@pytest.mark.parametrize("tiles, message", WRONG.values(), ids=WRONG)
-def test_errors_name_file_and_key(files, tuning, device_spec, tiles, message):
+@pytest.mark.parametrize("content, message", WRONG, ids=[message for _, message in WRONG])
+def test_errors_name_file_and_key(files, tuning, device_spec, content, message):
     """Of its own file, and of the nearest one."""
-    write(files.file_of(GPU), tiles)
+    files.file_of(GPU).write_text(json.dumps(content))
     for name in (GPU, "another"):
         with pytest.raises(ValueError) as error:
             tuning.gemm_config(64, 4096, torch.bfloat16, device_spec(**H200, name=name))
         assert str(error.value).startswith(f"{files.file_of(GPU).name}: {message}")
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("{", "not JSON"), ("[]", "the file: expected an object"),
-        (json.dumps({"tiles": {}}), "device: expected a name"),
-        (json.dumps({**HEAD, "tiles": {}, "tile": {}}), "its keys: expected device, capability,"),
-        (json.dumps({**HEAD, "capability": "9.0"}), "capability: expected major and minor, got '9.0'"),
-        (json.dumps({**HEAD, "num_sms": 0}), "num_sms: expected an integer above 0, got 0"),
-        (json.dumps({**HEAD, "bandwidth": 4.8}), "bandwidth: expected an integer above 0, got 4.8"),
-        (json.dumps(HEAD), "tiles: expected an object, got None"),
-    ],
-)  # fmt: skip
-def test_errors_of_the_whole_file(files, tmp_path, text, message):
-    (tmp_path / "file.json").write_text(text)
-    with pytest.raises(ValueError) as error:
+def test_a_file_that_is_not_json(files, tmp_path):
+    (tmp_path / "file.json").write_text("{")
+    with pytest.raises(ValueError, match="^file.json: not JSON"):
         files.read_table(tmp_path / "file.json")
-    assert str(error.value).startswith(f"file.json: {message}")

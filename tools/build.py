@@ -28,6 +28,7 @@ else:
     import tomlkit as tomllib
 
 import source_rules
+from source_rules import BuildError
 
 ROOT = Path(__file__).resolve().parent.parent
 # Said in the provenance of every variant, so that nobody takes it for a sandboxed build.
@@ -36,24 +37,13 @@ BUILDER_VERSION = "0.0.0+tools-build"
 OPS_TEMPLATE = ROOT / "tools" / "_ops.py.in"
 
 
-class BuildError(Exception):
-    """The kernel cannot be built. The message says why, in one line per reason."""
-
-
 class Config(NamedTuple):
-    """What the build reads from build.toml."""
+    """What the build reads from build.toml. package: the folder of the source. pyext: suffixes of what is packed."""
 
     general: dict[str, Any]
-    pyext: list[str]
     repo_id: str
-
-    @property
-    def module(self) -> str:
-        return self.general["name"].replace("-", "_")
-
-    @property
-    def backends(self) -> list[str]:
-        return self.general["backends"]
+    package: Path
+    pyext: list[str]
 
 
 def read_config(root: Path) -> Config:
@@ -66,30 +56,27 @@ def read_config(root: Path) -> Config:
     except (OSError, ValueError) as error:
         raise BuildError(one_line(error)) from None
     data = tomllib.loads((root / "build.toml").read_text(encoding="utf-8"))
-    framework = data.get("torch-noarch")
+    general, framework = data["general"], data.get("torch-noarch")
     if framework is None:
         raise BuildError("build.toml: only [torch-noarch] kernels can be built without kernel-builder")
-    archs = {"cuda_capabilities", "rocm_archs"} & set(framework)
-    if archs:
-        raise BuildError(f"build.toml: {archs.pop()} would make the loader refuse other GPUs, leave it out")
-    general = data["general"]
+    for archs in {"cuda_capabilities", "rocm_archs"} & set(framework):
+        raise BuildError(f"build.toml: {archs} would make the loader refuse other GPUs, leave it out")
     if any(build.all_kernel_depends(Backend.from_str(backend)) for backend in general["backends"]):
         raise BuildError("build.toml: kernel-depends is not supported without kernel-builder")
-    repo_id = general.get("hub", {}).get("repo-id")
-    if repo_id is None:
+    if "repo-id" not in general.get("hub", {}):
         raise BuildError("build.toml: repo-id is missing in [general.hub]")
-    return Config(general, framework.get("pyext", ["py", "pyi"]), repo_id)
+    package = root / "torch-ext" / general["name"].replace("-", "_")
+    return Config(general, general["hub"]["repo-id"], package, framework.get("pyext", ["py", "pyi"]))
 
 
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def package_files(package: Path, pyext: list[str]) -> list[Path]:
+def package_files(config: Config) -> list[Path]:
     """The files of the package that go into a variant. `_ops.py` is written by the build, never taken from it."""
-    suffixes = {f".{extension}" for extension in pyext}
-    files = [path for path in package.rglob("*") if path.is_file() and path.suffix in suffixes]
-    return sorted(path for path in files if path != package / "_ops.py")
+    files = [path for path in config.package.rglob("*") if path.is_file() and path.suffix[1:] in config.pyext]
+    return sorted(path for path in files if path != config.package / "_ops.py")
 
 
 def git(root: Path, *arguments: str) -> str | None:
@@ -106,8 +93,7 @@ def identify(root: Path, package: Path, files: list[Path]) -> tuple[str, dict[st
 
     Untracked files count as changes, as in a Nix build: they may be part of what is built.
     """
-    top = git(root, "rev-parse", "--show-toplevel")
-    tree = git(root, "rev-parse", "HEAD^{tree}")
+    top, tree = git(root, "rev-parse", "--show-toplevel"), git(root, "rev-parse", "HEAD^{tree}")
     if top is None or tree is None or Path(top).resolve() != root:
         digest = hashlib.sha256()
         for path in files:
@@ -120,7 +106,9 @@ def identify(root: Path, package: Path, files: list[Path]) -> tuple[str, dict[st
 
 
 def render(template: Path, **context: Any) -> str:
-    """Render a template with the settings of the builder. Raises `BuildError` if the template is wrong."""
+    """Render a template with the settings of the builder. Raises `BuildError` if it is missing or wrong."""
+    if not template.is_file():
+        raise BuildError(f"{template.name} is missing")
     environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined)
     try:
         return environment.from_string(template.read_text(encoding="utf-8")).render(context)
@@ -129,31 +117,27 @@ def render(template: Path, **context: Any) -> str:
 
 
 def render_card(root: Path, config: Config, names: list[str]) -> str:
-    """The Hub's README. Raises `BuildError` if CARD.md is missing or wrong."""
-    if not (root / "CARD.md").is_file():
-        raise BuildError("CARD.md is missing")
-    package = root / "torch-ext" / config.module
+    """The Hub's README, from CARD.md."""
+    general = config.general
     return render(
         root / "CARD.md",
         repo_id=config.repo_id,
-        version=config.general["version"],
+        version=general["version"],
         functions=[name for name in names if name != "layers"],
-        layers=source_rules.layer_classes(package, root) if "layers" in names else None,
+        layers=source_rules.layer_classes(config.package, root) if "layers" in names else None,
         has_benchmark=(root / "benchmarks" / "benchmark.py").is_file(),
-        upstream=config.general.get("upstream"),
-        source=config.general.get("source"),
-        license=config.general["license"].lower(),
+        upstream=general.get("upstream"),
+        source=general.get("source"),
+        license=general["license"].lower(),
     )
 
 
-def metadata(
-    config: Config, unique_id: str, provenance: dict[str, Any], backend: str, digest: Digest
-) -> dict[str, Any]:  # fmt: skip
+def metadata(config: Config, backend: str, unique_id: str, provenance: dict[str, Any], digest: Digest) -> dict:
     """The content of metadata.json, in the order in which the builder writes it."""
     general = config.general
     return {
         "name": general["name"],
-        "id": f"_{config.module}_{backend}_{unique_id}",
+        "id": f"_{config.package.name}_{backend}_{unique_id}",
         "version": general["version"],
         "license": general["license"],
         **{key: general[key] for key in ("upstream", "source") if key in general},
@@ -165,42 +149,37 @@ def metadata(
     }
 
 
-def validate_variant(variant: Path, expected: dict[str, Any]) -> None:
-    """Read a variant back as the loader does. Raises `BuildError` if that gives anything but `expected`."""
+def write_metadata(variant: Path, content: dict[str, Any]) -> None:
+    """Write metadata.json and read it back as the loader does. Raises `BuildError` if that gives anything else."""
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    (variant / "metadata.json").write_text(text, encoding="utf-8", newline="\n")
     try:
         read = Metadata.read_from_file(variant / "metadata.json")
         read.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
     except (OSError, ValueError, RuntimeError, DigestValidationError) as error:
         raise BuildError(f"{variant.name}: {one_line(error)}") from None
-    if (str(read.name), read.id, read.version) != (expected["name"], expected["id"], expected["version"]):
+    if (str(read.name), read.id, read.version) != (content["name"], content["id"], content["version"]):
         raise BuildError(f"{variant.name}: metadata.json does not read back as it was written")
 
 
 def build(root: Path, stage: Path) -> Config:
-    """Build every variant, the card and the benchmarks into `stage`.
-
-    Raises `BuildError` or `source_rules.SourceError`, and leaves `stage` incomplete then.
-    """
+    """Build every variant, the card and the benchmarks into `stage`. Raises `BuildError`; it is incomplete then."""
     config = read_config(root)
-    package = root / "torch-ext" / config.module
-    names = source_rules.check_package(package, root)
+    names = source_rules.check_package(config.package, root)
     # The builder scans the tests for names of ops together with the package.
     source_rules.check_files(root / "tests", root, source_rules.unprefixed_ops)
-    files = package_files(package, config.pyext)
-    unique_id, provenance = identify(root, package, files)
-    ops = render(OPS_TEMPLATE, kernel_name=config.module, kernel_unique_id=unique_id)
-    for backend in config.backends:
+    files = package_files(config)
+    unique_id, provenance = identify(root, config.package, files)
+    ops = render(OPS_TEMPLATE, kernel_name=config.package.name, kernel_unique_id=unique_id)
+    for backend in config.general["backends"]:
         variant = stage / f"torch-{backend}"
         for path in files:
-            target = variant / path.relative_to(package)
+            target = variant / path.relative_to(config.package)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
         (variant / "_ops.py").write_text(ops, encoding="utf-8", newline="\n")
         digest = Digest.hash_variant(DigestAlgorithm.SHA256, variant)
-        content = metadata(config, unique_id, provenance, backend, digest)
-        text = json.dumps(content, indent=2, ensure_ascii=False)
-        (variant / "metadata.json").write_text(text, encoding="utf-8", newline="\n")
-        validate_variant(variant, content)
+        write_metadata(variant, metadata(config, backend, unique_id, provenance, digest))
     (stage / "CARD.md").write_text(render_card(root, config, names), encoding="utf-8", newline="\n")
     if (root / "benchmarks").is_dir():
         bytecode = shutil.ignore_patterns("__pycache__", "*.pyc")
@@ -210,23 +189,9 @@ def build(root: Path, stage: Path) -> Config:
 
 def check_replaceable(output: Path) -> None:
     """Raise `BuildError` if `output` holds anything that a build does not write: it would be lost."""
-    if output.exists() and not output.is_dir():
-        raise BuildError(f"{output} is not a directory")
     for entry in sorted(output.iterdir()) if output.exists() else []:
         if entry.name not in ("CARD.md", "benchmarks") and not entry.name.startswith("torch"):
             raise BuildError(f"{output} holds {entry.name}, which is not part of a build: not replaced")
-
-
-def replace(stage: Path, output: Path, aside: Path) -> None:
-    """Put `stage` in the place of `output`, whose old content moves to `aside`, or back if that fails."""
-    if output.exists():
-        output.rename(aside)
-    try:
-        stage.rename(output)
-    except OSError:
-        if aside.exists():
-            aside.rename(output)
-        raise
 
 
 def main() -> int:
@@ -238,15 +203,18 @@ def main() -> int:
         # Next to the output: a rename is atomic only within one file system.
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".build-", dir=output.parent) as scratch:
-            stage = Path(scratch) / "new"
+            stage, old = Path(scratch) / "new", Path(scratch) / "old"
             stage.mkdir()
             config = build(ROOT, stage)
-            replace(stage, output, Path(scratch) / "old")
-    except (BuildError, source_rules.SourceError, OSError) as error:
+            if output.exists():
+                output.rename(old)
+            stage.rename(output)
+    except (BuildError, OSError) as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 1
-    print(f"built {config.repo_id} version {config.general['version']} for {', '.join(config.backends)} in {output}")
+    backends = ", ".join(config.general["backends"])
+    print(f"built {config.repo_id} version {config.general['version']} for {backends} in {output}")
     return 0
 
 

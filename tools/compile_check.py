@@ -3,7 +3,7 @@
     python tools/compile_check.py [--targets sm80,sm90,...] [--dtypes bf16,fp32,...] [--json FILE]
 
 The Triton backend itself runs, on unwritten CPU tensors of real layers, with Triton's driver replaced by one that only
-names a target: what is compiled is what would be launched there. Layers marked `every` take, at the largest number of
+names a target: what is compiled is what would be launched there. The layers of `EVERY` take, at the largest number of
 tokens, every signature that a launcher can produce: each dtype of indices and scales, biases or none, each set of
 gradients. Exit status 1 if a kernel fails to compile, exceeds the shared memory of its target, spills more than 32
 bytes, has more than 128 KB of code (sm90), leaves a barrier that no partition uses, or touches memory before it has
@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from compiled_kernel import code_bytes, resource_usage, stray_barriers, waits_for_stream  # noqa: E402
 from machine import write  # noqa: E402
+from workload import DEEPSEEK_V3, GPT_OSS, NEMOTRON, QWEN3_30B, Layer  # noqa: E402
 
 # ptxas parks up to this much in local memory when a kernel uses every register: values that a tile reads once, before
 # its K loop, as the disassembly shows. More is a spill.
@@ -64,43 +65,19 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MANY_TOKENS = 1 << 15  # whose slots are counted in more chunks than one step adds up
 
 
-class Layer(NamedTuple):
-    """An experts block to compile for, and the activation it has.
-
-    every: it takes every signature, other layers a plain one. aligned: the addresses of its tensors are.
-    """
-
-    name: str
-    num_experts: int
-    top_k: int
-    hidden: int
-    intermediate: int
-    gated: bool = True
-    interleaved: bool = False
-    transposed: bool = False
-    bias: bool = False
-    activation: tuple = ("silu", 1.0, None, 0.0)
-    every: bool = False
-    aligned: bool = True
-
-    @property
-    def width(self) -> int:
-        """Columns of the pre-activation."""
-        return 2 * self.intermediate if self.gated else self.intermediate
-
-
-LAYERS = (
-    Layer("qwen3-30b", 128, 8, 2048, 768),
-    Layer("gpt-oss", 128, 4, 2880, 2880, True, True, True, True, ("silu", 1.702, 7.0, 1.0)),
-    Layer("nemotron-h", 128, 6, 2688, 1856, gated=False, activation=("relu2", 1.0, None, 0.0)),
-    Layer("deepseek-v3", 32, 8, 7168, 2048),  # K long enough for tiles that two warp groups share
-    Layer("small", 8, 2, 128, 128, every=True),  # of fewer steps than a ring has slots
-    Layer(
-        "not-gated", 16, 12, 384, 384, gated=False, transposed=True, bias=True, activation=("relu", 1.0, 7.0, 0.0),
-        every=True,
+LAYERS = {
+    "qwen3-30b": QWEN3_30B,
+    "gpt-oss": GPT_OSS,
+    "nemotron-h": NEMOTRON,
+    "deepseek-v3": DEEPSEEK_V3,  # K long enough for tiles that two warp groups share
+    "small": Layer("small", 8, 2, 128, 128),  # of fewer steps than a ring has slots
+    "not-gated": Layer(
+        "not-gated", 16, 12, 384, 384, gated=False, transposed=True, bias=True, activation=("relu", 1.0, 7.0, 0.0)
     ),
-    Layer("odd", 5, 3, 75, 51, interleaved=True, activation=("gelu", 1.0, None, 0.0), every=True, aligned=False),
-)  # fmt: skip
+    "odd": Layer("odd", 5, 3, 75, 51, interleaved=True, activation=("gelu", 1.0, None, 0.0)),
+}
+EVERY = ("small", "not-gated", "odd")  # take every signature, other layers a plain one
+UNALIGNED = ("odd",)  # addresses of its tensors
 
 
 class Signature(NamedTuple):
@@ -122,9 +99,9 @@ NEEDS = (
 )  # fmt: skip
 
 
-def signatures(layer: Layer) -> List[Signature]:
+def signatures(layer: Layer, every: bool) -> List[Signature]:
     """Those that a layer takes."""
-    if not layer.every:
+    if not every:
         return [Signature(bias=layer.bias)]
     index, scales = (torch.int64, torch.int32), (torch.float32, torch.bfloat16, torch.float16, None)
     return [Signature(*types) for types in itertools.product(index, scales, (False, True), NEEDS)]
@@ -209,22 +186,22 @@ def compiling_for(package: Package, gpu: GPUTarget, spec, collect: Callable) -> 
 class Calls:
     """Calls of the backend's functions for a layer, with unwritten CPU tensors in one signature."""
 
-    def __init__(self, package: Package, layer: Layer, dtype: torch.dtype, num_tokens: int, signature: Signature):
-        self.package, self.layer, self.dtype, self.signature = package, layer, dtype, signature
+    def __init__(
+        self, package: Package, layer: Layer, dtype: torch.dtype, num_tokens: int, signature: Signature, every: bool
+    ) -> None:
+        self.package, self.layer, self.dtype, self.signature, self.every = package, layer, dtype, signature, every
         self.kernels, self.pipeline = package["backends.triton"], package["pipeline"]
         self.ids = self.empty(num_tokens, layer.top_k, dtype=signature.index)
         self.x = self.empty(num_tokens, layer.hidden)
-        e, h, i, p = layer.num_experts, layer.hidden, layer.intermediate, layer.width
-        shapes = ((e, h, p), (e, i, h)) if layer.transposed else ((e, p, h), (e, h, i))
-        biases = (self.empty(e, p), self.empty(e, h)) if signature.bias else (None, None)
-        activation = package["common.activation"].Activation(*layer.activation)
-        kind = activation, layer.gated, layer.interleaved, layer.transposed
-        self.block = package["block"].Block(*map(self.empty, *zip(*shapes)), *biases, *kind, False)
+        e, activation = layer.experts, package["common.activation"].Activation(*layer.activation)
+        up, down = (self.empty(*shape) for shape in layer.weight_shapes)
+        biases = (self.empty(e, layer.preact_width), self.empty(e, layer.hidden)) if signature.bias else (None, None)
+        self.block = package["block"].Block(up, down, *biases, activation, **layer.kind, recompute=False)
 
     def empty(self, *shape: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """Unwritten memory, at an address of Triton's alignment or, for some layers, one element past it."""
         flat = torch.empty(functools.reduce(int.__mul__, shape) + 1, dtype=dtype or self.dtype)
-        return (flat[:-1] if self.layer.aligned else flat[1:]).view(shape)
+        return (flat[:-1] if self.layer.name not in UNALIGNED else flat[1:]).view(shape)
 
     def scales(self, *shape: int) -> Optional[torch.Tensor]:
         """Routing weights, or scales of rows."""
@@ -251,8 +228,8 @@ class Calls:
         kernels, layer, ids, bias = self.kernels, self.layer, self.ids, self.signature.bias
         weights = self.scales(*ids.shape)
         for some, capacity in ((ids, None), (ids, ids.numel() - 1), (self.empty(MANY_TOKENS, 4, dtype=ids.dtype), 9)):
-            kernels.route(some, layer.num_experts, self.dtype, capacity)
-        rows = kernels.route(ids, layer.num_experts, self.dtype)
+            kernels.route(some, layer.experts, self.dtype, capacity)
+        rows = kernels.route(ids, layer.experts, self.dtype)
         gathered = kernels.gather_rows(self.x, rows)
         out = kernels.combine(gathered, weights, rows)
         if weights is None:
@@ -266,7 +243,7 @@ class Calls:
 
     def linear(self) -> None:
         """`grouped_linear`, `main_grad` of every dtype, and `grouped_dbias_dscales`."""
-        kernels, layer, e = self.kernels, self.layer, self.layer.num_experts
+        kernels, layer, e, every = self.kernels, self.layer, self.layer.experts, self.every
         n, (k, num_rows) = layer.intermediate, (layer.hidden, self.ids.numel())
         for shape in (e, e + 1):
             rows = kernels.split_rows(self.empty(shape, dtype=self.ids.dtype), e, num_rows, self.dtype)
@@ -276,9 +253,9 @@ class Calls:
         kernels.gemm(x, weight, rows, bias=bias, scales=scales, zero_rest=True)
         kernels.gemm(dy, weight, rows, transposed=True, zero_rest=True)
         alone = rows._replace(schedule=rows.schedule[1:], num_groups=1)
-        for dtype in DTYPES.values() if layer.every else (self.dtype, torch.float32):
+        for dtype in DTYPES.values() if every else (self.dtype, torch.float32):
             buffer = self.empty(e, n, k, dtype=dtype)
-            for some, accumulate in ((rows, False), (rows, True), (alone, True))[: 3 if layer.every else 2]:
+            for some, accumulate in ((rows, False), (rows, True), (alone, True))[: 3 if every else 2]:
                 kernels.wgrad(dy, x, some, buffer[: some.num_groups], accumulate=accumulate)
         dots, dbias = torch.empty((kernels.num_bias_dots(n), num_rows)), self.empty(e, n)
         kernels.bias_grads(dy, rows, scales, None, dbias, None)
@@ -293,7 +270,7 @@ class Calls:
 
     def mlp(self) -> None:
         """`grouped_mlp`."""
-        kernels, e, num_rows = self.kernels, self.layer.num_experts, self.ids.numel()
+        kernels, e, num_rows = self.kernels, self.layer.experts, self.ids.numel()
         rows = kernels.split_rows(self.empty(e, dtype=self.ids.dtype), e, num_rows, self.dtype)
         scales, bias, scaled = self.scales(num_rows), self.signature.bias, self.signature.scales is not None
         needs = self.needs(act_scales=scaled, bias_scales=scaled and bias, up_bias=bias, down_bias=bias)
@@ -316,11 +293,12 @@ def problem_of(row: Row, kernel) -> str:
     return ""
 
 
-def check(package: Package, target: str, layer: Layer, dtype: str, tokens: int) -> List[Row]:
+def check(package: Package, target: str, name: str, dtype: str, tokens: int, every: bool) -> List[Row]:
     """The rows of all kernels that a layer launches, one for each variant."""
     rows: Dict[str, Row] = {}
     choose_block_m = package["tuning.heuristic"].choose_block_m
-    case = target, layer.name, dtype, choose_block_m(tokens * layer.top_k, layer.num_experts, DTYPES[dtype])
+    layer = LAYERS[name]
+    case = target, name, dtype, choose_block_m(tokens * layer.top_k, layer.experts, DTYPES[dtype])
 
     def collect(function, kernel):
         if kernel.hash not in rows:
@@ -331,9 +309,9 @@ def check(package: Package, target: str, layer: Layer, dtype: str, tokens: int) 
 
     spec = package.spec(target, TARGETS[target])
     with compiling_for(package, TARGETS[target].gpu, spec, collect):
-        for signature, part in itertools.product(signatures(layer), (Calls.experts, Calls.linear, Calls.mlp)):
+        for signature, part in itertools.product(signatures(layer, every), (Calls.experts, Calls.linear, Calls.mlp)):
             try:
-                part(Calls(package, layer, DTYPES[dtype], tokens, signature))
+                part(Calls(package, layer, DTYPES[dtype], tokens, signature, every))
             except Exception as error:  # a compiler failure of any kind is a result of this tool, not its end
                 message = " ".join(f"{part.__name__}: {type(error).__name__}: {error}".split())[:300]
                 rows[message] = Row(*case, "?", 0, 0, 0, 0, 0, error=message)
@@ -354,21 +332,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--dtypes", default="bf16,fp32")
-    parser.add_argument("--layers", default=",".join(layer.name for layer in LAYERS))
+    parser.add_argument("--layers", default=",".join(LAYERS))
     parser.add_argument("--tokens", default="1,4096", help="numbers of tokens: each selects a row-tile size")
     parser.add_argument("--json", type=Path, help="write a summary by target here")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("unset TRITON_INTERPRET: an interpreted kernel is not compiled")
     package = Package(get_local_kernel(ROOT / "build"))
-    layers = [layer for layer in LAYERS if layer.name in arguments.layers.split(",")]
     numbers = [int(number) for number in arguments.tokens.split(",")]
     rows: List[Row] = []
     print(LINE.format(*HEAD.split()))
     for target, dtype in itertools.product(arguments.targets.split(","), arguments.dtypes.split(",")):
-        for layer, tokens in itertools.product(layers, numbers):
-            layer = layer._replace(every=layer.every and tokens == max(numbers))
-            found = check(package, target, layer, dtype, tokens)
+        for layer, tokens in itertools.product(arguments.layers.split(","), numbers):
+            found = check(package, target, layer, dtype, tokens, layer in EVERY and tokens == max(numbers))
             print(*sorted({LINE.format(*astuple(row)).rstrip() for row in found}), sep="\n", flush=True)
             rows += found
     steps = {target: summary([row for row in rows if row.target == target]) for target in arguments.targets.split(",")}

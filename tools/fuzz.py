@@ -14,32 +14,35 @@ failure depends on what ran before: --only takes a range, such as 1200-1234, too
 
 import argparse
 import collections
-import contextlib
 import itertools
-import json
 import sys
 import textwrap
 import time
 import traceback
-import warnings
+from functools import partial
 from pathlib import Path
-from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional
+from typing import Dict, Iterable, Iterator, List, Optional
 
 import torch
 from fuzz_cases import Case, Draw, draw_layer, expect
 from fuzz_ops import OPS
-from gpu_suite import describe_machine, scrub
-from sanitize_case import load_kernel
 from torch import Tensor
 
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("benchmarks", "tests")]
+
+from compare import UNIT_ROUNDOFF, tolerances  # noqa: E402
+from machine import describe_machine, load_kernel, scrub, write  # noqa: E402
+from poison import dirty_allocator, poisoned_allocations  # noqa: E402
+
 CASES_PER_LAYER = 100  # many, as each layer compiles kernels of its own on a GPU
-UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_case(seed: int, number: int, device: str) -> Case:
-    layer = draw_layer(Draw(seed, "layer", number // CASES_PER_LAYER), device)
-    draw = Draw(seed, "case", number)
-    return draw.one(*OPS)(draw, layer, device)
+    layer = draw_layer(Draw(f"{seed}/layer/{number // CASES_PER_LAYER}"), device)
+    draw = Draw(f"{seed}/case/{number}")
+    (name,) = draw.choices(list(OPS), [share for _, share in OPS.values()])
+    return Case(OPS[name][0], layer, draw, device, op=name)
 
 
 def lay(tensor: Tensor, layout: str) -> Tensor:
@@ -71,35 +74,15 @@ def memory_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-@contextlib.contextmanager
-def poisoned_allocations() -> Iterator[None]:
-    """Within it every torch.empty is NaN, or the largest integer."""
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operations that the mode would otherwise refuse
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-        try:
-            yield
-        finally:
-            torch.utils.deterministic.fill_uninitialized_memory = filled
-            torch.use_deterministic_algorithms(False)
-
-
-def dirty_allocator(device: str) -> None:
-    """Fills memory of many sizes with NaN and frees it, so that the next torch.empty finds it."""
-    blocks = [torch.full((2**power,), float("nan"), device=device) for power in range(20)]
-    del blocks
-
-
 class Trial:
-    """A case on a device."""
+    """A case on a device. reference_on: the device of the reference, if another one."""
 
-    def __init__(self, package, case: Case, device: str) -> None:
-        self.package, self.case, self.device = package, case, device
+    def __init__(self, package, case: Case, device: str, reference_on: str = "") -> None:
+        self.case, self.device, self.reference_on = case, device, reference_on or device
+        self.call, self.want = partial(case.call, package), partial(case.expected, package.reference)
         dtypes = {name: case.dtypes.get(name, case.dtype) for name in case.values}
         self.values = {name: value.to(dtypes[name]) for name, value in case.values.items()}
-        self.wide = {name: value.to(device).double() for name, value in self.values.items()}
+        self.wide = {name: value.to(self.reference_on).double() for name, value in self.values.items()}
         self.routings = [self.lay("routing", routing) for routing in case.routings]
 
     def lay(self, name: str, value: Tensor) -> Tensor:
@@ -119,7 +102,7 @@ class Trial:
         kept = {name: t for name, t in tensors.items() if name not in self.case.written}
         kept.update({f"routing {number}": routing for number, routing in enumerate(self.routings)})
         before = {name: memory_of(tensor).clone() for name, tensor in kept.items()}
-        results = self.case.run(self.package, tensors, self.routings)
+        results = self.case.run(self.call, tensors, self.routings)
         for name, tensor in kept.items():
             expect(torch.equal(memory_of(tensor), before[name]), f"{name}: its memory was written to")
         return results
@@ -128,9 +111,8 @@ class Trial:
         """Raises AssertionError if something differs, and whatever the package raises."""
         got = self.run(self.inputs())
         self.compare(got, self.routings)
-        again = Draw("again", self.case.draw.random.random())
-        poison = again.one(None, float("nan"), float("inf"), float("-inf"))
-        if again.chance(0.6):
+        poison = self.case.draw.one(None, float("nan"), float("inf"), float("-inf"))
+        if self.case.draw.chance(0.6):
             with poisoned_allocations():
                 assert_same("second run", self.run(self.inputs(poison)), got)
         else:
@@ -142,56 +124,56 @@ class Trial:
     def replay(self, got: Dict[str, Tensor]) -> None:
         """Captures a graph, replays it with its routing and with the other one."""
         tensors, routing = self.inputs(), self.lay("routing", self.case.routings[0])
+        run = partial(self.case.run, self.call, tensors, [routing])
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.case.run(self.package, tensors, [routing])
+            run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            results = self.case.run(self.package, tensors, [routing])
+            results = run()
         graph.replay()
         assert_same("replay", results, got)
         routing.copy_(self.routings[1])
         graph.replay()
         self.compare(results, self.routings[1:])
-        assert_same("replay of another routing", results, self.case.run(self.package, tensors, [routing]))
+        assert_same("replay of another routing", results, run())
 
     def compare(self, got: Dict[str, Tensor], routings: List[Tensor]) -> None:
         """With the reference, and where that is not close, with how far it moves if its inputs are rounded."""
         case, spread = self.case, None
-        want = case.expected(self.package.reference, self.wide, routings)
+        routings = [routing.to(self.reference_on) for routing in routings]
+        got, want = {name: t.to(self.reference_on) for name, t in got.items()}, self.want(self.wide, routings)
         expect(got.keys() == want.keys(), f"expected {sorted(want)}, got {sorted(got)}")
+        expect("out" not in got or got["out"].dtype == case.dtype, f"out: expected {case.dtype}")
         for name, tensor in got.items():
             if not tensor.is_floating_point():
                 expect(torch.equal(tensor.long(), want[name].long()), f"{name}: expected {want[name]}, got {tensor}")
                 continue
-            dtype = max(case.computed_in, tensor.dtype, key=UNIT_ROUNDOFF.get)
-            message = difference(name, tensor, want[name], self.tolerances(dtype))
-            if message and spread is None:
-                spread = self.spread(want, routings)
+            allowed = self.tolerances(max(case.computed_in, tensor.dtype, key=UNIT_ROUNDOFF.get))
+            message = difference(name, tensor, want[name], allowed)
             if message:
-                message = difference(name, tensor, want[name], self.tolerances(dtype), spread[name])
+                spread = spread or self.spread(want, routings)
+                message = difference(name, tensor, want[name], allowed, spread[name])
             expect(not message, message)
 
     def tolerances(self, dtype: torch.dtype):
         """(norm-wise, worst-row) relative error: what eight roundings and sums in that order of length may make."""
-        u, terms = UNIT_ROUNDOFF[dtype], max(map(max, (t.shape for t in self.wide.values()))) * self.case.layer.top_k
-        return (4 * u, 8 * u) if dtype.itemsize == 2 else (max(64, 2 * terms**0.5) * u, max(256, 8 * terms**0.5) * u)
+        return tolerances(dtype, max(map(max, (t.shape for t in self.wide.values()))) * self.case.layer.top_k)
 
     def spread(self, want: Dict[str, Tensor], routings: List[Tensor]) -> Dict[str, Tensor]:
         """By rows, how far the results move if the inputs are off by the tolerance: sums of few terms cancel at times.
 
         A few inputs, of which the sums across kinks are made, stay as they are.
         """
-        found, allowed = {name: 0.0 for name in want}, self.tolerances(self.case.dtype)[0]
+        found, allowed = {name: norms(0 * tensor) for name, tensor in want.items()}, self.tolerances(self.case.dtype)[0]
         for seed in range(4):
-            draw = Draw("spread", seed)
+            draw = Draw(f"spread/{seed}")
             noise = {n: (2 * draw.uniform(*t.shape) - 1).to(t.device) for n, t in self.wide.items()}
             moved = {n: t if n in self.case.exact else t * (1 + allowed * noise[n]) for n, t in self.wide.items()}
-            for name, tensor in self.case.expected(self.package.reference, moved, routings).items():
-                moved_by = norms(tensor - want[name])
-                found[name] = torch.maximum(moved_by, found[name]) if seed else moved_by
+            for name, tensor in self.want(moved, routings).items():
+                found[name] = torch.maximum(norms(tensor - want[name]), found[name])
         return found
 
 
@@ -234,69 +216,44 @@ def assert_same(what: str, got: Dict[str, Tensor], want: Dict[str, Tensor]) -> N
         expect(same, f"{name}: the {what} gives other bits, at {int((got[name] != tensor).sum())} places")
 
 
-class Failure(NamedTuple):
-    """line: what repeats it. broken: whether the device can't go on."""
-
-    line: str
-    op: str
-    what: str
-    broken: bool
-
-
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def repeating_line(seed: int, number: int, device: str) -> str:
-    other = "" if device == default_device() else f" --device {device}"
-    return f"python tools/fuzz.py --seed {seed} --only {number}{other}"
-
-
-def describe(case: Case) -> str:
-    """What a case has drawn, for who reads a failure."""
-    shapes = {name: tuple(value.shape) for name, value in case.values.items()}
-    drawn = {"mode": case.mode, "wanted": case.wanted, "options": case.options, "layouts": case.layouts}
-    return "\n".join(map(str, (case.layer, shapes, drawn)))
-
-
-def is_broken(device: str) -> bool:
-    """Whether an error on the GPU has ended this process's use of it."""
-    try:
-        torch.cuda.synchronize() if device == "cuda" else None
-    except RuntimeError:
-        return True
-    return False
-
-
-def run_case(package, case: Case, line: str, device: str) -> Optional[Failure]:
-    """How the case failed, if it did."""
+def failure_of(package, case: Case, device: str) -> str:
+    """How the case failed and what it had drawn, or nothing."""
     try:
         Trial(package, case, device).check()
-        torch.cuda.synchronize() if device == "cuda" else None
-        return None
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return ""
     except Exception as error:  # a crash of any kind is a failure
         what = str(error) if type(error) is AssertionError else traceback.format_exc(limit=-6).rstrip()
-    return Failure(line, case.op, f"{what}\n{describe(case)}", is_broken(device))
+    shapes = {name: tuple(value.shape) for name, value in case.values.items()}
+    drawn = {"mode": case.mode, "wanted": case.wanted, "options": case.options, "layouts": case.layouts}
+    return "\n".join(map(str, (what, case.layer, shapes, drawn)))
 
 
 def fuzz(package, seed: int, numbers: Iterable[int], device: str, seconds: float) -> Iterator[dict]:
-    """Runs cases until the time is over or the device is broken, prints failures. Yields the report after each case."""
-    counts = {what: collections.Counter() for what in ("op", "dtype", "mode")}
+    """Runs cases until the time is over, prints failures. Yields the report after each case.
+
+    Raises RuntimeError if a failure has ended this process's use of the GPU.
+    """
     report = {**describe_machine(), "device": device, "seed": seed, "cases": 0, "seconds": 0.0}
-    report.update({f"by_{what}": counter for what, counter in counts.items()}, failures=[])
+    report.update({f"by_{what}": collections.Counter() for what in ("op", "dtype", "mode")}, failures=[])
     start = time.monotonic()
     for number in numbers:
         case = make_case(seed, number, device)
-        failure = run_case(package, case, repeating_line(seed, number, device), device)
-        for what, value in (("op", case.op), ("dtype", str(case.dtype)[6:]), ("mode", case.mode)):
-            counts[what][value] += 1
+        failure = failure_of(package, case, device)
+        for what, value in (("op", case.options["op"]), ("dtype", str(case.dtype)[6:]), ("mode", case.mode)):
+            report[f"by_{what}"][value] += 1
         report["cases"] += 1
         report["seconds"] = round(time.monotonic() - start, 1)
-        if failure is not None:
-            print(f"{failure.line}\n{textwrap.indent(failure.what, '    ')}", flush=True)
-            report["failures"].append({"line": failure.line, "op": failure.op, "what": scrub(failure.what)})
+        if failure:
+            line = f"python tools/fuzz.py --seed {seed} --only {number}"
+            line += "" if device == DEVICE else f" --device {device}"
+            print(f"{line}\n{textwrap.indent(failure, '    ')}", flush=True)
+            report["failures"].append({"line": line, "op": case.options["op"], "what": scrub(failure)})
         yield report
-        if time.monotonic() - start > seconds or (failure is not None and failure.broken):
+        if failure and device == "cuda":
+            torch.cuda.synchronize()
+        if time.monotonic() - start > seconds:
             return
 
 
@@ -311,23 +268,16 @@ def main(argv: Optional[List[str]] = None, package=None) -> int:
     parser.add_argument("--minutes", type=float, default=5.0, help="how long new cases are begun (5)")
     parser.add_argument("--seed", type=int, default=0, help="what all cases are drawn from (0)")
     parser.add_argument("--only", type=numbers_of, help="run this case, or these, whatever the time")
-    parser.add_argument("--device", default=default_device(), help="cpu or cuda (a GPU if there is one)")
+    parser.add_argument("--device", default=DEVICE, help="cpu or cuda (a GPU if there is one)")
     parser.add_argument("--json", type=Path, help="file for counts, versions, date and failures")
     arguments = parser.parse_args(argv)
-    package = load_kernel() if package is None else package
-    numbers, seconds = arguments.only, float("inf")
-    if numbers is None:
-        numbers, seconds = itertools.count(), 60 * arguments.minutes
-    for report in fuzz(package, arguments.seed, numbers, arguments.device, seconds):
-        if arguments.json is not None:  # after each case: a crash of the process leaves what came before it
-            write(arguments.json, report)
+    numbers, seconds = itertools.count(), 60 * arguments.minutes
+    if arguments.only is not None:
+        numbers, seconds = arguments.only, float("inf")
+    for report in fuzz(package or load_kernel(), arguments.seed, numbers, arguments.device, seconds):
+        write(arguments.json, report)  # after each case: a crash of the process leaves what came before it
     print(f"{report['cases']} cases in {report['seconds']:.0f} s, {len(report['failures'])} failed", flush=True)
     return int(bool(report["failures"]))
-
-
-def write(path: Path, report: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any, Dict, List, NamedTuple, Optional
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from machine import describe_machine, write  # noqa: E402
+from machine import describe_machine, scrub, write  # noqa: E402
 
 CASE = str(Path("tools") / "sanitize_case.py")
 TAIL_LINES = 30
@@ -37,13 +37,20 @@ class Run(NamedTuple):
     seconds: float
     output: str
 
+    def described(self) -> dict:
+        """What every step records; the end of its output where it did not pass."""
+        status = {None: "timed out", 0: "passed"}.get(self.returncode, "failed")
+        tail = [line.rstrip()[:300] for line in self.output.splitlines()[-TAIL_LINES:]]
+        return {"status": status, "seconds": round(self.seconds, 1), "tail": [] if status == "passed" else tail}
+
 
 def run(command: List[str], timeout: float, **environment: str) -> Run:
     """Runs a command in the repository; past the limit, ends it with all that it started."""
     start = time.monotonic()
+    # A file, not a pipe: what a command leaves running would hold a pipe open.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(
-            command, cwd=str(ROOT), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             env={**os.environ, **environment}, start_new_session=True,
         )  # fmt: skip
         try:
@@ -56,21 +63,6 @@ def run(command: List[str], timeout: float, **environment: str) -> Run:
         return Run(returncode, time.monotonic() - start, scrub(log.read()))
 
 
-def scrub(text: str) -> str:
-    """Without the paths of this machine."""
-    folders = ((str(ROOT), "."), (sys.prefix, "<python>"), (tempfile.gettempdir(), "<tmp>"), (str(Path.home()), "~"))
-    for path, name in folders:
-        text = text.replace(path, name) if len(path) > 1 else text
-    return text
-
-
-def described(result: Run) -> dict:
-    """What every step records; the end of its output where it did not pass."""
-    status = {None: "timed out", 0: "passed"}.get(result.returncode, "failed")
-    tail = [line.rstrip()[:300] for line in result.output.splitlines()[-TAIL_LINES:]]
-    return {"status": status, "seconds": round(result.seconds, 1), "tail": [] if status == "passed" else tail}
-
-
 def tests(arguments: argparse.Namespace) -> dict:
     """The whole suite, but for what runs under Triton's interpreter: pytest's counts, failures and slowest tests."""
     command = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider", "--tb=short", "-rfEs"]
@@ -78,11 +70,11 @@ def tests(arguments: argparse.Namespace) -> dict:
     command += ["-n", str(arguments.workers)] if arguments.workers > 1 else []
     result = run(command + arguments.pytest, arguments.tests_timeout)
     found = {name: re.findall(rf"^{name} .*", result.output, re.MULTILINE) for name in ("FAILED", "ERROR", "SKIPPED")}
-    (*_, last) = result.output.splitlines() or [""]
-    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last)}
+    last = result.output.splitlines()[-1:]
+    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", "".join(last))}
     slowest = re.findall(r"^[\d.]+s call .*", result.output, re.MULTILINE)
     failures = [line[:300] for line in found["FAILED"] + found["ERROR"]]
-    return {**described(result), **counts, "failures": failures, "skips": found["SKIPPED"][:40], "slowest": slowest}
+    return {**result.described(), **counts, "failures": failures, "skips": found["SKIPPED"][:40], "slowest": slowest}
 
 
 HAZARD = re.compile(
@@ -135,27 +127,20 @@ def sanitize(tool: str, arguments: argparse.Namespace) -> dict:
     # One allocation per tensor: in a shared block a stray access would land in a neighbour unnoticed.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
 
-    shares = max(1, arguments.workers)
-
     def share(number: int) -> Run:
-        command = [sys.executable, CASE, "--share", str(number), str(shares)]
+        command = [sys.executable, CASE, "--share", str(number), str(arguments.workers)]
         return run(command, arguments.sanitizer_timeout, **environment)
 
-    with ThreadPoolExecutor(shares) as pool:
-        plain = list(pool.map(share, range(shares)))
-    for result in plain:
-        if result.returncode != 0:
-            return {**described(result), "failures": ["a case fails without the sanitizer"]}
+    with ThreadPoolExecutor(arguments.workers) as pool:
+        for result in list(pool.map(share, range(arguments.workers))):
+            if result.returncode != 0:
+                return {**result.described(), "failures": ["a case fails without the sanitizer"]}
     command = [sanitizer, "--tool", tool, "--target-processes", "application-only", "--show-backtrace", "no"]
     command += ["--print-limit", str(PRINT_LIMIT), "--error-exitcode", str(SANITIZER_FAILED)]
     command += ["--racecheck-report", "hazard"] if tool == "racecheck" else []
     result = run([*command, sys.executable, CASE], arguments.sanitizer_timeout, **environment)
-    summary = [line.strip("= ") for line in result.output.splitlines() if "SUMMARY" in line and line.startswith("===")]
-    report = {
-        **described(result),
-        "cases_done": len(re.findall(r": error \d", result.output)),
-        "summary": summary[-1] if summary else None,
-    }
+    report = {**result.described(), "cases_done": len(re.findall(": right$", result.output, re.MULTILINE))}
+    report["summary"] = (re.findall(r"^=+ *(.*SUMMARY.*?) *$", result.output, re.MULTILINE) or [None])[-1]
     if tool == "racecheck":
         report.update(classify(result.output))
         explained, others = (sum(report[name].values()) for name in ("dispatch_hazards", "hazards"))
@@ -172,13 +157,11 @@ STEPS = {"tests": tests, **{tool: partial(sanitize, tool) for tool in ("memcheck
 def line(name: str, result: dict) -> str:
     """What a step prints."""
     said = [f"{name}: {result['status']} in {result['seconds']:.0f} s"]
-    said += [f"{result[key]} {key}" for key in ("passed", "failed", "errors", "skipped") if key in result]
+    said += [f"{result[key]} {key}" for key in ("passed", "failed", "errors", "skipped", "cases_done") if key in result]
     said += [result["summary"]] if result.get("summary") else []
     if "dispatch_hazards" in result:
         said.append(f"{sum(result['dispatch_hazards'].values())} of them of Triton's dispatch")
-    said += [f"{result['cases_done']} cases done"] if "cases_done" in result else []
-    failures = result.get("failures", [])[:12] or result["tail"][-6:]
-    return "\n  ".join([", ".join(said), *failures])
+    return "\n  ".join([", ".join(said), *(result.get("failures", [])[:12] or result["tail"][-6:])])
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Dict, Optional, Tuple
+from typing import Dict, Tuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
@@ -48,20 +48,18 @@ def test(python: Path, workers: int) -> dict:
     start = time.monotonic()
     command = ["make", "--keep-going", "test", f"PY={python}", f"WORKERS={workers}"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    counts = re.findall(r"^(?:=+ )?(\d+ (?:passed|failed).*?) in [\d.]+s", done.stdout, re.MULTILINE)
     failures = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE)
-    if done.returncode:
-        print(done.stdout[-4000:])
+    print(done.stdout[-4000:] if done.returncode else "")
     return {
         **dict(zip(("torch", "triton", "numpy", "transformers"), shown)),
         "status": "failed" if done.returncode else "passed",
         "seconds": round(time.monotonic() - start),
-        "counts": counts,
+        "counts": re.findall(r"^(?:=+ )?(\d+ (?:passed|failed).*?) in [\d.]+s", done.stdout, re.MULTILINE),
         "failures": [line[:300] for line in failures[:40]],
     }
 
 
-def main() -> Optional[int]:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--only", choices=PAIRS, action="append", help="this pair, repeatable; all without")
@@ -69,15 +67,12 @@ def main() -> Optional[int]:
     add("--folder", type=Path, default=Path(tempfile.gettempdir()) / "grouped-moe-versions", help="of the environments")
     add("--output", type=Path, default=RESULTS, help="JSON file, in which pairs that do not run stay")
     arguments = parser.parse_args()
-    known = json.loads(arguments.output.read_text(encoding="utf-8"))["steps"] if arguments.output.exists() else {}
-    steps = {name: known[name] for name in PAIRS if name in known}
-    for name in arguments.only or PAIRS:
-        python = install(arguments.folder / name, PAIRS[name])
-        found = steps[name] = test(python, arguments.workers)
-        print(
-            f"{name}: torch {found['torch']}, triton {found['triton']}: {found['status']}, {found['counts']}",
-            flush=True,
-        )
+    steps = json.loads(arguments.output.read_text(encoding="utf-8"))["steps"] if arguments.output.exists() else {}
+    names = arguments.only or PAIRS
+    for name in names:
+        found = steps[name] = test(install(arguments.folder / name, PAIRS[name]), arguments.workers)
+        said = f"torch {found['torch']}, triton {found['triton']}: {found['status']}, {found['counts']}"
+        print(f"{name}: {said}", flush=True)
         results = {
             "benchmark": "versions",
             "date_utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -85,7 +80,7 @@ def main() -> Optional[int]:
             "steps": steps,
         }
         arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return int(any(steps[name]["status"] != "passed" for name in arguments.only or PAIRS))
+    return int(any(steps[name]["status"] != "passed" for name in names))
 
 
 if __name__ == "__main__":

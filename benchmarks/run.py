@@ -1,0 +1,160 @@
+"""Benchmarks of the experts block (see experts.py), linear layers (linear.py) and new token counts (new_shapes.py).
+
+python benchmarks/run.py [NAME...]                       # these or all, each in a process, and the figures
+python benchmarks/run.py layers --only Mixtral T=8192 --output layers.json
+"""
+
+import argparse
+import faulthandler
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
+
+import linear
+import new_shapes
+import torch
+from experts import SUITES, Experts, cells_of, make_block
+from machine import DEVICE, RESULTS, build_id, describe_machine, first_line, load_kernel, result_name, write
+from problems import OURS, run_group
+from timing import EAGER, GRAPH, time_box
+from workload import QWEN3_30B, SMOKE
+
+GRACE_SECONDS, HANGING_SECONDS = 8.0, 30.0  # past the budget: a task is stopped, the process ends
+BENCHMARKS = (*SUITES, "linear", "new_shapes")
+
+
+class Task(NamedTuple):
+    """What fills in one cell, or the cells that take turns with each other."""
+
+    name: str
+    measure: Callable[[], List[dict]]
+
+
+def experts_tasks(
+    suite: str, kernels: Dict[str, ModuleType], arguments: argparse.Namespace, names: Sequence[str], ways: Sequence[str]
+) -> List[Task]:
+    """Those of a suite for these providers, measured in these ways; memory where the suite takes eager calls alone."""
+    device = SUITES[suite].device
+    experts, memory = Experts(kernels, names, device), SUITES[suite].ways == (EAGER,) and device != "cpu"
+
+    def measure(group: List[dict]) -> List[dict]:
+        return run_group(experts.problems(group), ways, arguments, memory)
+
+    groups = cells_of(suite, arguments.smoke)
+    return [Task(name, lambda group=group: measure(group)) for name, group in groups.items()]
+
+
+def linear_tasks(
+    kernels: Dict[str, ModuleType], arguments: argparse.Namespace, peers: bool, ways: Sequence[str]
+) -> List[Task]:
+    """A task for each cell."""
+    layer = linear.Linear(kernels, peers)
+    return [
+        Task(str(cell), lambda cell=cell: run_group([layer.problem(cell)], ways, arguments))
+        for cell in linear.cells(arguments.smoke)
+    ]
+
+
+def tasks_of(benchmark: str, kernel: ModuleType, arguments: argparse.Namespace) -> List[Task]:
+    """Those of a benchmark."""
+    if benchmark in SUITES:
+        suite = SUITES[benchmark]
+        return experts_tasks(benchmark, {OURS: kernel}, arguments, arguments.peers or suite.names, suite.ways)
+    if benchmark == "linear":
+        return linear_tasks({OURS: kernel}, arguments, True, (EAGER, GRAPH))
+    block = make_block(SMOKE if arguments.smoke else QWEN3_30B, DEVICE)
+    return [
+        Task(str(shapes), lambda shapes=shapes: new_shapes.run(kernel, block, shapes, arguments))
+        for shapes in new_shapes.all_shapes(arguments.smoke)
+    ]
+
+
+def make_parser(description: Optional[str], budget: float = 900) -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--output", type=Path, help="JSON file to write")
+    add("--smoke", action="store_true", help="tiny sizes, also without a GPU")
+    add("--only", nargs="+", action="append", metavar="WORD", help="cells whose name has all these words; repeatable")
+    add("--budget", type=float, default=budget, help=f"seconds after which no cell starts ({budget:g})")
+    add("--seconds", type=float, help="of one measurement, past all orders once (2, of linear layers and builds 1)")
+    add("--warm-seconds", type=float, default=0.3, help="before each measurement (0.3)")
+    add("--rounds", type=int, default=7, help="in which all providers take their turn (7)")
+    add("--first-seconds", type=float, default=200, help="for a first call, which may compile or tune (200)")
+    return parser
+
+
+def summary(cell: dict) -> str:
+    """A cell in one line: its times in ms, what is wrong, and what was skipped."""
+    said = []
+    for measure, entries in cell["times"].items():
+        times = ", ".join(f"{name} {entry['median_ms']:.4g}" for name, entry in entries.items())
+        said.append(f"{measure}: {times}")
+    said += [f"{name} IS WRONG: {cell['errors'][name]}" for name in cell.get("wrong", ())]
+    return "; ".join(said + [f"{name} skipped: {reason}" for name, reason in cell["skipped"].items()])
+
+
+def run_tasks(benchmark: str, build: str, tasks: List[Task], arguments: argparse.Namespace) -> dict:
+    """Runs tasks until the budget is over; after each one, prints its cells and writes the JSON.
+
+    A task that is under way when the budget ends is stopped a little later. A process that hangs is ended; what it has
+    written stays.
+    """
+    results = {"benchmark": benchmark, "build": build, **describe_machine(), "cells": []}
+    begun, only = time.monotonic(), arguments.only or [[]]
+    faulthandler.dump_traceback_later(arguments.budget + HANGING_SECONDS, exit=True, file=sys.__stderr__)
+    for task in tasks:
+        if not any(all(word in task.name for word in words) for words in only):
+            continue
+        left = arguments.budget - (time.monotonic() - begun)
+        try:
+            if left <= 0:
+                raise TimeoutError(f"past the budget of {arguments.budget:.0f} s")
+            with time_box(left + GRACE_SECONDS):
+                cells = task.measure()
+        except Exception as error:  # one cell's failure is a result, too
+            cells = [{"name": task.name, "times": {}, "skipped": {"all": first_line(error)}}]
+        results["cells"] += cells
+        results["seconds"] = round(time.monotonic() - begun, 1)
+        write(arguments.output, results)
+        for cell in cells:
+            print(f"{cell['name']}: {summary(cell)}", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    return results
+
+
+def run_each(names: Sequence[str], smoke: bool, folder: Path) -> int:
+    """Each benchmark in a process of its own, then the figures. Returns how many failed."""
+    import plot
+
+    gpu, failed = torch.cuda.get_device_name() if DEVICE == "cuda" else None, 0
+    for name in names:
+        output = folder / result_name(name, None if name == "cpu" else gpu)
+        command = [sys.executable, __file__, name, "--output", str(output), *(["--smoke"] * smoke)]
+        failed += subprocess.run(command).returncode != 0
+    plot.draw(folder, result_name("", gpu).split(".")[0].strip("_"))
+    return failed
+
+
+def main(argv: Optional[Sequence[str]] = None) -> dict:
+    parser = make_parser(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
+    parser.add_argument("--peers", nargs="+", metavar="NAME", help="these providers of the experts block alone")
+    parser.add_argument("--results", type=Path, help="folder of JSON and figures, not with --smoke by default results/")
+    arguments = parser.parse_args(argv)
+    if not set(arguments.names) <= set(BENCHMARKS):
+        parser.error(f"expected {', '.join(BENCHMARKS)}, got {' '.join(arguments.names)}")
+    if len(arguments.names) != 1:
+        folder = arguments.results or (Path(tempfile.mkdtemp()) if arguments.smoke else RESULTS)
+        sys.exit(run_each(arguments.names or BENCHMARKS, arguments.smoke, folder))
+    (name,), kernel = arguments.names, load_kernel()
+    arguments.seconds = arguments.seconds or (1.0 if name == "linear" else 2.0)
+    return run_tasks(name, build_id(kernel), tasks_of(name, kernel, arguments), arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -63,6 +63,7 @@ TARGETS = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MANY_TOKENS = 1 << 15  # whose slots are counted in more chunks than one step adds up
+RANK = 16  # of low-rank pairs
 
 
 LAYERS = {
@@ -196,12 +197,19 @@ class Calls:
         e, activation = layer.experts, package["common.activation"].Activation(*layer.activation)
         up, down = (self.empty(*shape) for shape in layer.weight_shapes)
         biases = (self.empty(e, layer.preact_width), self.empty(e, layer.hidden)) if signature.bias else (None, None)
-        self.block = package["block"].Block(up, down, *biases, activation, **layer.kind, recompute=False)
+        self.block = package["block"].Block(up, down, *biases, None, None, activation, **layer.kind, recompute=False)
+        pairs = self.pair(layer.preact_width, layer.hidden), self.pair(layer.hidden, layer.intermediate)
+        self.adapted = self.block._replace(up_lora=pairs[0], down_lora=pairs[1])
 
     def empty(self, *shape: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """Unwritten memory, at an address of Triton's alignment or, for some layers, one element past it."""
         flat = torch.empty(functools.reduce(int.__mul__, shape) + 1, dtype=dtype or self.dtype)
         return (flat[:-1] if self.layer.name not in UNALIGNED else flat[1:]).view(shape)
+
+    def pair(self, n: int, k: int):
+        """A LoRA of a weight (E, N, K)."""
+        e = self.layer.experts
+        return self.package["operands"].LoRA(self.empty(e, RANK, k), self.empty(e, n, RANK))
 
     def scales(self, *shape: int) -> Optional[torch.Tensor]:
         """Routing weights, or scales of rows."""
@@ -214,14 +222,17 @@ class Calls:
         return self.package["block"].Needs(*(name in asked and given.get(name, True) for name in fields))
 
     def both_ways(self, x: torch.Tensor, rows, act_scales, bias_scales, needs) -> None:
-        """The block without gradients, saving and recomputing; and its backward."""
-        kernels, block, arguments = self.kernels, self.block, (x, rows, act_scales, bias_scales)
-        self.pipeline.forward(kernels, block, *arguments, save=False)
-        out, preact = self.pipeline.forward(kernels, block, *arguments, save=True)
-        backward = functools.partial(self.pipeline.backward, kernels, dout=out, x=x, rows=rows, needs=needs)
+        """The block without gradients, saving and recomputing, and its backward; with and without low-rank pairs."""
+        kernels, arguments = self.kernels, (x, rows, act_scales, bias_scales)
+        backward = functools.partial(self.pipeline.backward, kernels, x=x, rows=rows)
         scales = {"act_scales": act_scales, "bias_scales": bias_scales}
-        backward(block=block, preact=preact, **scales)
-        backward(block=block._replace(recompute=True), preact=None, **scales)
+        factors = dict.fromkeys(("up_a", "up_b", "down_a", "down_b"), True)
+        for block, asked in ((self.block, needs), (self.adapted, needs._replace(**factors))):
+            self.pipeline.forward(kernels, block, *arguments, save=False)
+            out, preact, projected = self.pipeline.forward(kernels, block, *arguments, save=True)
+            given = {"dout": out, "needs": asked, **scales}
+            backward(block=block, preact=preact, projected=projected, **given)
+            backward(block=block._replace(recompute=True), preact=None, projected=None, **given)
 
     def experts(self) -> None:
         """`grouped_mm_experts`, `route`, `gather_rows` and `combine_rows`."""
@@ -240,6 +251,7 @@ class Calls:
             kernels.combine_grad(out, y, weights, rows, needs_dy)
         if kernels.is_decode(self.block, 1, layer.top_k):
             kernels.decode(self.block, self.x[:1], ids[:1], weights[:1])
+            kernels.decode(self.adapted, self.x[:1], ids[:1], weights[:1])
 
     def linear(self) -> None:
         """`grouped_linear`, `main_grad` of every dtype, and `grouped_dbias_dscales`."""

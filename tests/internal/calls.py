@@ -32,21 +32,31 @@ def weights_of(gated, bias, transposed):
     return up, down, *(tensors((EXPERTS, width), (EXPERTS, HIDDEN)) if bias else (None, None))
 
 
-def experts(package, tokens, gated=True, bias=False, transposed=False, interleaved=False, recompute=False):
-    """A forward without gradients, and a step."""
+def experts(
+    package, tokens, gated=True, bias=False, transposed=False, interleaved=False, recompute=False, adapters=0
+):  # fmt: skip
+    """A forward without gradients, and a step. adapters: of a LoRA, which is the only one with 1."""
     up, down, up_bias, down_bias = weights_of(gated, bias, transposed)
+    loras, index = [None, None], None
+    if adapters:
+        shape, width = (adapters, EXPERTS) if adapters > 1 else (EXPERTS,), INTERMEDIATE * (1 + gated)
+        for place, (n, k) in enumerate(((width, HIDDEN), (HIDDEN, INTERMEDIATE))):
+            loras[place] = package.LoRA(*tensors((*shape, 16, k), (*shape, n, 16)))
+        index = torch.zeros(tokens, dtype=torch.int64) if adapters > 1 else None
+    factors = [factor for lora in loras if lora for factor in lora[:2]]
     (x,), (weights,) = tensors((tokens, HIDDEN)), tensors((tokens, TOP_K), dtype=torch.float32)
     ids = torch.zeros(tokens, TOP_K, dtype=torch.int64)
 
     def call():
         return package.grouped_mm_experts(
             x, ids, weights, up, down, gate_up_proj_bias=up_bias, down_proj_bias=down_bias, gated=gated,
-            transposed=transposed, interleaved=interleaved, recompute=recompute,
+            transposed=transposed, interleaved=interleaved, recompute=recompute, gate_up_lora=loras[0],
+            down_lora=loras[1], adapter_index=index,
         )  # fmt: skip
 
     with torch.no_grad():
         call()
-    differentiate(call(), x, weights, up, down, up_bias, down_bias)
+    differentiate(call(), x, weights, up, down, up_bias, down_bias, *factors)
 
 
 def mlp(package, rows, gated=True, bias=True, transposed=False):
@@ -95,6 +105,8 @@ KINDS = {
     "experts-2048-interleaved": (experts, 2048, True, True, True, True),
     "experts-2048-recompute": (experts, 2048, True, False, False, False, True),
     "experts-many-chunks": (experts, 20000),
+    **{f"experts-{tokens}-{adapters}-adapters": (experts, tokens, True, False, False, False, False, adapters)
+       for tokens in (1, 40, 2048) for adapters in (1, 2)},
     "mlp-64": (mlp, 64), "mlp-2048": (mlp, 2048), "mlp-plain": (mlp, 2048, False, False, True),
     "parts-40": (parts, 40), "parts-2048": (parts, 2048),
     "sums": (sums, 256), "main_grads-64": (main_grads, 64), "main_grads-2048": (main_grads, 2048),

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import warnings
 from functools import lru_cache
+from types import MethodType
 from typing import Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
@@ -114,9 +115,9 @@ def _factors(wrapper: nn.Module, adapter: str) -> LoRA:
 
     `ParamWrapper.get_delta_factors` would round them, and their gradients, to the dtype of the weight.
     """
-    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    a, b = a.unflatten(0, (wrapper.num_experts, -1)), b.unflatten(1, (-1, wrapper.num_experts))
-    return LoRA(a, b.permute(2, 0, 1), wrapper.scaling[adapter])
+    a, b, experts = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, wrapper.num_experts
+    a, b = a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    return LoRA(a, b, wrapper.scaling[adapter])
 
 
 def _obstacle(wrapper: nn.Module, adapters: List[str]) -> Optional[str]:
@@ -127,13 +128,15 @@ def _obstacle(wrapper: nn.Module, adapters: List[str]) -> Optional[str]:
         return "several adapters are active"
     if wrapper.num_experts == 1:
         return "there is one expert"
+    if isinstance(wrapper.get_base_layer().__dict__.get("forward"), MethodType):  # as kernels.kernelize puts one there
+        return "the experts have another forward, which takes no factors"
     if not _has_factors_alone(wrapper, adapters[0]):
         return "the adapter has more than two factors and a scaling"
-    a, b, _ = _factors(wrapper, adapters[0])
-    for tensor in (wrapper.get_param(), wrapper.lora_A[adapters[0]].weight, wrapper.lora_B[adapters[0]].weight):
+    a, b = wrapper.lora_A[adapters[0]].weight, wrapper.lora_B[adapters[0]].weight
+    for tensor in (wrapper.get_param(), a, b):
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in _DTYPES:
             return "the weight or a factor is sharded, quantized or of a dtype that the block does not compute in"
-    if a.shape[1] > MAX_RANK:
+    if a.shape[0] > MAX_RANK * wrapper.num_experts:
         return f"the rank is above {MAX_RANK}"
     return None
 
@@ -176,7 +179,7 @@ def _computes_our_sum(transposed: bool) -> bool:
         with _compat.real_values(), _aside():
             model, (e, n, k) = nn.Module(), (2, 3, 5)
             model.experts = Experts()
-            weight = torch.randn((e, k, n) if transposed else (e, n, k))
+            weight = torch.randn((e, k, n) if transposed else (e, n, k), dtype=torch.float64)
             model.experts.weight, model.experts.is_transposed = nn.Parameter(weight), transposed
             options = {"r": 4, "lora_alpha": 6, "target_modules": [], "init_lora_weights": False}
             peft.get_peft_model(model, peft.LoraConfig(target_parameters=["experts.weight"], **options))
@@ -184,8 +187,8 @@ def _computes_our_sum(transposed: bool) -> bool:
             a, b, scaling = _factors(model.experts, adapter)
             delta = scaling * (b @ a)
             want = weight + (delta.transpose(1, 2) if transposed else delta)
-            merged = model.experts(torch.ones(()))
-            return _has_factors_alone(model.experts, adapter) and torch.allclose(merged, want, rtol=1e-5, atol=1e-5)
+            merged = model.experts(torch.ones((), dtype=torch.float64))
+            return _has_factors_alone(model.experts, adapter) and torch.allclose(merged, want)
     except Exception:  # whatever is not as it was
         return False
 
@@ -200,10 +203,12 @@ def factors_in_place(experts: nn.Module, name: str, transposed: bool) -> Optiona
     steps = parametrizations[name] if parametrizations is not None and name in parametrizations else ()
     if len(steps) != 1 or type(steps[0]).__name__ != "_LoraFactorsProxy" or not _adds_factors(type(steps[0])):
         return None
-    a, b = steps[0].rhs, steps[0].lhs
+    a, b, scaling = steps[0].rhs, steps[0].lhs, steps[0].scaling
     if transposed:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
-    return (steps.original, LoRA(a, b, steps[0].scaling)) if a.shape[1] <= MAX_RANK else None
+    if a.shape[1] > MAX_RANK or not isinstance(scaling, (int, float)):
+        return None
+    return steps.original, LoRA(a, b, scaling)
 
 
 @lru_cache(maxsize=None)
@@ -211,14 +216,20 @@ def _adds_factors(kind: type) -> bool:
     """Whether peft's class of such sums makes W + scaling lhs rhs of a weight W."""
     try:
         with _aside():
-            weight, lhs, rhs = torch.randn(2, 3, 5), torch.randn(2, 3, 4), torch.randn(2, 4, 5)
-            return torch.allclose(kind(lhs, rhs, 1.5)(weight), weight + 1.5 * lhs @ rhs, rtol=1e-5, atol=1e-5)
+            shapes = (2, 3, 5), (2, 3, 4), (2, 4, 5)
+            weight, lhs, rhs = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+            return torch.allclose(kind(lhs, rhs, 1.5)(weight), weight + 1.5 * lhs @ rhs)
     except Exception:
         return False
 
 
 @contextlib.contextmanager
 def _aside() -> Iterator[None]:
-    """Within it small tensors are made on the CPU; nothing of it is seen outside."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
+    """Within it tensors are made on the CPU, in no mode of the caller's, and random numbers leave no trace."""
+    with contextlib.ExitStack() as stack:
+        for mode in (
+            torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False), torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):  # fmt: skip
+            stack.enter_context(mode)
         yield

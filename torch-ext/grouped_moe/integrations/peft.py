@@ -62,7 +62,7 @@ def _subclass(kind: type) -> type:
             return self.base_layer(x, *args, **kwargs, **lora)
 
         def __reduce_ex__(self, protocol):
-            return _new_wrapper, (kind,), self.__dict__
+            return (_new_wrapper, (kind,), *super().__reduce_ex__(protocol)[2:])
 
     FusedWrapper.__name__, FusedWrapper.__qualname__ = kind.__name__, kind.__qualname__
     return FusedWrapper

@@ -137,8 +137,10 @@ def register_experts_implementation(name: str = "grouped_moe", capacity: Optiona
     From then on a model with this implementation is looked at as it is built, before its weights load: experts that
     do not go by transformers' ExpertsInterface, and so keep their own code, are warned of; FP8 experts, and those with
     steps that this version does not know, raise ValueError. `set_experts_implementation` on a model that is there
-    already warns of nothing; what this package cannot run raises when it runs. A registration hook for modules, which
-    PyTorch keeps for the whole process, does this.
+    already warns of nothing; what this package cannot run raises when it runs. LoRA that peft puts on the weights of
+    experts from then on (`LoraConfig(target_parameters=...)`) runs in the block, without merged weights; what of it is
+    not known is left to peft, with a warning. Registration hooks for modules, which PyTorch keeps for the whole
+    process, do this.
 
     capacity: the share of the T top_k slots, above 0 and up to 1, that the fused block makes room for, rounded up to
     whole slots: see `grouped_mm_experts`, of which more slots than that are an error. For expert parallelism with

@@ -43,7 +43,7 @@ LATE_BOUND = 1e-3
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="training steps of each of the two models")
+    parser.add_argument("--steps", type=int, default=30, help="training steps of each of the two models")
     parser.add_argument("--device", default=None, help="cpu, cuda or xpu; the machine's accelerator if it has one")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png"), help="file of the loss plot")
     parser.add_argument("--no-parallel", action="store_true", help="leave out the expert-parallel part")
@@ -58,13 +58,13 @@ def small_config(vocab_size: int) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
         vocab_size=vocab_size,
         hidden_size=128,
-        moe_intermediate_size=128,
+        moe_intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        num_experts=16,
-        num_experts_per_tok=4,
+        num_experts=128,  # as many as Qwen3-30B-A3B has
+        num_experts_per_tok=8,
         norm_topk_prob=True,
         max_position_embeddings=2 * CONTEXT,
     )

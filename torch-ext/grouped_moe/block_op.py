@@ -48,7 +48,7 @@ def _inference(x, index, act_scales, bias_scales, adapters, *arguments) -> Tenso
     block, kernels = make_block(*arguments), backend_of(x)
     with on_device(x):
         if index.dim() == 2 and index.shape[0] and kernels.is_decode(block, *index.shape):
-            return kernels.decode(block, x, index, act_scales)
+            return kernels.decode(block, x, index, act_scales, adapters)
         rows = _make_rows(kernels, index, block, x, adapters)
         return pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=False)[0]
 
@@ -56,7 +56,7 @@ def _inference(x, index, act_scales, bias_scales, adapters, *arguments) -> Tenso
 def _forward(x, index, act_scales, bias_scales, adapters, *arguments_and_save) -> Tuple[Tensor, ...]:
     """(out, preact, projected, schedule, row_to_slot, slot_to_row).
 
-    preact, and the rows that the first LoRA projected, are empty unless they are to be saved. The last two are empty for
+    preact, and the rows that the first LoRA projected, are empty unless they are to be saved; the maps are empty for
     rows that are sorted already.
     """
     *arguments, save = arguments_and_save

@@ -68,23 +68,28 @@ class LowRank(NamedTuple):
 
 def pack(lora: LoRA, num_experts: int, dtype: torch.dtype, transposed: bool) -> Pair:
     """The pair for so many experts. A factor that has the wanted form already is not copied."""
-    a = _pack(lora, lora.a, num_experts, dtype, rank_dim=2 if transposed else 1)
-    b = _pack(lora, lora.b.transpose(-2, -1), num_experts, dtype, rank_dim=1 if transposed else 2)
+    a = _pack(lora, lora.a, num_experts, dtype, rank_dim=1, swap=transposed)
+    b = _pack(lora, lora.b, num_experts, dtype, rank_dim=2, swap=transposed)
     return Pair(a, b, lora.scaling, lora.rank)
 
 
-def _pack(lora: LoRA, factor: Tensor, num_experts: int, dtype: torch.dtype, rank_dim: int) -> Tensor:
-    """factor: (E, r, X) or (L, E, r, X). Returns (E, R, X) or, with rank_dim 2, (E, X, R)."""
-    factor = factor if factor.dim() == 4 else factor[None]
-    ranks, padded_rank, columns = lora.num_adapters * lora.rank, lora.padded_rank, factor.shape[3]
-    view = factor.transpose(0, 1).flatten(1, 2)
-    view = view if rank_dim == 1 else view.transpose(1, 2)
-    shape = (num_experts, padded_rank, columns) if rank_dim == 1 else (num_experts, columns, padded_rank)
-    if view.shape == shape and view.dtype == dtype and view.is_contiguous():
-        return view
+def _pack(lora: LoRA, factor: Tensor, num_experts: int, dtype: torch.dtype, rank_dim: int, swap: bool) -> Tensor:
+    """A factor (E, ...) or (L, E, ...), whose ranks are dimension rank_dim of (E, ...), as `Pair` has it.
+
+    swap: with the last two dimensions swapped, as for a transposed weight.
+    """
+    if not swap and factor.dim() == 3 and factor.shape[0] == num_experts and factor.shape[rank_dim] == lora.padded_rank:
+        if factor.dtype == dtype and factor.is_contiguous():
+            return factor
+    view = factor if factor.dim() == 4 else factor[None]
+    view = view.movedim(0, rank_dim).flatten(rank_dim, rank_dim + 1)  # (E, ...) with the ranks of all adapters
+    if swap:
+        view, rank_dim = view.transpose(1, 2), 3 - rank_dim
+    ranks, shape = view.shape[rank_dim], [num_experts, *view.shape[1:]]
+    shape[rank_dim] = lora.padded_rank
     packed = view.new_empty(shape, dtype=dtype)
     packed.narrow(rank_dim, 0, ranks).copy_(view)  # a shared factor goes to all experts
-    packed.narrow(rank_dim, ranks, padded_rank - ranks).zero_()
+    packed.narrow(rank_dim, ranks, lora.padded_rank - ranks).zero_()
     return packed
 
 
@@ -127,6 +132,8 @@ def factor_grad(
     dtype = torch.promote_types(factor.dtype, torch.float32) if is_shared else factor.dtype
     packed = factor.new_empty((num_experts, *shape), dtype=dtype)
     kernels.wgrad(lhs, rhs, rows, packed, **of_tokens)
+    if packed.shape == factor.shape:
+        return packed
     rank_dim = 1 if name == "a" else 2
     grad = packed.narrow(rank_dim, 0, lora.num_adapters * lora.rank)
     grad = grad.sum(0, keepdim=True) if is_shared else grad

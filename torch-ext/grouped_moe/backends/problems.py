@@ -16,8 +16,9 @@ class GemmProblem(NamedTuple):
     """y[r] = W[e] x[r] + scales[r] bias[e].
 
     layout: "nk" for a weight (E, N, K), "kn" for (E, K, N), where x and the weight can be read by descriptor; else
-    None. zero_rest: rows of no group are written as 0. many_rows: more than ragged descriptors count. wide: tiles of
-    256 columns take less time (`tuning.heuristic.wide_pays`).
+    None. transposed: whether the weight is (E, K, N). low_rank: R of the low-rank part, 0 without one. zero_rest: rows
+    of no group are written as 0. many_rows: more than ragged descriptors count. wide: tiles of 256 columns take less
+    time (`tuning.heuristic.wide_pays`).
     """
 
     spec: DeviceSpec
@@ -28,6 +29,8 @@ class GemmProblem(NamedTuple):
     n: int
     k: int
     layout: Optional[str]
+    transposed: bool
+    low_rank: int
     zero_rest: bool
     many_rows: bool
     wide: bool
@@ -37,8 +40,8 @@ class BlockProblem(NamedTuple):
     """One of the two fused products of the experts block: the up-projection, or the dgrad of the down-projection.
 
     n: I. k: H. top_k: slots of a token where rows are routed, else 0. layout: of the weight as in `GemmProblem`, None
-    if it cannot be read by descriptor. rows_by_tma: whether x or dout can be. many_rows: as there. saves_preact:
-    whether the up-projection also returns the pre-activation.
+    if it cannot be read by descriptor. transposed, low_rank, many_rows: as there. rows_by_tma: whether x or dout can be
+    read by descriptor. saves_preact: whether the up-projection also returns the pre-activation.
     """
 
     spec: DeviceSpec
@@ -51,6 +54,7 @@ class BlockProblem(NamedTuple):
     top_k: int
     layout: Optional[str]
     transposed: bool
+    low_rank: int
     rows_by_tma: bool
     many_rows: bool
     gated: bool

@@ -86,6 +86,7 @@ _GEMM_TILES = {
 
 
 _LONG_K = 4096  # from where on wide tiles can pay
+THIN = 64  # columns of a weight gradient up to which it is one of streaming its other operand
 
 # The same by row tile where both operands come by descriptor.
 _TMA_GEMM_TILES = {
@@ -212,6 +213,8 @@ def wgrad_config(
     """
     if dtype.itemsize > 2:
         default = GemmConfig(64, 64, 32, 8, 2, programs_per_sm=0)
+    elif n <= THIN:
+        default = GemmConfig(128, 64, 32 if gathered else 64, 4, 3, programs_per_sm=0)
     elif rows <= 32:
         default = GemmConfig(64, 128, 32, 4, 3 if tma else 2, programs_per_sm=0)
     elif tma and rows < 1024:
@@ -221,7 +224,7 @@ def wgrad_config(
     else:
         default = GemmConfig(128, 256 if spec.wide_tiles else 128, 64, 8, 3, programs_per_sm=0)
     kernel = "wgrad_tma" if tma else "wgrad_gathered" if gathered else "wgrad"
-    config = choose_tile(kernel, rows, default, dtype.itemsize, spec)
+    config = default if n <= THIN else choose_tile(kernel, rows, default, dtype.itemsize, spec)
     config = replace(config, block_m=min(config.block_m, _block_for(m)))
     config = _fit(config, n, 1, dtype.itemsize, spec)
     # On NVIDIA a load that waits for its row indices starts two iterations late: so many stages buffer nothing.

@@ -1,12 +1,13 @@
 """Descriptors of the tensor memory accelerator (TMA) for the Gluon kernels."""
 
-from typing import Optional, Sequence
+from typing import Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...operands import LowRank
 from ..triton.descriptors import MAX_RAGGED_ROWS, tma_strides
 
 _EXTENT = 0x7FFF0000
@@ -48,3 +49,8 @@ class RaggedTmaBlock(TmaBlock):
         stride = tma_strides(rows)[0] if 1 in rows.shape else rows.stride(0)
         shape = (_EXTENT, _EXTENT, MAX_RAGGED_ROWS, columns or rows.shape[1])
         return self.of(rows, shape, (2**34 - stride, stride, stride, 1))
+
+
+def describe_low_rank(low_rank: Optional[LowRank], rows: TmaBlock, weights: TmaBlock) -> Tuple[object, object]:
+    """The descriptors of a low-rank part in the blocks of the product's own operands, None twice without one."""
+    return (None, None) if low_rank is None else (rows.of(low_rank.rows), weights.of(low_rank.weight))

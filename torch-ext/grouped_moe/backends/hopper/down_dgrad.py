@@ -5,12 +5,13 @@ from typing import Optional
 from torch import Tensor
 
 from ...block import Block
+from ...operands import LowRank
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import hopper_dgrad_config, persistent_grid
-from ..kernels.hopper_experts import hopper_down_dgrad_kernel
+from ..kernels.hopper_down_dgrad import hopper_down_dgrad_kernel
 from ..problems import BlockProblem
 from ..triton.launch import Kernel
-from .descriptors import RaggedTmaBlock, TmaBlock
+from .descriptors import RaggedTmaBlock, TmaBlock, describe_low_rank
 from .up_proj import STORE_COLUMNS, describe_halves, fits
 
 _SLOTS = {True: 3, False: 4}  # staging tiles of gate and up, or of no gate, that are on their way or worked on
@@ -34,15 +35,16 @@ class Launcher:
         self.dout_block, self.w_block = TmaBlock(dtype, config.block_m, config.block_k), TmaBlock(dtype, 1, *w_block)
         self.row_block = RaggedTmaBlock(dtype, config.block_m, STORE_COLUMNS)
         constants = {
-            **problem.constants(), "W_KN": problem.layout == "kn", "SLOTS": _SLOTS[problem.gated],
+            **problem.constants(), "R": problem.low_rank, "W_KN": problem.layout == "kn",
+            "SLOTS": _SLOTS[problem.gated],
             **config.gluon_constants(),
         }  # fmt: skip
         options = {"num_warps": config.num_warps}
         self.kernel = Kernel(hopper_down_dgrad_kernel, constants, options, config.describe("Gluon for Hopper"))
 
     def __call__(
-        self, block: Block, dout: Tensor, scales: Optional[Tensor], preact: Tensor, dpreact: Optional[Tensor],
-        act: Optional[Tensor], dots: Optional[Tensor], rows: Rows,
+        self, block: Block, dout: Tensor, low_rank: Optional[LowRank], scales: Optional[Tensor], preact: Tensor,
+        dpreact: Optional[Tensor], act: Optional[Tensor], dots: Optional[Tensor], rows: Rows,
     ) -> None:  # fmt: skip
         """Writes dpreact, act and the first `num_dots` of dots, where they are given. dout: sorted rows."""
         p, row_block = self.problem, self.row_block
@@ -51,7 +53,7 @@ class Launcher:
         outputs = inputs if dpreact is preact else describe_halves(dpreact, p, row_block)
         self.kernel(
             persistent_grid(self.config, tiles, p.n, p.spec), self.dout_block.of(dout), self.w_block.of(block.down),
-            scales, *inputs, *outputs,
+            *describe_low_rank(low_rank, self.dout_block, self.w_block), scales, *inputs, *outputs,
             None if act is None else row_block.of_rows(act), dots, rows.num_rows,
             rows.row_to_slot if p.top_k else None, rows.schedule,
         )  # fmt: skip

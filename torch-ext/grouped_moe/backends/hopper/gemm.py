@@ -4,13 +4,14 @@ from typing import Optional
 
 from torch import Tensor
 
+from ...operands import LowRank
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import hopper_gemm_config, persistent_grid
 from ..kernels.hopper_gemm import hopper_gemm_kernel
 from ..problems import GemmProblem
 from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel
-from .descriptors import RaggedTmaBlock, TmaBlock
+from .descriptors import RaggedTmaBlock, TmaBlock, describe_low_rank
 
 
 def supports(problem: GemmProblem) -> bool:
@@ -36,20 +37,22 @@ class Launcher:
         store_rows = min(config.block_m, 128 * 128 // config.block_n)
         self.y_block = RaggedTmaBlock(dtype, store_rows, 32 if problem.zero_rest else 64)
         constants = {
-            "NUM_EXPERTS": problem.num_groups, "N": problem.n, "K": problem.k, "ZERO_UNGROUPED": problem.zero_rest,
+            "NUM_EXPERTS": problem.num_groups, "N": problem.n, "K": problem.k, "R": problem.low_rank,
+            "ZERO_UNGROUPED": problem.zero_rest,
             "W_KN": problem.layout == "kn", **self.config.gluon_constants(),
         }  # fmt: skip
         options = {"num_warps": self.config.num_warps}
         self.kernel = Kernel(hopper_gemm_kernel, constants, options, self.config.describe("Gluon for Hopper"))
 
     def __call__(
-        self, x: Tensor, weight: Tensor, transposed: bool, bias: Optional[Tensor], scales: Optional[Tensor],
-        y: Tensor, rows: Rows,
+        self, x: Tensor, weight: Tensor, bias: Optional[Tensor], scales: Optional[Tensor],
+        low_rank: Optional[LowRank], y: Tensor, rows: Rows,
     ) -> None:  # fmt: skip
         """Writes y."""
         p = self.problem
         tiles = max_tiles(x.shape[0], p.num_groups, p.block_m)
+        low_rank_descs = describe_low_rank(low_rank, self.x_block, self.w_block)
         self.kernel(
             persistent_grid(self.config, tiles, p.n, p.spec), self.x_block.of(x), self.w_block.of(weight),
-            *bias_and_strides(bias), scales, self.y_block.of_rows(y), rows.schedule, x.shape[0],
+            *bias_and_strides(bias), scales, *low_rank_descs, self.y_block.of_rows(y), rows.schedule, x.shape[0],
         )  # fmt: skip

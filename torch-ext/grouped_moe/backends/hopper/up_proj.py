@@ -5,14 +5,14 @@ from typing import Optional
 from torch import Tensor
 
 from ...block import Block
+from ...operands import LowRank
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import GemmConfig, hopper_gathered_up_config, hopper_up_config, persistent_grid
-from ..kernels.hopper_experts import hopper_up_proj_kernel
-from ..kernels.hopper_gathered import hopper_gathered_up_proj_kernel
+from ..kernels.hopper_up_proj import hopper_gathered_up_proj_kernel, hopper_up_proj_kernel
 from ..problems import BlockProblem
 from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel
-from .descriptors import RaggedTmaBlock, TmaBlock
+from .descriptors import RaggedTmaBlock, TmaBlock, describe_low_rank
 
 STORE_COLUMNS = 32  # that an epilogue stores at once
 _STAGED_COLUMNS = 128  # in all staging tiles of a warp group, where rows are gathered
@@ -58,7 +58,7 @@ class Launcher:
         else:
             w_block = (config.block_k, config.block_n) if p.layout == "kn" else (config.block_n, config.block_k)
         self.w_block = TmaBlock(p.dtype, 1, *w_block)
-        constants = {**p.constants(), "W_KN": p.layout == "kn", **config.gluon_constants()}
+        constants = {**p.constants(), "R": p.low_rank, "W_KN": p.layout == "kn", **config.gluon_constants()}
         if p.top_k:
             constants.update(TOP_K=p.top_k, BUFFERS=_STAGED_COLUMNS // columns)
         function = hopper_gathered_up_proj_kernel if p.top_k else hopper_up_proj_kernel
@@ -66,8 +66,8 @@ class Launcher:
         self.kernel = Kernel(function, constants, options, config.describe("Gluon for Hopper"))
 
     def __call__(
-        self, block: Block, x: Tensor, scales: Optional[Tensor], preact: Optional[Tensor], act: Optional[Tensor],
-        rows: Rows,
+        self, block: Block, x: Tensor, low_rank: Optional[LowRank], scales: Optional[Tensor],
+        preact: Optional[Tensor], act: Optional[Tensor], rows: Rows,
     ) -> None:  # fmt: skip
         """Writes preact and act, where they are given."""
         p, up = self.problem, block.up
@@ -77,10 +77,13 @@ class Launcher:
             source, indices = (self.x_block.of(x),), ()
         if p.gated and not p.interleaved:
             up = up.view(p.num_groups, 2, p.n, p.k)
+            if low_rank is not None:
+                low_rank = low_rank._replace(weight=low_rank.weight.view(p.num_groups, 2, p.n, p.low_rank))
         tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
         self.kernel(
             persistent_grid(self.config, tiles, p.width, p.spec), *source, self.w_block.of(up),
-            *bias_and_strides(block.up_bias), *describe_halves(preact, p, self.out_block),
+            *describe_low_rank(low_rank, self.x_block, self.w_block), *bias_and_strides(block.up_bias),
+            *describe_halves(preact, p, self.out_block),
             None if act is None else self.out_block.of_rows(act), scales, *indices, rows.schedule,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ from typing import Optional
 from torch import Tensor
 
 from ...rows import Rows
-from ...tuning.heuristic import GemmConfig, hopper_wgrad_config
+from ...tuning.heuristic import THIN, GemmConfig, hopper_wgrad_config
 from ..kernels.hopper_wgrad import hopper_gathered_wgrad_kernel, hopper_wgrad_kernel
 from ..problems import WgradProblem
 from ..triton.launch import Kernel
@@ -16,8 +16,9 @@ _CONSUMERS = 2
 
 
 def supports(problem: WgradProblem) -> bool:
-    """Operands and results that descriptors take, one operand gathered at most."""
-    return problem.rows_by_tma and problem.out_by_tma and not problem.many_rows and _config(problem) is not None
+    """Operands and results that descriptors take, one operand gathered at most. Tiles are 256 columns wide."""
+    p = problem
+    return p.n > THIN and p.rows_by_tma and p.out_by_tma and not p.many_rows and _config(p) is not None
 
 
 def _config(problem: WgradProblem) -> Optional[GemmConfig]:

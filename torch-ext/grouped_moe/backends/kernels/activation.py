@@ -1,5 +1,7 @@
 """Activations in registers: value and derivative, in fp32. `grouped_moe.common.activation` has the formulas."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -8,6 +10,18 @@ _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 _TANH_SCALE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi); 1 + tanh(x) = 2 sigmoid(2 x)
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 _TANH_CUBIC = tl.constexpr(0.044715)
+
+
+class Options(NamedTuple):
+    """What the activation of a block is: compile-time values. N: its columns."""
+
+    N: tl.constexpr
+    GATED: tl.constexpr
+    INTERLEAVED: tl.constexpr  # gate and up in turn, instead of all of gate before all of up
+    ACTIVATION: tl.constexpr
+    ALPHA: tl.constexpr
+    LIMIT: tl.constexpr
+    UP_OFFSET: tl.constexpr
 
 
 @triton.jit
@@ -76,17 +90,20 @@ def clamp_up(up, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def act(x, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """act(min(x, LIMIT))."""
-    return activate(clamp_above(x, LIMIT), NAME, ALPHA)
+def glu(gate, up, OPTIONS: tl.constexpr):
+    """act(min(gate, LIMIT)) * (clamp(up) + UP_OFFSET); not GATED, act(min(gate, LIMIT))."""
+    value = activate(clamp_above(gate, OPTIONS.LIMIT), OPTIONS.ACTIVATION, OPTIONS.ALPHA)
+    if OPTIONS.GATED:
+        value *= clamp_up(up, OPTIONS.LIMIT) + OPTIONS.UP_OFFSET
+    return value
 
 
 @triton.jit
-def act_grad(x, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def act_grad(x, OPTIONS: tl.constexpr):
     """(act, its derivative with respect to min(x, LIMIT)); `zero_past` then makes a gradient one with respect to x."""
-    clamped = clamp_above(x, LIMIT)
-    grad = activate_grad(clamped, NAME, ALPHA)
-    return activate(clamped, NAME, ALPHA), grad
+    clamped = clamp_above(x, OPTIONS.LIMIT)
+    grad = activate_grad(clamped, OPTIONS.ACTIVATION, OPTIONS.ALPHA)
+    return activate(clamped, OPTIONS.ACTIVATION, OPTIONS.ALPHA), grad
 
 
 @triton.jit
@@ -99,23 +116,13 @@ def zero_past(grad, x, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def glu(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
-    """act(min(gate, LIMIT)) * (clamp(up) + UP_OFFSET)."""
-    return activate(clamp_above(gate, LIMIT), NAME, ALPHA) * (clamp_up(up, LIMIT) + UP_OFFSET)
-
-
-@triton.jit
-def glu_grad(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
+def glu_grad(gate, up, OPTIONS: tl.constexpr):
     """(glu, d glu / d gate, d glu / d up)."""
-    clamped_gate = clamp_above(gate, LIMIT)
-    shifted_up = clamp_up(up, LIMIT) + UP_OFFSET
-    value = activate(clamped_gate, NAME, ALPHA)
-    d_gate = activate_grad(clamped_gate, NAME, ALPHA) * shifted_up
-    if LIMIT is None:
-        return value * shifted_up, d_gate, value
-    else:
-        # Compared with LIMIT itself, LLVM would compare the bf16 values behind x, in a fourth more instructions.
-        size = tl.abs(up)
-        d_gate = tl.where(gate > clamped_gate, 0.0, d_gate)
-        d_up = tl.where(size > clamp_above(size, LIMIT), 0.0, value)
-        return value * shifted_up, d_gate, d_up
+    clamped_gate = clamp_above(gate, OPTIONS.LIMIT)
+    shifted_up = clamp_up(up, OPTIONS.LIMIT) + OPTIONS.UP_OFFSET
+    value = activate(clamped_gate, OPTIONS.ACTIVATION, OPTIONS.ALPHA)
+    d_gate = activate_grad(clamped_gate, OPTIONS.ACTIVATION, OPTIONS.ALPHA) * shifted_up
+    # Compared with LIMIT itself, LLVM would compare the bf16 values behind x, in a fourth more instructions.
+    d_gate = zero_past(d_gate, gate, OPTIONS.LIMIT)
+    d_up = zero_past(value, tl.abs(up), OPTIONS.LIMIT)
+    return value * shifted_up, d_gate, d_up

@@ -6,9 +6,10 @@ Each slot reads the weights of its expert. If several slots share an expert, all
 import triton
 import triton.language as tl
 
-from .activation import act, glu
+from .activation import Options, glu
 from .dependent import wait_for_stream
-from .tiles import load_weights
+from .low_rank import find_adapter, inner_ranks
+from .products import load_masked
 
 
 @triton.jit
@@ -26,7 +27,7 @@ def inner_products(
     acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
     for start in range(0, K, BLOCK_K):
         x = tl.load(x_ptr + start + k, mask=k < K - start, other=0.0).to(tl.float32)
-        w = load_weights(w_ptrs + start, n_mask, k < K - start, N % BLOCK_N == 0, K % BLOCK_K == 0)
+        w = load_masked(w_ptrs + start, n_mask, k < K - start, N % BLOCK_N == 0, K % BLOCK_K == 0)
         acc += fold(x[None, :] * w.to(tl.float32))
     return tl.sum(acc, 1)
 
@@ -46,25 +47,22 @@ def slot_up_proj_kernel(
     ids_ptr,  # (S,) int32 or int64, expert id per slot
     w_ptr, stride_we, stride_wn,  # (E, 2 N or N, K), K contiguous
     bias_ptr, stride_be, stride_bn,  # (E, 2 N or N) or None
+    projected_ptr,  # (S, R) fp32, the low-rank part's rows, or None
+    factor_ptr, stride_fl, stride_fe, stride_fn, stride_fr,  # (L, E, 2 N or N, R), or None
+    adapters_ptr,  # (T,) adapter of each token, or None
     act_ptr,  # (S, N), out: rows of sentinels stay unwritten
-    NUM_EXPERTS: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    NUM_ADAPTERS: tl.constexpr, R: tl.constexpr, R_POW2: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """act[s] = activation(W[e] x[token of s] + bias[e]), e being the expert of slot s.
+    """act[s] = activation(W[e] x[token of s] + bias[e]), e being the expert of slot s, with the low-rank part in W.
 
     Grid: (n tiles, S).
     """
     wait_for_stream()
+    OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     slot = tl.program_id(1)
     expert = tl.load(ids_ptr + slot).to(tl.int64)
     if (expert >= 0) & (expert < NUM_EXPERTS):
@@ -78,15 +76,24 @@ def slot_up_proj_kernel(
         expert_bias_ptr = bias_ptr + expert * stride_be if bias_ptr is not None else None
         gate = inner_products(x_row_ptr, w_ptrs, n_mask, N, K, BLOCK_N, BLOCK_K)
         gate += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows, n_mask)
+        if projected_ptr is not None:
+            adapter, has_adapter = find_adapter(adapters_ptr, slot // TOP_K, NUM_ADAPTERS)
+            has_pair = columns < tl.where(has_adapter, N, 0)
+            row_ptrs = projected_ptr + slot.to(tl.int64) * R + 0 * columns
+            factor_ptrs = factor_ptr + adapter * stride_fl + expert * stride_fe + gate_rows.to(tl.int64) * stride_fn
+            gate += inner_ranks(row_ptrs, factor_ptrs, stride_fr, has_pair, R, R_POW2)
         if GATED:
             TO_UP: tl.constexpr = 1 if INTERLEAVED else N
             up = inner_products(
                 x_row_ptr, w_ptrs + tl.cast(stride_wn, tl.int64) * TO_UP, n_mask, N, K, BLOCK_N, BLOCK_K
             )
             up += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows + TO_UP, n_mask)
-            value = glu(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+            if projected_ptr is not None:
+                factor_ptrs += tl.cast(stride_fn, tl.int64) * TO_UP
+                up += inner_ranks(row_ptrs, factor_ptrs, stride_fr, has_pair, R, R_POW2)
         else:
-            value = act(gate, ACTIVATION, ALPHA, LIMIT)
+            up = None
+        value = glu(gate, up, OPTIONS)
         tl.store(act_ptr + slot.to(tl.int64) * N + columns, value.to(act_ptr.dtype.element_ty), mask=n_mask)
 
 
@@ -97,14 +104,12 @@ def slot_down_proj_kernel(
     weights_ptr,  # (S,) routing weight per slot
     w_ptr, stride_we, stride_wn,  # (E, N, K), K contiguous
     bias_ptr, stride_be, stride_bn,  # (E, N) or None
+    projected_ptr, factor_ptr, stride_fl, stride_fe, stride_fn, stride_fr, adapters_ptr,  # as above, (L, E, N, R)
     out_ptr,  # (T, N), out
-    NUM_EXPERTS: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    NUM_ADAPTERS: tl.constexpr, R: tl.constexpr, R_POW2: tl.constexpr,
     TOP_K_POW2: tl.constexpr,  # power of two, TOP_K or more
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over the routed slots s of token t, with expert e, of weights[s] (W[e] act[s] + bias[e]), in fp32.
 
@@ -133,6 +138,11 @@ def slot_down_proj_kernel(
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert * stride_be + column.to(tl.int64) * stride_bn
         y += tl.load(bias_ptrs, mask=routed, other=0.0).to(tl.float32)
+    if projected_ptr is not None:
+        adapter, has_adapter = find_adapter(adapters_ptr, tl.program_id(1) + 0 * choice, NUM_ADAPTERS)
+        factor_ptrs = factor_ptr + adapter * stride_fl + expert * stride_fe + column.to(tl.int64) * stride_fn
+        row_ptrs = projected_ptr + slot.to(tl.int64) * R
+        y += inner_ranks(row_ptrs, factor_ptrs, stride_fr, routed & has_adapter, R, R_POW2)
     y *= tl.load(weights_ptr + slot, mask=routed, other=0.0).to(tl.float32)
     out = tl.sum(tl.reshape(y, (TOP_K_POW2, BLOCK_N)), 0)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

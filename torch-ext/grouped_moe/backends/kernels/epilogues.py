@@ -3,32 +3,31 @@
 import triton
 import triton.language as tl
 
-from .activation import act, act_grad, glu, glu_grad, zero_past
+from .activation import act_grad, glu, glu_grad, zero_past
 from .tiles import add_bias, scale_rows, store_columns, tile_ptrs
 
-
-@triton.jit
-def split_pairs(pairs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(BLOCK_M, 2 BLOCK_N), columns of gate and up in turn -> (gate, up), (BLOCK_M, BLOCK_N) each."""
-    return tl.split(tl.reshape(pairs, (BLOCK_M, BLOCK_N, 2)))
+# Gate and up of a tile travel as two values. If they lie apart, these are (gate, up); otherwise both are the same tile,
+# which has gate and up in turn or, without a gate, the columns themselves.
 
 
 @triton.jit
-def load_preact(
-    ptr, first_row, row_mask, first_column, N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The pre-activation of BLOCK_N columns of the activation, as `down_dgrad_epilogue` takes it.
+def split_pairs(pairs):
+    """(rows, 2 columns), gate and up in turn -> (gate, up), (rows, columns) each."""
+    return tl.split(tl.reshape(pairs, (pairs.shape[0], pairs.shape[1] // 2, 2)))
 
-    (gate, up) if they lie apart. Otherwise twice the same tile: gate and up in turn, or the columns without a gate.
-    """
-    if GATED and not INTERLEAVED:
+
+@triton.jit
+def load_preact(ptr, first_row, row_mask, first_column, OPTIONS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pre-activation, gate and up, of BLOCK_N columns of the activation."""
+    N: tl.constexpr = OPTIONS.N
+    BLOCK_M: tl.constexpr = row_mask.shape[0]
+    if OPTIONS.GATED and not OPTIONS.INTERLEAVED:
         ptrs = tile_ptrs(ptr, first_row, first_column, 2 * N, BLOCK_M, BLOCK_N)
         inside = first_column + tl.arange(0, BLOCK_N) < N
         gate = tl.load(ptrs, mask=row_mask[:, None] & inside[None, :], other=0.0)
         return gate, tl.load(ptrs + N, mask=row_mask[:, None] & inside[None, :], other=0.0)
     else:
-        WIDTH: tl.constexpr = 2 if GATED else 1
+        WIDTH: tl.constexpr = 2 if OPTIONS.GATED else 1
         ptrs = tile_ptrs(ptr, first_row, WIDTH * first_column, WIDTH * N, BLOCK_M, WIDTH * BLOCK_N)
         inside = WIDTH * first_column + tl.arange(0, WIDTH * BLOCK_N) < WIDTH * N
         preact = tl.load(ptrs, mask=row_mask[:, None] & inside[None, :], other=0.0)
@@ -36,96 +35,73 @@ def load_preact(
 
 
 @triton.jit
-def store_gate_up(
-    ptr, gate, up, first_row, row_mask, first_column, N: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Stores gate and up of one tile to a (rows, 2 N) tensor."""
-    if INTERLEAVED:
-        pairs = tl.interleave(gate.to(ptr.dtype.element_ty), up.to(ptr.dtype.element_ty))
-        store_columns(ptr, pairs, first_row, row_mask, 2 * first_column, 2 * N, BLOCK_M, 2 * BLOCK_N)
-    else:
-        ptrs = tile_ptrs(ptr, first_row, first_column, 2 * N, BLOCK_M, BLOCK_N)
-        inside = first_column + tl.arange(0, BLOCK_N) < N
-        tl.store(ptrs, gate.to(ptr.dtype.element_ty), mask=row_mask[:, None] & inside[None, :])
-        tl.store(ptrs + N, up.to(ptr.dtype.element_ty), mask=row_mask[:, None] & inside[None, :])
+def store_halves(ptr, gate, up, first_row, row_mask, first_column, N: tl.constexpr):
+    """Stores gate and up of one tile to a (rows, 2 N) tensor whose halves they are columns of."""
+    ptrs = tile_ptrs(ptr, first_row, first_column, 2 * N, gate.shape[0], gate.shape[1])
+    inside = first_column + tl.arange(0, gate.shape[1]) < N
+    tl.store(ptrs, gate.to(ptr.dtype.element_ty), mask=row_mask[:, None] & inside[None, :])
+    tl.store(ptrs + N, up.to(ptr.dtype.element_ty), mask=row_mask[:, None] & inside[None, :])
 
 
 @triton.jit
-def pair_epilogue(
-    gate, up, bias_ptr, stride_bn, preact_ptr, act_ptr, scales, first_row, row_mask, first_column, N: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def up_epilogue(
+    gate, up, bias_ptr, stride_bn, preact_ptr, act_ptr, scales, first_row, row_mask, first_column,
+    OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the bias to BLOCK_N columns of gate and of up, and stores the pre-activation [gate | up] and the activation.
+    """Adds the bias to gate and up, and stores the pre-activation and the activation.
 
     preact_ptr, act_ptr: None for what is not stored. scales: factors of the activation's rows, or None.
     """
-    gate = add_bias(gate, bias_ptr, stride_bn, first_column, None, N, BLOCK_N)
-    up_bias_ptr = bias_ptr + tl.cast(N, tl.int64) * stride_bn if bias_ptr is not None else None
-    up = add_bias(up, up_bias_ptr, stride_bn, first_column, None, N, BLOCK_N)
-    if preact_ptr is not None:
-        store_gate_up(preact_ptr, gate, up, first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N, False)
+    N: tl.constexpr = OPTIONS.N
+    if OPTIONS.GATED and not OPTIONS.INTERLEAVED:
+        gate = add_bias(gate, bias_ptr, stride_bn, first_column, None, N)
+        up_bias_ptr = bias_ptr + tl.cast(N, tl.int64) * stride_bn if bias_ptr is not None else None
+        up = add_bias(up, up_bias_ptr, stride_bn, first_column, None, N)
+        if preact_ptr is not None:
+            store_halves(preact_ptr, gate, up, first_row, row_mask, first_column, N)
+    else:
+        WIDTH: tl.constexpr = 2 if OPTIONS.GATED else 1
+        gate = add_bias(gate, bias_ptr, stride_bn, WIDTH * first_column, None, WIDTH * N)
+        if preact_ptr is not None:
+            store_columns(preact_ptr, gate, first_row, row_mask, WIDTH * first_column, WIDTH * N)
+        if OPTIONS.GATED:
+            gate, up = split_pairs(gate)
     if act_ptr is not None:
-        value = scale_rows(glu(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET), scales)
-        store_columns(act_ptr, value, first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N)
-
-
-@triton.jit
-def wide_epilogue(
-    preact, bias_ptr, stride_bn, preact_ptr, act_ptr, scales, first_row, row_mask, first_column,
-    N: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """`pair_epilogue` for a pre-activation of gate and up in turn or, not GATED, of one column per output column."""
-    WIDTH: tl.constexpr = 2 if GATED else 1
-    wide_column = WIDTH * first_column
-    preact = add_bias(preact, bias_ptr, stride_bn, wide_column, None, WIDTH * N, WIDTH * BLOCK_N)
-    if preact_ptr is not None:
-        store_columns(preact_ptr, preact, first_row, row_mask, wide_column, WIDTH * N, BLOCK_M, WIDTH * BLOCK_N)
-    if act_ptr is not None:
-        if GATED:
-            gate, up = split_pairs(preact, BLOCK_M, BLOCK_N)
-            value = glu(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
-        else:
-            value = act(preact, ACTIVATION, ALPHA, LIMIT)
-        store_columns(act_ptr, scale_rows(value, scales), first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N)
+        store_columns(act_ptr, scale_rows(glu(gate, up, OPTIONS), scales), first_row, row_mask, first_column, N)
 
 
 @triton.jit
 def down_dgrad_epilogue(
-    grad, gate, up, weights, dpreact_ptr, scaled_act_ptr, first_row, row_mask, first_column, N: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    grad, gate, up, weights, dpreact_ptr, scaled_act_ptr, first_row, row_mask, first_column,
+    OPTIONS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Stores dpreact and the weighted activation of BLOCK_N columns, and returns <grad, activation> per row.
+    """Stores dpreact and the weighted activation, and returns <grad, activation> per row.
 
-    gate, up: as `load_preact` returns them. dpreact_ptr, scaled_act_ptr: None for what is not stored.
+    gate, up: the pre-activation. dpreact_ptr, scaled_act_ptr: None for what is not stored.
     """
+    N: tl.constexpr = OPTIONS.N
     inside = first_column + tl.arange(0, BLOCK_N) < N
-    if GATED:
-        if INTERLEAVED:
-            gate, up = split_pairs(gate, BLOCK_M, BLOCK_N)
+    if OPTIONS.GATED:
+        if OPTIONS.INTERLEAVED:
+            gate, up = split_pairs(gate)
         gate, up = gate.to(tl.float32), up.to(tl.float32)
-        value, d_gate, d_up = glu_grad(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+        value, d_gate, d_up = glu_grad(gate, up, OPTIONS)
         if dpreact_ptr is not None:
             weighted = scale_rows(grad, weights)
             d_gate *= weighted
             d_up *= weighted
-            store_gate_up(
-                dpreact_ptr, d_gate, d_up, first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N, INTERLEAVED
-            )
+            if OPTIONS.INTERLEAVED:
+                pairs = tl.interleave(d_gate.to(dpreact_ptr.dtype.element_ty), d_up.to(dpreact_ptr.dtype.element_ty))
+                store_columns(dpreact_ptr, pairs, first_row, row_mask, 2 * first_column, 2 * N)
+            else:
+                store_halves(dpreact_ptr, d_gate, d_up, first_row, row_mask, first_column, N)
     else:
         preact = gate.to(tl.float32)
-        value, d_act = act_grad(preact, ACTIVATION, ALPHA, LIMIT)
+        value, d_act = act_grad(preact, OPTIONS)
         if dpreact_ptr is not None:
-            d_preact = zero_past(d_act * scale_rows(grad, weights), preact, LIMIT)
-            store_columns(dpreact_ptr, d_preact, first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N)
+            d_preact = zero_past(d_act * scale_rows(grad, weights), preact, OPTIONS.LIMIT)
+            store_columns(dpreact_ptr, d_preact, first_row, row_mask, first_column, N)
     if scaled_act_ptr is not None:
-        store_columns(
-            scaled_act_ptr, scale_rows(value, weights), first_row, row_mask, first_column, N, BLOCK_M, BLOCK_N
-        )
+        store_columns(scaled_act_ptr, scale_rows(value, weights), first_row, row_mask, first_column, N)
     products = grad * value if N % BLOCK_N == 0 else tl.where(inside[None, :], grad * value, 0.0)
     return tl.sum(products, 1)

@@ -4,11 +4,12 @@ import triton
 import triton.language as tl
 
 from .dependent import wait_for_stream
+from .low_rank import LowRank, add_low_rank
+from .products import Product, Weights, dot_rows_advancing, load_w, locate_rows
 from .tiles import (
+    Tiling,
     add_bias,
     column_halves,
-    dot_tile,
-    dot_tile_tma,
     end_of_rows,
     expert_rows,
     find_tile,
@@ -58,20 +59,13 @@ def grouped_gemm_kernel(
     w_ptr, stride_we, stride_wn, stride_wk,  # (E, N, K) by strides; with TMA its descriptor, (E, K, N) if W_KN
     bias_ptr, stride_be, stride_bn,  # (E, N) or None
     scales_ptr,  # (rows,) or None
+    projected_ptr, factor_ptr,  # the low-rank part, as `.low_rank.LowRank` has it, or None
     y_ptr,  # (rows, N), out
     schedule_ptr,
     total_rows,
-    NUM_EXPERTS: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    ZERO_UNGROUPED: tl.constexpr,
-    TMA: tl.constexpr,
-    W_KN: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ZERO_UNGROUPED: tl.constexpr,
+    TMA: tl.constexpr, W_KN: tl.constexpr, R: tl.constexpr, R_KN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e.
 
@@ -81,32 +75,33 @@ def grouped_gemm_kernel(
     """
     wait_for_stream()
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
+    PRODUCT: tl.constexpr = Product(K, TMA, W_KN, PRECISION, BLOCK_K)
+    w, low_rank = Weights(w_ptr, stride_we, stride_wn, stride_wk), LowRank(projected_ptr, factor_ptr)
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
     last_row = end_of_rows(schedule_ptr, NUM_EXPERTS)
     # Flattened, a tile's loads start before the previous tile is stored. Without TMA, each step would compute pointers.
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=TMA):
-        expert, m_tile, n_tile = find_tile(tile, schedule_ptr, NUM_EXPERTS, NUM_N_TILES, GROUP_M)
+        expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
         first_row, rows, row_mask = tile_rows(expert, m_tile, schedule_ptr, BLOCK_M)
         column = n_tile * BLOCK_N
         if TMA:
-            acc = dot_tile_tma(x_ptr, first_row, w_ptr, expert, column, K, W_KN, BLOCK_M, BLOCK_N, BLOCK_K)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for k in range(0, K, BLOCK_K):
+                # Rows past the expert's last one are the next expert's: their results are not stored.
+                x_tile = x_ptr.load([first_row, k])
+                acc = tl.dot(x_tile, load_w(w, expert, column, k, N, N % BLOCK_N == 0, BLOCK_N, PRODUCT), acc)
         else:
-            columns = column + tl.arange(0, BLOCK_N)
-            k = tl.arange(0, BLOCK_K).to(tl.int64)
-            x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_xr + k[None, :] * stride_xk
-            expert_ptr = w_ptr + expert.to(tl.int64) * stride_we
-            w_ptrs = expert_ptr + columns.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
-            acc = dot_tile(
-                x_ptrs, row_mask, stride_xk, w_ptrs, stride_wk, columns < N, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
-            )
+            x = locate_rows(x_ptr, stride_xr, stride_xk, rows.to(tl.int64), row_mask, BLOCK_K)
+            acc = dot_rows_advancing(x, w, expert, column, N, BLOCK_N, PRODUCT)
+        acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, R, R_KN, PRECISION)
         expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
         scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
-        left, right = column_halves(acc)
-        left = add_bias(left, expert_bias_ptr, stride_bn, column, scales, N, BLOCK_N // 2)
-        store_columns(y_ptr, left, first_row, row_mask, column, N, BLOCK_M, BLOCK_N // 2)
-        column += BLOCK_N // 2
-        right = add_bias(right, expert_bias_ptr, stride_bn, column, scales, N, BLOCK_N // 2)
-        store_columns(y_ptr, right, first_row, row_mask, column, N, BLOCK_M, BLOCK_N // 2)
+        halves = column_halves(acc)
+        for i in tl.static_range(2):
+            first_column = column + i * (BLOCK_N // 2)
+            half = add_bias(halves[i], expert_bias_ptr, stride_bn, first_column, scales, N)
+            store_columns(y_ptr, half, first_row, row_mask, first_column, N)
         if ZERO_UNGROUPED:
             # As many zeros as results with each tile: they are stored while the next tile is computed.
             zero_chunk(y_ptr, last_row, total_rows, tile, N, BLOCK_M * BLOCK_N)
@@ -118,29 +113,21 @@ def grouped_gemm_kernel(
 
 @triton.jit
 def load_transposed_pair(
-    lhs_ptr, stride_lr, rhs_ptr, stride_rr, row_to_slot_ptr, start, end, m, n,
-    M: tl.constexpr, N: tl.constexpr, LHS_TOP_K: tl.constexpr, RHS_TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
+    p_ptr, stride_pr, q_ptr, stride_qr, row_to_slot_ptr, start, end, m, n,
+    M: tl.constexpr, N: tl.constexpr, P_TOP_K: tl.constexpr, Q_TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """lhs^T (BLOCK_M, BLOCK_K) and rhs (BLOCK_K, BLOCK_N) of the BLOCK_K rows from `start` on.
+    """p^T (BLOCK_M, BLOCK_K) and q (BLOCK_K, BLOCK_N) of the BLOCK_K rows from `start` on.
 
     Rows from `end` on are 0 in both: 0 * NaN is NaN.
     """
     rows = start + tl.arange(0, BLOCK_K)
     mask = rows < end
     rows = tl.minimum(rows, end - 1)
-    lhs_ptrs = lhs_ptr + source_rows(rows, row_to_slot_ptr, LHS_TOP_K)[None, :] * stride_lr + m[:, None]
-    rhs_ptrs = rhs_ptr + source_rows(rows, row_to_slot_ptr, RHS_TOP_K)[:, None] * stride_rr + n[None, :]
-    lhs = tl.load(lhs_ptrs, mask=mask[None, :] & (m < M)[:, None], other=0.0)
-    rhs = tl.load(rhs_ptrs, mask=mask[:, None] & (n < N)[None, :], other=0.0)
-    return lhs, rhs
-
-
-@triton.jit
-def store_wgrad(dw_ptrs, value, mask, ACCUMULATE: tl.constexpr):
-    """Writes value, or adds it to what is there."""
-    if ACCUMULATE:
-        value += tl.load(dw_ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dw_ptrs, value.to(dw_ptrs.dtype.element_ty), mask=mask)
+    p_ptrs = p_ptr + source_rows(rows, row_to_slot_ptr, P_TOP_K)[None, :] * stride_pr + m[:, None]
+    q_ptrs = q_ptr + source_rows(rows, row_to_slot_ptr, Q_TOP_K)[:, None] * stride_qr + n[None, :]
+    p = tl.load(p_ptrs, mask=mask[None, :] & (m < M)[:, None], other=0.0)
+    q = tl.load(q_ptrs, mask=mask[:, None] & (n < N)[None, :], other=0.0)
+    return p, q
 
 
 # To compute one group alone, the launcher passes a pointer into the offsets, of any alignment.
@@ -153,18 +140,9 @@ def wgrad_kernel(
     dw_desc,  # the same in blocks of (1, BLOCK_M, BLOCK_N), or None
     row_to_slot_ptr,  # (rows,) int32 or None
     expert_offsets_ptr,  # (E + 1,) int32
-    NUM_EXPERTS: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    P_TOP_K: tl.constexpr,
-    Q_TOP_K: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P_TOP_K: tl.constexpr, Q_TOP_K: tl.constexpr,
+    ACCUMULATE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """dw[e] = sum over the rows r of expert e of p[r] q[r]^T; with ACCUMULATE the sum is added to dw[e].
 
@@ -189,18 +167,18 @@ def wgrad_kernel(
             for k in tl.range(start, whole, BLOCK_K):
                 acc = tl.dot(p_desc.load([k, m_tile * BLOCK_M]).T, q_desc.load([k, n_tile * BLOCK_N]), acc)
             if whole < end:
-                lhs, rhs = load_transposed_pair(
+                p, q = load_transposed_pair(
                     p_ptr, stride_pr, q_ptr, stride_qr, row_to_slot_ptr, whole, end, m, n,
                     M, N, P_TOP_K, Q_TOP_K, BLOCK_K,
                 )  # fmt: skip
-                acc = tl.dot(lhs, rhs, acc, input_precision=PRECISION)
+                acc = tl.dot(p, q, acc, input_precision=PRECISION)
         else:
             for k in tl.range(start, end, BLOCK_K):
-                lhs, rhs = load_transposed_pair(
+                p, q = load_transposed_pair(
                     p_ptr, stride_pr, q_ptr, stride_qr, row_to_slot_ptr, k, end, m, n,
                     M, N, P_TOP_K, Q_TOP_K, BLOCK_K,
                 )  # fmt: skip
-                acc = tl.dot(lhs, rhs, acc, input_precision=PRECISION)
+                acc = tl.dot(p, q, acc, input_precision=PRECISION)
         if dw_desc is not None:
             value = acc.to(dw_ptr.dtype.element_ty).reshape(1, BLOCK_M, BLOCK_N)
             dw_desc.store([expert, m_tile * BLOCK_M, n_tile * BLOCK_N], value)
@@ -208,10 +186,12 @@ def wgrad_kernel(
             # An expert without rows has nothing to add.
             columns_end = tl.where(start < end, N, 0) if ACCUMULATE else N
             expert_ptr = dw_ptr + expert.to(tl.int64) * stride_de + m.to(tl.int64)[:, None] * stride_dm
-            left, right = column_halves(acc)
-            n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N // 2)
-            dw_ptrs = expert_ptr + n.to(tl.int64)[None, :] * stride_dn
-            store_wgrad(dw_ptrs, left, (m < M)[:, None] & (n < columns_end)[None, :], ACCUMULATE)
-            n += BLOCK_N // 2
-            dw_ptrs = expert_ptr + n.to(tl.int64)[None, :] * stride_dn
-            store_wgrad(dw_ptrs, right, (m < M)[:, None] & (n < columns_end)[None, :], ACCUMULATE)
+            halves = column_halves(acc)
+            for i in tl.static_range(2):
+                columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N // 2) + i * (BLOCK_N // 2)
+                dw_ptrs = expert_ptr + columns.to(tl.int64)[None, :] * stride_dn
+                mask = (m < M)[:, None] & (columns < columns_end)[None, :]
+                value = halves[i]
+                if ACCUMULATE:
+                    value += tl.load(dw_ptrs, mask=mask, other=0.0).to(tl.float32)
+                tl.store(dw_ptrs, value.to(dw_ptr.dtype.element_ty), mask=mask)

@@ -1,6 +1,6 @@
 """Barriers, descriptors and version differences that the Gluon kernels for Hopper share."""
 
-from functools import lru_cache
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,6 +14,14 @@ cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_glob
 
 # Rows of a ragged descriptor end here, wherever a group ends in memory.
 RAGGED_END = gl.constexpr(1 << 30)
+
+
+class Tokens(NamedTuple):
+    """Tokens to gather, (T, columns), by pointer and row stride in units of 8 elements, and the slots of rows."""
+
+    ptr: gl.tensor
+    stride8: gl.tensor
+    row_to_slot_ptr: gl.tensor
 
 
 @gluon.jit
@@ -31,12 +39,6 @@ def allocate_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
-@lru_cache(maxsize=None)
-def shared_layout(block, dtype):
-    """The shared-memory layout in which TMA writes a block of a torch dtype and wgmma reads it."""
-    return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(dtype).removeprefix("torch.")))
-
-
 @gluon.jit
 def ragged_coordinates(row, end, column):
     """Coordinates in a ragged descriptor (`hopper.descriptors.RaggedTmaBlock`) of the block at (row, column).
@@ -44,3 +46,10 @@ def ragged_coordinates(row, end, column):
     Rows from `end` on are read as 0 and are not written.
     """
     return [RAGGED_END, end, RAGGED_END - end + row, column]
+
+
+@gluon.jit
+def write_staging(value, staging):
+    """Writes a tile to a staging tile, a block in shared memory, for a TMA store to read."""
+    staging.reshape(value.shape).store(value.to(staging.dtype))
+    fence_async_shared()

@@ -10,11 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from .dependent import wait_for_stream
-from .hopper import allocate_barriers, ragged_coordinates, tma_store
-from .hopper_pipeline import Bias, Tiling, consume, produce
-from .hopper_ring import allocate_ring, finish_products
-from .hopper_staging import write_staging
-from .tiles import column_halves, load_bias, load_scales, num_row_tiles
+from .hopper import allocate_barriers, ragged_coordinates, tma_store, write_staging
+from .hopper_pipeline import Bias, Schedule, Zeros, consume, produce
+from .hopper_ring import Product, allocate_ring, finish_products
+from .tiles import Tiling, column_halves, load_bias, load_scales, num_row_tiles
 
 
 class Output(NamedTuple):
@@ -61,20 +60,15 @@ def gemm_epilogue(GROUP: gl.constexpr, acc, ring, slot, tile, turn, output, N: g
 
 @gluon.jit
 def consume_gemm(
-    GROUP: gl.constexpr, ring, pingpong, y_desc, staging, bias_ptr, stride_be, stride_bn, scales_ptr,
-    schedule_ptr, num_tiles,
-    TILING: gl.constexpr, STEPS: gl.constexpr, W_KN: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr,
-    SHARED: gl.constexpr,
+    GROUP: gl.constexpr, ring, pingpong, y_desc, staging, bias_ptr, stride_be, stride_bn, scales_ptr, schedule,
+    TILING: gl.constexpr, PRODUCT: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group."""
     # Made here: in the kernel, strides that are constants would become arguments of the partition.
     output = Output(y_desc, staging, Bias(bias_ptr, stride_be, stride_bn), scales_ptr)
-    step = (1 if SHARED else 2) * gl.num_programs(0)
-    first_tile = gl.program_id(0) + (0 if SHARED else GROUP) * gl.num_programs(0)
     consume(
-        GROUP, first_tile, step, ring, pingpong, schedule_ptr, num_tiles, TILING, STEPS, W_KN, BLOCK_N,
-        gemm_epilogue, output, N, PREFETCH=True, SHARED=SHARED,
-    )  # fmt: skip
+        GROUP, ring, pingpong, schedule, TILING, PRODUCT, gemm_epilogue, output, PRODUCT.N, PREFETCH=True, SHARED=SHARED
+    )
     tma.store_wait(0)
 
 
@@ -84,19 +78,13 @@ def hopper_gemm_kernel(
     w_desc,  # (E, K, N), blocks of (1, BLOCK_K, BLOCK_N), if W_KN; else (E, N, K), blocks of (1, BLOCK_N, BLOCK_K)
     bias_ptr, stride_be, stride_bn,  # (E, N) or None
     scales_ptr,  # (rows,) or None
+    projected_desc, factor_desc,  # the low-rank part, in blocks as x and w: (rows, R), (E, N, R) or, W_KN, (E, R, N)
     y_desc,  # (rows, N), out; ragged, blocks of some columns and BLOCK_M rows or, of shared tiles, half of them
     schedule_ptr,
     total_rows,
-    NUM_EXPERTS: gl.constexpr,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    ZERO_UNGROUPED: gl.constexpr,
-    W_KN: gl.constexpr,
-    STAGES: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ZERO_UNGROUPED: gl.constexpr,
+    W_KN: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e.
 
@@ -105,8 +93,9 @@ def hopper_gemm_kernel(
     The caller guarantees a schedule made for BLOCK_M, and four warps.
     """
     wait_for_stream()
-    TILING: gl.constexpr = Tiling(NUM_EXPERTS, (N + BLOCK_N - 1) // BLOCK_N, BLOCK_M, GROUP_M)
-    STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
+    PRODUCT: gl.constexpr = Product(N, K, R, W_KN, BLOCK_N)
     ROWS: gl.constexpr = y_desc.block_type.shape[2]
     SHARED: gl.constexpr = ROWS < BLOCK_M
     dtype: gl.constexpr = x_desc.dtype
@@ -114,20 +103,21 @@ def hopper_gemm_kernel(
     staging0 = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
     staging1 = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
     pingpong = allocate_barriers(2, 1)
-    zeros = staging0
     if ZERO_UNGROUPED:
         COLUMNS: gl.constexpr = y_desc.block_type.shape[3]
-        zeros = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
+        block = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
         layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 8, 4], [1, 1, gl.num_warps(), 1], [3, 2, 1, 0])
-        zeros.store(gl.zeros([1, 1, ROWS, COLUMNS], dtype, layout))
+        block.store(gl.zeros([1, 1, ROWS, COLUMNS], dtype, layout))
         fence_async_shared()
-    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * TILING.NUM_N_TILES
+        zeros = Zeros(y_desc, block, total_rows)
+    else:
+        zeros: gl.constexpr = None
+    schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)
     # Registers of a thread: a consumer's holds 128 sums of products.
     gl.warp_specialize([
-        (consume_gemm, (0, ring, pingpong, y_desc, staging0, bias_ptr, stride_be, stride_bn, scales_ptr,
-                        schedule_ptr, num_tiles, TILING, STEPS, W_KN, N, BLOCK_N, SHARED)),
-        (consume_gemm, (1, ring, pingpong, y_desc, staging1, bias_ptr, stride_be, stride_bn, scales_ptr,
-                        schedule_ptr, num_tiles, TILING, STEPS, W_KN, N, BLOCK_N, SHARED)),
-        (produce, (x_desc, w_desc, y_desc, zeros, ring, schedule_ptr, num_tiles, total_rows, TILING,
-                   N, K, ZERO_UNGROUPED, W_KN, BLOCK_N)),
+        (consume_gemm, (0, ring, pingpong, y_desc, staging0, bias_ptr, stride_be, stride_bn, scales_ptr, schedule,
+                        TILING, PRODUCT, SHARED)),
+        (consume_gemm, (1, ring, pingpong, y_desc, staging1, bias_ptr, stride_be, stride_bn, scales_ptr, schedule,
+                        TILING, PRODUCT, SHARED)),
+        (produce, (x_desc, w_desc, projected_desc, factor_desc, ring, schedule, zeros, TILING, PRODUCT)),
     ], [4, 1], [232, 40])  # fmt: skip

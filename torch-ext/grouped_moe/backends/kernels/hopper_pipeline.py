@@ -15,17 +15,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .hopper import ragged_coordinates, tma_load, tma_store
-from .hopper_ring import load_weight, multiply, multiply_half, next_slot, slot_at
-from .tiles import end_of_rows, expert_rows, grouped_order, tile_experts, tile_offset
+from .hopper_ring import load_weight, multiply, multiply_half, next_slot, num_steps, slot_at
+from .tiles import end_of_rows, expert_rows, expert_tiles, grouped_order, tile_experts
 
 
-class Tiling(NamedTuple):
-    """How a grouped GEMM is cut into tiles: compile-time values."""
+class Schedule(NamedTuple):
+    """The tiles that programs share: a schedule, as `.tiles` lays it out, and the number of its tiles."""
 
-    NUM_EXPERTS: gl.constexpr
-    NUM_N_TILES: gl.constexpr
-    BLOCK_M: gl.constexpr
-    GROUP_M: gl.constexpr
+    ptr: gl.tensor
+    num_tiles: gl.tensor
 
 
 class Tile(NamedTuple):
@@ -54,23 +52,33 @@ class Bias(NamedTuple):
     stride_n: gl.tensor
 
 
+class Zeros(NamedTuple):
+    """What a producer zeros rows of no group with: a ragged descriptor of the rows, and zeros in shared memory."""
+
+    desc: object
+    block: gl.shared_memory_descriptor
+    total_rows: gl.tensor
+
+
 @gluon.jit
-def load_expert(tile, num_tiles, schedule_ptr, TILING: gl.constexpr):
+def load_expert(tile, schedule, TILING: gl.constexpr):
     """The expert of a tile; 0 past the last tile."""
-    experts_ptr = tile_experts(schedule_ptr, TILING.NUM_EXPERTS)
-    return gl.load(experts_ptr + tile // TILING.NUM_N_TILES, mask=tile < num_tiles, other=0)
+    experts_ptr = tile_experts(schedule.ptr, TILING.NUM_EXPERTS)
+    return gl.load(experts_ptr + tile // TILING.NUM_N_TILES, mask=tile < schedule.num_tiles, other=0)
 
 
 @gluon.jit
-def load_group(expert, schedule_ptr, TILING: gl.constexpr):
+def load_group(expert, schedule, TILING: gl.constexpr):
     """An expert's first row, the row past its last one, and the number of m tiles before it."""
-    first, end = expert_rows(expert, schedule_ptr)
-    return first, end, tile_offset(expert, schedule_ptr, TILING.NUM_EXPERTS)
+    first, end = expert_rows(expert, schedule.ptr)
+    before, _ = expert_tiles(expert, schedule.ptr, TILING.NUM_EXPERTS)
+    return first, end, before
 
 
 @gluon.jit
-def locate_tile(tile, first, end, m_tiles_before, TILING: gl.constexpr):
-    """(first row, n tile) of a tile whose expert has the rows [first, end); the order is that of `tiles.find_tile`."""
+def locate_tile(tile, group, TILING: gl.constexpr):
+    """(first row, n tile) of a tile of the group from `load_group`; the order is that of `tiles.find_tile`."""
+    first, end, m_tiles_before = group
     num_m_tiles = (end - first + TILING.BLOCK_M - 1) // TILING.BLOCK_M
     within = tile - m_tiles_before * TILING.NUM_N_TILES
     m_tile, n_tile = grouped_order(within, num_m_tiles, TILING.NUM_N_TILES, TILING.GROUP_M)
@@ -78,90 +86,100 @@ def locate_tile(tile, first, end, m_tiles_before, TILING: gl.constexpr):
 
 
 @gluon.jit
-def find_tile(tile, num_tiles, schedule_ptr, TILING: gl.constexpr):
+def find_tile(tile, schedule, TILING: gl.constexpr):
     """Tile number -> Tile; of no meaning past the last tile."""
-    expert = load_expert(tile, num_tiles, schedule_ptr, TILING)
-    first, end, before = load_group(expert, schedule_ptr, TILING)
-    row, n_tile = locate_tile(tile, first, end, before, TILING)
-    return Tile(expert, row, end, n_tile)
+    expert = load_expert(tile, schedule, TILING)
+    group = load_group(expert, schedule, TILING)
+    row, n_tile = locate_tile(tile, group, TILING)
+    return Tile(expert, row, group[1], n_tile)
 
 
 @gluon.jit
-def zero_blocks(
-    y_desc, zeros, begin, end, first_row, last_row, total_rows,
-    N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
+def zero_blocks(zeros, begin, end, first_row, last_row, N: gl.constexpr):
     """Zeros blocks of rows of no group, numbers `begin` to `end` in steps of the grid; first those past last_row."""
+    ROWS: gl.constexpr = zeros.desc.block_type.shape[2]
+    COLUMNS: gl.constexpr = zeros.desc.block_type.shape[3]
     NUM_COLUMNS: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    trailing = (total_rows - last_row + ROWS - 1) // ROWS
+    trailing = (zeros.total_rows - last_row + ROWS - 1) // ROWS
     for block in range(begin, end, gl.num_programs(0)):
         row_block = block // NUM_COLUMNS
         column = (block - row_block * NUM_COLUMNS) * COLUMNS
         past = row_block < trailing
         row = gl.where(past, last_row + row_block * ROWS, (row_block - trailing) * ROWS)
-        tma_store(y_desc, ragged_coordinates(row, gl.where(past, total_rows, first_row), column), zeros)
+        end_row = gl.where(past, zeros.total_rows, first_row)
+        tma_store(zeros.desc, ragged_coordinates(row, end_row, column), zeros.block)
+
+
+@gluon.jit
+def load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT: gl.constexpr):
+    """Waits for a slot and starts to load the operands of the step at k into it."""
+    mbarrier.wait(ring.empty.index(slot), phase)
+    full = ring.full.index(slot)
+    mbarrier.expect(full, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
+    tma_load(x_desc, [row, k], full, ring.lhs.index(slot))
+    load_weight(w_desc, expert, n_tile, k, full, ring.rhs.index(slot), PRODUCT)
 
 
 @gluon.jit
 def produce(
-    x_desc, w_desc, y_desc, zeros, ring, schedule_ptr, num_tiles, total_rows, TILING: gl.constexpr,
-    N: gl.constexpr, K: gl.constexpr, ZERO_UNGROUPED: gl.constexpr, W_KN: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
+    x_desc, w_desc, projected_desc, factor_desc, ring, schedule, zeros, TILING: gl.constexpr, PRODUCT: gl.constexpr
+):
     """The producer warp: fills the ring with x and w of each tile, and meanwhile zeros the rows of no group.
 
-    y_desc, zeros, total_rows: of no use without ZERO_UNGROUPED; `zeros` is a block of y_desc in shared memory.
+    projected_desc, factor_desc: rows and weights of the low-rank part, in the blocks of x and w, or None. zeros: None
+    to leave rows of no group as they are.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
-    ROWS: gl.constexpr = y_desc.block_type.shape[2]
-    COLUMNS: gl.constexpr = y_desc.block_type.shape[3]
     pid = gl.program_id(0)
     step = gl.num_programs(0)
-    if ZERO_UNGROUPED:
-        first_row = gl.load(schedule_ptr)
-        last_row = end_of_rows(schedule_ptr, TILING.NUM_EXPERTS)
-        row_blocks = (total_rows - last_row + ROWS - 1) // ROWS + (first_row + ROWS - 1) // ROWS
-        blocks = row_blocks * ((N + COLUMNS - 1) // COLUMNS)
+    num_tiles = schedule.num_tiles
+    if zeros is not None:
+        ROWS: gl.constexpr = zeros.desc.block_type.shape[2]
+        COLUMNS: gl.constexpr = zeros.desc.block_type.shape[3]
+        first_row = gl.load(schedule.ptr)
+        last_row = end_of_rows(schedule.ptr, TILING.NUM_EXPERTS)
+        row_blocks = (zeros.total_rows - last_row + ROWS - 1) // ROWS + (first_row + ROWS - 1) // ROWS
+        blocks = row_blocks * ((PRODUCT.N + COLUMNS - 1) // COLUMNS)
         tiles_here = gl.maximum((num_tiles - pid + step - 1) // step, 1)
         blocks_per_tile = ((blocks + step - 1) // step + tiles_here - 1) // tiles_here * step
         block = pid + 0  # Triton 3.6 does not carry a variable that begins as a copy of another one
     slot = 0
     phase = 1
     # The loads that locate a tile are started one and two tiles ahead.
-    expert = load_expert(pid, num_tiles, schedule_ptr, TILING)
-    first, end, before = load_group(expert, schedule_ptr, TILING)
-    expert1 = load_expert(pid + step, num_tiles, schedule_ptr, TILING)
+    expert = load_expert(pid, schedule, TILING)
+    group = load_group(expert, schedule, TILING)
+    expert1 = load_expert(pid + step, schedule, TILING)
     for tile in range(pid, num_tiles, step):
-        row, n_tile = locate_tile(tile, first, end, before, TILING)
-        first1, end1, before1 = load_group(expert1, schedule_ptr, TILING)
-        expert2 = load_expert(tile + 2 * step, num_tiles, schedule_ptr, TILING)
-        for k in range(0, K, BLOCK_K):
-            mbarrier.wait(ring.empty.index(slot), phase)
-            full = ring.full.index(slot)
-            mbarrier.expect(full, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
-            tma_load(x_desc, [row, k], full, ring.lhs.index(slot))
-            load_weight(w_desc, expert, n_tile, k, full, ring.rhs.index(slot), W_KN, BLOCK_N)
+        row, n_tile = locate_tile(tile, group, TILING)
+        group1 = load_group(expert1, schedule, TILING)
+        expert2 = load_expert(tile + 2 * step, schedule, TILING)
+        for k in range(0, PRODUCT.K, BLOCK_K):
+            load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT)
             slot, phase = next_slot(slot, phase, STAGES)
-        if ZERO_UNGROUPED:
+        if factor_desc is not None:
+            for k in range(0, PRODUCT.R, BLOCK_K):
+                load_step(projected_desc, factor_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT)
+                slot, phase = next_slot(slot, phase, STAGES)
+        if zeros is not None:
             last = gl.minimum(block + blocks_per_tile, blocks)
-            zero_blocks(y_desc, zeros, block, last, first_row, last_row, total_rows, N, ROWS, COLUMNS)
+            zero_blocks(zeros, block, last, first_row, last_row, PRODUCT.N)
             block += blocks_per_tile
-        expert, first, end, before, expert1 = expert1, first1, end1, before1, expert2
-    if ZERO_UNGROUPED:
-        zero_blocks(y_desc, zeros, block, blocks, first_row, last_row, total_rows, N, ROWS, COLUMNS)
+        expert, group, expert1 = expert1, group1, expert2
+    if zeros is not None:
+        zero_blocks(zeros, block, blocks, first_row, last_row, PRODUCT.N)
         tma.store_wait(0)
 
 
 @gluon.jit
 def consume(
-    GROUP: gl.constexpr, first_tile, step, ring, pingpong, schedule_ptr, num_tiles, TILING: gl.constexpr,
-    STEPS: gl.constexpr, W_KN: gl.constexpr, BLOCK_N: gl.constexpr,
+    GROUP: gl.constexpr, ring, pingpong, schedule, TILING: gl.constexpr, PRODUCT: gl.constexpr,
     EPILOGUE: gl.constexpr, output, OPTIONS: gl.constexpr,
     PREFETCH: gl.constexpr = False,  # start the loads that locate a tile one and two tiles ahead
     SHARED: gl.constexpr = False,  # with PREFETCH: both groups take every tile, half of its rows each (`multiply_half`)
     PIECES: gl.constexpr = 0,  # pieces of a tile in the epilogue; without any, turn.next_tile is not found
 ):  # fmt: skip
-    """Consumer warp group GROUP, 0 or 1: multiplies every step-th tile from first_tile on, and runs the epilogue on it.
+    """Consumer warp group GROUP, 0 or 1: multiplies its tiles and runs the epilogue on each.
 
     pingpong: two mbarriers of one arrival. A group multiplies once its own has completed a phase, then lets the other
     group multiply. Without them both would multiply, then both run their epilogues.
@@ -169,42 +187,43 @@ def consume(
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_M: gl.constexpr = ring.lhs.shape[1]
+    STEPS: gl.constexpr = num_steps(PRODUCT.K, PRODUCT.R, ring.lhs.shape[2])
     STRIDE: gl.constexpr = 1 if SHARED else 2  # from this group's tile to its next one, in tiles of the program
+    step = STRIDE * gl.num_programs(0)
+    first_tile = gl.program_id(0) + GROUP * (STRIDE - 1) * gl.num_programs(0)
     position = GROUP * (STRIDE - 1) * STEPS  # among all slots that the program fills
     piece = GROUP * (STRIDE - 1) * PIECES
     pingpong_phase = 1 - GROUP  # group 0 begins
     if PREFETCH:
-        expert = load_expert(first_tile, num_tiles, schedule_ptr, TILING)
-        first, end, before = load_group(expert, schedule_ptr, TILING)
-        expert1 = load_expert(first_tile + step, num_tiles, schedule_ptr, TILING)
-    for number in range(first_tile, num_tiles, step):
+        expert = load_expert(first_tile, schedule, TILING)
+        group = load_group(expert, schedule, TILING)
+        expert1 = load_expert(first_tile + step, schedule, TILING)
+    for number in range(first_tile, schedule.num_tiles, step):
         if PREFETCH:
-            row, n_tile = locate_tile(number, first, end, before, TILING)
+            row, n_tile = locate_tile(number, group, TILING)
             if SHARED:
                 row += GROUP * (BLOCK_M // 2)
-            tile = Tile(expert, row, end, n_tile)
-            first1, end1, before1 = load_group(expert1, schedule_ptr, TILING)
-            expert2 = load_expert(number + 2 * step, num_tiles, schedule_ptr, TILING)
+            tile = Tile(expert, row, group[1], n_tile)
+            group1 = load_group(expert1, schedule, TILING)
+            expert2 = load_expert(number + 2 * step, schedule, TILING)
         else:
-            tile = find_tile(number, num_tiles, schedule_ptr, TILING)
+            tile = find_tile(number, schedule, TILING)
         next_tile = tile
         next_number = number + gl.num_programs(0)
         if PIECES > 0:
-            next_tile = find_tile(next_number, num_tiles, schedule_ptr, TILING)
+            next_tile = find_tile(next_number, schedule, TILING)
         if SHARED:
             slot, phase = slot_at(position, STAGES)
-            acc, slot, _ = multiply_half(
-                GROUP, ring, slot, phase, pingpong.index(0), pingpong_phase, W_KN, BLOCK_N, STEPS, BLOCK_M // 2
-            )
+            acc, slot, _ = multiply_half(GROUP, ring, slot, phase, pingpong.index(0), pingpong_phase, PRODUCT)
         else:
             mbarrier.wait(pingpong.index(GROUP), pingpong_phase)
             slot, phase = slot_at(position, STAGES)
-            acc, slot, _ = multiply(ring, slot, phase, W_KN, BLOCK_N, STEPS, 0, BLOCK_M)
+            acc, slot, _ = multiply(ring, slot, phase, PRODUCT, STEPS, 0, BLOCK_M)
             mbarrier.arrive(pingpong.index(1 - GROUP), count=1)
-        turn = Turn(pingpong_phase, piece, next_tile, next_number < num_tiles)
+        turn = Turn(pingpong_phase, piece, next_tile, next_number < schedule.num_tiles)
         EPILOGUE(GROUP, acc, ring, slot, tile, turn, output, OPTIONS)
         position += STRIDE * STEPS
         piece += STRIDE * PIECES
         pingpong_phase ^= 1
         if PREFETCH:
-            expert, first, end, before, expert1 = expert1, first1, end1, before1, expert2
+            expert, group, expert1 = expert1, group1, expert2

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.runtime.jit import constexpr_function
 
 from .hopper import allocate_barriers, tma_load
 
@@ -24,12 +25,31 @@ class Ring(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
+class Product(NamedTuple):
+    """The product of rows (rows, K) with an expert's weights for N columns: compile-time values.
+
+    R: columns of the low-rank part, 0 without one, which are more of K.
+    """
+
+    N: gl.constexpr
+    K: gl.constexpr
+    R: gl.constexpr
+    W_KN: gl.constexpr  # whether weights are (E, K, N) instead of (E, N, K)
+    BLOCK_N: gl.constexpr  # columns of a tile
+
+
 @gluon.jit
 def allocate_ring(lhs_desc, rhs_desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """A ring that one warp fills by TMA, in blocks of the descriptors. CONSUMERS: warp groups that read each slot."""
     lhs = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES] + lhs_desc.block_type.shape, lhs_desc.layout)
     rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES] + rhs_desc.block_type.shape, rhs_desc.layout)
     return Ring(lhs, rhs, full=allocate_barriers(STAGES, 1), empty=allocate_barriers(STAGES, CONSUMERS))
+
+
+@constexpr_function
+def num_steps(K, R, BLOCK_K):
+    """Steps along K and the ranks of the low-rank part."""
+    return (K + BLOCK_K - 1) // BLOCK_K + (R + BLOCK_K - 1) // BLOCK_K
 
 
 @gluon.jit
@@ -53,17 +73,17 @@ def previous_slot(slot, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_weight(w_desc, expert, n_tile, k, full, buf, W_KN: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Starts to load an expert's weights for the BLOCK_N columns of n_tile and the step at k into `buf`.
+def load_weight(w_desc, expert, n_tile, k, full, buf, PRODUCT: gl.constexpr):
+    """Starts to load an expert's weights for the columns of n_tile and the step at k into `buf`.
 
     A descriptor of four dimensions, (E, 2, N, K), has gate and up apart: BLOCK_N / 2 columns of each are loaded.
     """
     if len(w_desc.block_shape) == 4:
-        tma_load(w_desc, [expert, 0, n_tile * (BLOCK_N // 2), k], full, buf)
-    elif W_KN:
-        tma_load(w_desc, [expert, k, n_tile * BLOCK_N], full, buf)
+        tma_load(w_desc, [expert, 0, n_tile * (PRODUCT.BLOCK_N // 2), k], full, buf)
+    elif PRODUCT.W_KN:
+        tma_load(w_desc, [expert, k, n_tile * PRODUCT.BLOCK_N], full, buf)
     else:
-        tma_load(w_desc, [expert, n_tile * BLOCK_N, k], full, buf)
+        tma_load(w_desc, [expert, n_tile * PRODUCT.BLOCK_N, k], full, buf)
 
 
 @gluon.jit
@@ -88,35 +108,44 @@ def finish_products(acc, ring, slot, steps=1):
 
 @gluon.jit
 def multiply(
-    ring, slot, phase, W_KN: gl.constexpr, BLOCK_N: gl.constexpr, STEPS: gl.constexpr,
-    FIRST_ROW: gl.constexpr, ROWS: gl.constexpr, sums=None,
+    ring, slot, phase, PRODUCT: gl.constexpr,
+    STEPS: gl.constexpr, FIRST_ROW: gl.constexpr, ROWS: gl.constexpr, sums=None, ENDS: gl.constexpr = True,
 ):  # fmt: skip
     """x[FIRST_ROW : FIRST_ROW + ROWS] @ w over the next STEPS slots, plus `sums` if given: (acc, next slot, phase).
 
-    acc: (ROWS, BLOCK_N) fp32. The last products are still under way: call `finish_products` before reading it.
+    acc: (ROWS, BLOCK_N) fp32. The last products are still under way: call `finish_products` before reading it. ENDS:
+    whether these are the tile's last steps. Of the last one only as many columns are multiplied as the ranks need.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
+    LAST: gl.constexpr = (PRODUCT.R + 15) // 16 * 16 % BLOCK_K if ENDS else 0  # columns of the last step, 0 for all
+    BLOCK_N: gl.constexpr = PRODUCT.BLOCK_N
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     acc = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT) if sums is None else sums
-    for k in range(STEPS):
+    for k in range(STEPS - (1 if LAST > 0 else 0)):
         mbarrier.wait(ring.full.index(slot), phase)
-        if W_KN:
+        if PRODUCT.W_KN:
             w = ring.rhs.index(slot).reshape([BLOCK_K, BLOCK_N])
         else:
             w = ring.rhs.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
         x = ring.lhs.index(slot).slice(FIRST_ROW, ROWS)
         acc = multiply_step(acc, x, w, ring, slot, k, ADD=sums is not None)
         slot, phase = next_slot(slot, phase, STAGES)
+    if LAST > 0:
+        mbarrier.wait(ring.full.index(slot), phase)
+        if PRODUCT.W_KN:
+            w = ring.rhs.index(slot).reshape([BLOCK_K, BLOCK_N]).slice(0, LAST)
+        else:
+            w = ring.rhs.index(slot).reshape([BLOCK_N, BLOCK_K]).slice(0, LAST, dim=1).permute((1, 0))
+        x = ring.lhs.index(slot).slice(FIRST_ROW, ROWS).slice(0, LAST, dim=1)
+        acc = multiply_step(acc, x, w, ring, slot, STEPS, ADD=True)
+        slot, phase = next_slot(slot, phase, STAGES)
     return acc, slot, phase
 
 
 @gluon.jit
-def multiply_half(
-    GROUP: gl.constexpr, ring, slot, phase, lead_barrier, lead_phase,
-    W_KN: gl.constexpr, BLOCK_N: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """`multiply` for half GROUP, of ROWS rows, of a tile that two warp groups share.
+def multiply_half(GROUP: gl.constexpr, ring, slot, phase, lead_barrier, lead_phase, PRODUCT: gl.constexpr):
+    """`multiply` for half GROUP of the rows of a tile that two warp groups share.
 
     Group 0 leads: group 1 makes a tile's last LEAD steps only once group 0 has finished the tile. Its products so
     overlap group 0's epilogue, and group 0's first products of the next tile overlap group 1's epilogue. Group 0 lets
@@ -127,15 +156,17 @@ def multiply_half(
     deadlock: while group 1 waits, the ring has to take all remaining steps of the tile.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
+    ROWS: gl.constexpr = ring.lhs.shape[1] // 2
+    STEPS: gl.constexpr = num_steps(PRODUCT.K, PRODUCT.R, ring.lhs.shape[2])
     LEAD: gl.constexpr = STAGES // 2
     gl.static_assert(lead_barrier is None or STEPS > STAGES)
     if GROUP == 0 or lead_barrier is None:
-        acc, slot, phase = multiply(ring, slot, phase, W_KN, BLOCK_N, STEPS, GROUP * ROWS, ROWS)
+        acc, slot, phase = multiply(ring, slot, phase, PRODUCT, STEPS, GROUP * ROWS, ROWS)
         if lead_barrier is not None:
             mbarrier.arrive(lead_barrier, count=1)
     else:
-        acc, slot, phase = multiply(ring, slot, phase, W_KN, BLOCK_N, STEPS - LEAD, GROUP * ROWS, ROWS)
+        acc, slot, phase = multiply(ring, slot, phase, PRODUCT, STEPS - LEAD, GROUP * ROWS, ROWS, ENDS=False)
         acc = finish_products(acc, ring, slot)
         mbarrier.wait(lead_barrier, lead_phase)
-        acc, slot, phase = multiply(ring, slot, phase, W_KN, BLOCK_N, LEAD, GROUP * ROWS, ROWS, acc)
+        acc, slot, phase = multiply(ring, slot, phase, PRODUCT, LEAD, GROUP * ROWS, ROWS, acc)
     return acc, slot, phase

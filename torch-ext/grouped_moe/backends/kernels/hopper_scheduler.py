@@ -18,11 +18,11 @@ TILE_COST = gl.constexpr(128)
 class WgradTiling(NamedTuple):
     """How weight gradients are cut into tiles: compile-time values."""
 
-    NUM_TILES: gl.constexpr  # of all experts
-    M_TILES: gl.constexpr
+    NUM_EXPERTS: gl.constexpr
+    M_TILES: gl.constexpr  # of one expert, as N_TILES
     N_TILES: gl.constexpr
     GROUP_M: gl.constexpr
-    ORDER_SIZE: gl.constexpr  # as in `schedule_experts`
+    ORDER_SIZE: gl.constexpr  # a power of two, at least NUM_EXPERTS and 32; or 0, experts in their own order
 
 
 class Scheduler(NamedTuple):
@@ -51,11 +51,11 @@ class WgradTile(NamedTuple):
 
 
 @gluon.jit
-def schedule_experts(offsets_ptr, NUM_EXPERTS: gl.constexpr, TILES: gl.constexpr, SIZE: gl.constexpr):
-    """The program's Scheduler, with the order of the experts.
-
-    TILES: of one expert. SIZE: a power of two, at least NUM_EXPERTS and 32; or 0, experts in their own order.
-    """
+def schedule_experts(offsets_ptr, TILING: gl.constexpr):
+    """The program's Scheduler, with the order of the experts."""
+    NUM_EXPERTS: gl.constexpr = TILING.NUM_EXPERTS
+    TILES: gl.constexpr = TILING.M_TILES * TILING.N_TILES
+    SIZE: gl.constexpr = TILING.ORDER_SIZE
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -110,8 +110,9 @@ def position_in_round(number, scheduler):
 
 
 @gluon.jit
-def num_program_tiles(scheduler, NUM_TILES: gl.constexpr):
+def num_program_tiles(scheduler, TILING: gl.constexpr):
     """The number of tiles that the program gets."""
+    NUM_TILES: gl.constexpr = TILING.NUM_EXPERTS * TILING.M_TILES * TILING.N_TILES
     num_programs, num_long, rounds = scheduler.num_programs, scheduler.num_long, scheduler.rounds
     remaining = NUM_TILES - num_long - rounds * (num_programs - num_long)
     last = remaining // num_programs
@@ -137,8 +138,8 @@ def tile_number(index, scheduler):
 @gluon.jit
 def find_tile(index, scheduler, TILING: gl.constexpr):
     """The program's index-th tile as a WgradTile; past its last tile, any tile."""
-    tile = gl.minimum(tile_number(index, scheduler), TILING.NUM_TILES - 1)
     TILES: gl.constexpr = TILING.M_TILES * TILING.N_TILES
+    tile = gl.minimum(tile_number(index, scheduler), TILING.NUM_EXPERTS * TILES - 1)
     expert = tile // TILES
     m_tile, n_tile = grouped_order(tile - expert * TILES, TILING.M_TILES, TILING.N_TILES, TILING.GROUP_M)
     if TILING.ORDER_SIZE:

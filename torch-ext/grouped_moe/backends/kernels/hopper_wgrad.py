@@ -12,27 +12,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .dependent import wait_for_stream
-from .hopper import allocate_barriers, cp_async, ragged_coordinates, tma_load, tma_store
+from .hopper import Tokens, allocate_barriers, cp_async, ragged_coordinates, tma_load, tma_store, write_staging
 from .hopper_ring import Ring, allocate_ring, finish_products, multiply_step, next_slot
 from .hopper_scheduler import WgradTiling, find_tile, num_program_tiles, schedule_experts
-from .hopper_staging import write_staging
-
-
-class Gathered(NamedTuple):
-    """The operand of a weight gradient that is gathered, and the descriptor of the other one."""
-
-    tokens_ptr: gl.tensor
-    stride8: gl.tensor  # between tokens, in units of 8 elements
-    row_to_slot_ptr: gl.tensor
-    rows_desc: object  # a ragged descriptor
 
 
 class WgradOutput(NamedTuple):
-    """Where a consumer stores its rows."""
+    """Where consumers store their rows."""
 
     desc: object  # the descriptor of dw
-    staging: gl.shared_memory_descriptor  # a block of dw
-    loaded: object  # a barrier for loads into `staging`; None if nothing is added to dw
+    staging: gl.shared_memory_descriptor  # a block of dw for each consumer
+    loaded: object  # barriers for loads into those; None if nothing is added to dw
 
 
 @gluon.jit
@@ -46,7 +36,7 @@ def produce(lhs_desc, rhs_desc, ring, scheduler, TILING: gl.constexpr):
     slot = 0
     phase = 1
     expert, m_tile, n_tile, start, end = find_tile(0, scheduler, TILING)
-    for index in range(num_program_tiles(scheduler, TILING.NUM_TILES)):
+    for index in range(num_program_tiles(scheduler, TILING)):
         first_row, end_row = start, end
         m, n = m_tile * BLOCK_M, n_tile * BLOCK_N
         # The next tile is located while this one is loaded.
@@ -63,21 +53,21 @@ def produce(lhs_desc, rhs_desc, ring, scheduler, TILING: gl.constexpr):
 
 
 @gluon.jit
-def load_step_slots(row_to_slot_ptr, rows, end, BLOCK_K: gl.constexpr, STEPS: gl.constexpr):
+def load_step_slots(tokens, rows, end, BLOCK_K: gl.constexpr, STEPS: gl.constexpr):
     """Slots of the rows of STEPS steps as a tuple; `rows` are those of the first step. 0 for rows from `end` on."""
     slots = ()
     for step in gl.static_range(STEPS):
         step_rows = rows + step * BLOCK_K
-        slots = slots + (gl.load(row_to_slot_ptr + step_rows, mask=step_rows < end, other=0),)
+        slots = slots + (gl.load(tokens.row_to_slot_ptr + step_rows, mask=step_rows < end, other=0),)
     return slots
 
 
 @gluon.jit
 def produce_gathered(
-    gathered, ring, scheduler, TILING: gl.constexpr,
-    TOP_K: gl.constexpr,
+    tokens, rows_desc, ring, scheduler, TILING: gl.constexpr,
     COLUMNS: gl.constexpr,  # of tokens
     LHS_GATHERED: gl.constexpr,  # whether tokens are the left operand, else the right one
+    TOP_K: gl.constexpr,
 ):  # fmt: skip
     """The producer warps if one operand is gathered: their threads copy it, with 0 for rows past the expert's last one.
 
@@ -94,13 +84,11 @@ def produce_gathered(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     columns = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
     index_in_step = gl.arange(0, BLOCK_K, gl.SliceLayout(1, LAYOUT))
-    row_to_slot_ptr = gathered.row_to_slot_ptr
-    rows_desc = gathered.rows_desc
     slot = 0
     phase = 1
     expert, m_tile, n_tile, start, end = find_tile(0, scheduler, TILING)
-    next_slots = load_step_slots(row_to_slot_ptr, start + index_in_step, end, BLOCK_K, AHEAD)
-    for index in range(num_program_tiles(scheduler, TILING.NUM_TILES)):
+    next_slots = load_step_slots(tokens, start + index_in_step, end, BLOCK_K, AHEAD)
+    for index in range(num_program_tiles(scheduler, TILING)):
         first_row, end_row = start, end
         m, n = m_tile * BLOCK_M, n_tile * BLOCK_N
         expert, m_tile, n_tile, start, end = find_tile(index + 1, scheduler, TILING)
@@ -112,13 +100,13 @@ def produce_gathered(
             next_row = batch_row + AHEAD * BLOCK_K
             is_last = next_row >= end_row
             next_rows = gl.where(is_last, start, next_row) + index_in_step
-            next_slots = load_step_slots(row_to_slot_ptr, next_rows, gl.where(is_last, end, end_row), BLOCK_K, AHEAD)
+            next_slots = load_step_slots(tokens, next_rows, gl.where(is_last, end, end_row), BLOCK_K, AHEAD)
             for step in gl.static_range(AHEAD):
                 row = batch_row + step * BLOCK_K
                 if row < end_row:
                     token = slots[step] // TOP_K
-                    offset = token.to(gl.int64) * 8 * gathered.stride8
-                    source = gathered.tokens_ptr + offset[:, None] + column[None, :]
+                    offset = token.to(gl.int64) * 8 * tokens.stride8
+                    source = tokens.ptr + offset[:, None] + column[None, :]
                     mask = (row + index_in_step < end_row)[:, None]
                     if COLUMNS % BLOCK != 0:
                         mask = mask & (column < COLUMNS)[None, :]
@@ -136,11 +124,8 @@ def produce_gathered(
 
 
 @gluon.jit
-def consume(
-    GROUP: gl.constexpr, ring, scheduler, output,
-    TILING: gl.constexpr, GATHERED: gl.constexpr, ACCUMULATE: gl.constexpr,
-):  # fmt: skip
-    """A consumer warp group: multiplies half GROUP of the rows of each tile and stores the results.
+def consume(GROUP: gl.constexpr, ring, scheduler, output, TILING: gl.constexpr, GATHERED: gl.constexpr):
+    """A consumer warp group: multiplies half GROUP of the rows of each tile and stores the results, or adds them.
 
     GATHERED: threads copied an operand, which they wrote through the generic proxy. wgmma reads through the async
     proxy, so each consumer fences between its wait for the copies and wgmma.
@@ -148,24 +133,27 @@ def consume(
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[-2]
     BLOCK_M: gl.constexpr = ring.lhs.shape[-1]
-    ROWS: gl.constexpr = output.staging.shape[1]
-    BLOCK_N: gl.constexpr = output.staging.shape[2]
+    ROWS: gl.constexpr = output.staging.shape[2]
+    BLOCK_N: gl.constexpr = output.staging.shape[3]
     BYTES: gl.constexpr = ROWS * BLOCK_N * output.desc.dtype.primitive_bitwidth // 8
     FIRST_ROW: gl.constexpr = GROUP * ROWS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    staging = output.staging.index(GROUP)
+    if output.loaded is not None:
+        loaded = output.loaded.index(GROUP)
     slot = 0
     phase = 0
     loaded_phase = 0
     expert, m_tile, n_tile, start, end = find_tile(0, scheduler, TILING)
-    for index in range(num_program_tiles(scheduler, TILING.NUM_TILES)):
+    for index in range(num_program_tiles(scheduler, TILING)):
         steps = (end - start + BLOCK_K - 1) // BLOCK_K
         coordinates = [expert, m_tile * BLOCK_M + FIRST_ROW, n_tile * BLOCK_N]
         # The next tile is located while this one is multiplied.
         expert, m_tile, n_tile, start, end = find_tile(index + 1, scheduler, TILING)
-        if ACCUMULATE:
+        if output.loaded is not None:
             tma.store_wait(0)
-            mbarrier.expect(output.loaded, BYTES, pred=steps > 0)
-            tma_load(output.desc, coordinates, output.loaded, output.staging, pred=steps > 0)
+            mbarrier.expect(loaded, BYTES, pred=steps > 0)
+            tma_load(output.desc, coordinates, loaded, staging, pred=steps > 0)
         acc = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
         for k in range(steps):
             mbarrier.wait(ring.full.index(slot), phase)
@@ -176,17 +164,17 @@ def consume(
             acc = multiply_step(acc, lhs, rhs, ring, slot, k, ADD=True)
             slot, phase = next_slot(slot, phase, STAGES)
         acc = finish_products(acc, ring, slot, steps)
-        if ACCUMULATE:
+        if output.loaded is not None:
             if steps > 0:
-                mbarrier.wait(output.loaded, loaded_phase)
+                mbarrier.wait(loaded, loaded_phase)
                 loaded_phase ^= 1
-                acc += output.staging.reshape([ROWS, BLOCK_N]).load(LAYOUT).to(gl.float32)
-                write_staging(acc, output.staging)
-                tma_store(output.desc, coordinates, output.staging)
+                acc += staging.reshape([ROWS, BLOCK_N]).load(LAYOUT).to(gl.float32)
+                write_staging(acc, staging)
+                tma_store(output.desc, coordinates, staging)
         else:
             tma.store_wait(0)
-            write_staging(acc, output.staging)
-            tma_store(output.desc, coordinates, output.staging)
+            write_staging(acc, staging)
+            tma_store(output.desc, coordinates, staging)
     tma.store_wait(0)
 
 
@@ -196,13 +184,9 @@ def hopper_wgrad_kernel(
     p_desc, q_desc,  # ragged, (rows, M) and (rows, N)
     dw_desc,  # (E, M, N), out, in blocks of a warp group's rows
     offsets_ptr,  # (E + 1,) int32
-    NUM_EXPERTS: gl.constexpr,
-    M: gl.constexpr,
-    N: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
-    ORDER_SIZE: gl.constexpr,  # as in `hopper_scheduler.schedule_experts`
-    STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, ACCUMULATE: gl.constexpr,
+    ORDER_SIZE: gl.constexpr,  # as in `hopper_scheduler.WgradTiling`
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """dw[e] = sum over the rows r of expert e of p[r] q[r]^T; with ACCUMULATE the sum is added to dw[e].
 
@@ -213,21 +197,18 @@ def hopper_wgrad_kernel(
     wait_for_stream()
     M_TILES: gl.constexpr = (M + p_desc.block_shape[3] - 1) // p_desc.block_shape[3]
     N_TILES: gl.constexpr = (N + q_desc.block_shape[3] - 1) // q_desc.block_shape[3]
-    TILING: gl.constexpr = WgradTiling(NUM_EXPERTS * M_TILES * N_TILES, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
-    scheduler = schedule_experts(offsets_ptr, NUM_EXPERTS, M_TILES * N_TILES, ORDER_SIZE)
+    TILING: gl.constexpr = WgradTiling(NUM_EXPERTS, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
+    scheduler = schedule_experts(offsets_ptr, TILING)
     staging = gl.allocate_shared_memory(dw_desc.dtype, [2] + dw_desc.block_shape, dw_desc.layout)
     # Only where it is waited for: see `allocate_barriers`.
     if ACCUMULATE:
-        loaded = allocate_barriers(2, 1)
-        output0 = WgradOutput(dw_desc, staging.index(0), loaded.index(0))
-        output1 = WgradOutput(dw_desc, staging.index(1), loaded.index(1))
+        output = WgradOutput(dw_desc, staging, allocate_barriers(2, 1))
     else:
-        output0 = WgradOutput(dw_desc, staging.index(0), None)
-        output1 = WgradOutput(dw_desc, staging.index(1), None)
+        output = WgradOutput(dw_desc, staging, None)
     ring = allocate_ring(p_desc, q_desc, STAGES, 2)
     gl.warp_specialize([
-        (consume, (0, ring, scheduler, output0, TILING, False, ACCUMULATE)),
-        (consume, (1, ring, scheduler, output1, TILING, False, ACCUMULATE)),
+        (consume, (0, ring, scheduler, output, TILING, False)),
+        (consume, (1, ring, scheduler, output, TILING, False)),
         (produce, (p_desc, q_desc, ring, scheduler, TILING)),
     ], [4, 1], [232, 40])  # fmt: skip
 
@@ -239,15 +220,10 @@ def hopper_gathered_wgrad_kernel(
     rows_desc,  # the other operand, ragged, (rows, N) or (rows, M)
     dw_desc,  # (E, M, N), out, in blocks of a warp group's rows
     offsets_ptr,  # (E + 1,) int32
-    NUM_EXPERTS: gl.constexpr,
-    M: gl.constexpr,
-    N: gl.constexpr,
-    TOP_K: gl.constexpr,
-    P_GATHERED: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
-    ORDER_SIZE: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, TOP_K: gl.constexpr,
+    P_GATHERED: gl.constexpr, ACCUMULATE: gl.constexpr,
+    ORDER_SIZE: gl.constexpr,  # as in `hopper_scheduler.WgradTiling`
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """`hopper_wgrad_kernel` with one operand gathered: the tokens of the rows.
 
@@ -260,19 +236,16 @@ def hopper_gathered_wgrad_kernel(
     BLOCK_N: gl.constexpr = dw_desc.block_shape[2]
     M_TILES: gl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILING: gl.constexpr = WgradTiling(NUM_EXPERTS * M_TILES * N_TILES, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
+    TILING: gl.constexpr = WgradTiling(NUM_EXPERTS, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     WARPS: gl.constexpr = 4  # of the producer
-    scheduler = schedule_experts(offsets_ptr, NUM_EXPERTS, M_TILES * N_TILES, ORDER_SIZE)
+    scheduler = schedule_experts(offsets_ptr, TILING)
     staging = gl.allocate_shared_memory(dw_desc.dtype, [2] + dw_desc.block_shape, dw_desc.layout)
     # Only where it is waited for: see `allocate_barriers`.
     if ACCUMULATE:
-        loaded = allocate_barriers(2, 1)
-        output0 = WgradOutput(dw_desc, staging.index(0), loaded.index(0))
-        output1 = WgradOutput(dw_desc, staging.index(1), loaded.index(1))
+        output = WgradOutput(dw_desc, staging, allocate_barriers(2, 1))
     else:
-        output0 = WgradOutput(dw_desc, staging.index(0), None)
-        output1 = WgradOutput(dw_desc, staging.index(1), None)
+        output = WgradOutput(dw_desc, staging, None)
     if P_GATHERED:
         lhs = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_K, BLOCK_M], LAYOUT)
         rhs = gl.allocate_shared_memory(rows_desc.dtype, [STAGES] + rows_desc.block_shape, rows_desc.layout)
@@ -281,9 +254,9 @@ def hopper_gathered_wgrad_kernel(
         rhs = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], LAYOUT)
     # A slot is full when the other operand has landed and each thread of the producer has arrived.
     ring = Ring(lhs, rhs, full=allocate_barriers(STAGES, 1 + 32 * WARPS), empty=allocate_barriers(STAGES, 2))
-    gathered = Gathered(tokens_ptr, stride8, row_to_slot_ptr, rows_desc)
+    tokens = Tokens(tokens_ptr, stride8, row_to_slot_ptr)
     gl.warp_specialize([
-        (consume, (0, ring, scheduler, output0, TILING, True, ACCUMULATE)),
-        (consume, (1, ring, scheduler, output1, TILING, True, ACCUMULATE)),
-        (produce_gathered, (gathered, ring, scheduler, TILING, TOP_K, M if P_GATHERED else N, P_GATHERED)),
+        (consume, (0, ring, scheduler, output, TILING, True)),
+        (consume, (1, ring, scheduler, output, TILING, True)),
+        (produce_gathered, (tokens, rows_desc, ring, scheduler, TILING, M if P_GATHERED else N, P_GATHERED, TOP_K)),
     ], [4, WARPS], [208, 88])  # fmt: skip

@@ -12,10 +12,8 @@ def combine_kernel(
     weights_ptr,  # (S,) routing weight per slot, or None
     slot_to_row_ptr,  # (S,) int32, -1 for a sentinel
     out_ptr,  # (T, H), out
-    H: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    H: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """out[t] = sum over the routed slots s of token t, in order, of weights[s] y[slot_to_row[s]], in fp32.
 
     Neither the row nor the weight of a sentinel is read.
@@ -40,9 +38,7 @@ def sort_rows_kernel(
     x_ptr, stride_xt,  # (T, H), columns contiguous
     slot_to_row_ptr,  # (S,) int32, -1 for a sentinel
     out_ptr,  # (rows, H), out: the first R rows are written
-    H: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    H: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """out[slot_to_row[s]] = x[t] for the routed slots s of each token t.
 
@@ -69,9 +65,7 @@ def combine_grad_kernel(
     slot_to_row_ptr,  # (S,) int32, -1 for a sentinel
     dy_ptr,  # (S, H) or None, out: the first R rows are written
     dweights_ptr,  # (S,) or None, out
-    H: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    H: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """dy[row of s] = weights[s] dout[token of s]; dweights[s] = <dout[token of s], y[row of s]>, 0 for a sentinel.
 
@@ -101,9 +95,7 @@ def gather_rows_kernel(
     row_to_slot_ptr,  # (S,) int32
     num_rows_ptr,  # () int32, R
     out_ptr,  # (S, H), out: all of it is written
-    H: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    H: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """out[r] = x[token of r] for r < R, else 0.
 

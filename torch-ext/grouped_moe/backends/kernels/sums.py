@@ -6,12 +6,12 @@ import triton.language as tl
 from .dependent import wait_for_stream
 from .tiles import (
     end_of_rows,
+    expert_tiles,
     find_expert,
     load_bias,
     load_scales,
     num_row_tiles,
     source_rows,
-    tile_offset,
     tile_offsets,
     tile_rows,
 )
@@ -27,11 +27,9 @@ def bias_grads_kernel(
     dots_ptr, stride_pn,  # (n tiles, rows) fp32 or None, out: routed rows are written
     row_to_slot_ptr,  # (rows,) int32 or None
     schedule_ptr,
-    NUM_EXPERTS: tl.constexpr,
-    N: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, N: tl.constexpr,
     TOP_K: tl.constexpr,  # 0: rows in place
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """sums[tile] = sum over the tile's rows r of scales[r] dy[r]; dots[n tile, r] = <dy[r], bias[e]> over its columns.
 
@@ -43,8 +41,8 @@ def bias_grads_kernel(
     n_tile = tl.program_id(1)
     if tile < num_row_tiles(schedule_ptr, NUM_EXPERTS):
         expert = find_expert(tile, schedule_ptr, NUM_EXPERTS)
-        m_tile = tile - tile_offset(expert, schedule_ptr, NUM_EXPERTS)
-        first_row, rows, row_mask = tile_rows(expert, m_tile, schedule_ptr, BLOCK_M)
+        before, _ = expert_tiles(expert, schedule_ptr, NUM_EXPERTS)
+        first_row, rows, row_mask = tile_rows(expert, tile - before, schedule_ptr, BLOCK_M)
         columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         dy_ptrs = dy_ptr + source_rows(rows, row_to_slot_ptr, TOP_K)[:, None] * stride_dt + columns[None, :]
         dy = tl.load(dy_ptrs, mask=row_mask[:, None] & (columns < N)[None, :], other=0.0).to(tl.float32)
@@ -64,12 +62,9 @@ def sum_tiles_kernel(
     sums_ptr,  # (max_tiles, N) fp32
     out_ptr,  # (E, N) contiguous, out
     schedule_ptr,
-    NUM_EXPERTS: tl.constexpr,
-    N: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """out[e] = sum over the m tiles of expert e of sums[tile], in order; with ACCUMULATE it is added to out[e].
 
     Grid: (E, n tiles).
@@ -98,10 +93,7 @@ def sum_partials_kernel(
     offsets_ptr,  # (E + 1,) int32: rows outside [offsets[0], offsets[E]) have no partials
     out_ptr,  # (S,), out
     num_slots,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_PARTIALS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, NUM_PARTIALS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[s] = sum of partials[:, row of s], in order, 0 for a slot without a row; with ACCUMULATE added to out[s].
 

@@ -9,8 +9,19 @@ Only the functions below know where the parts begin. A pointer to expert offsets
 A row index is int32 (fewer than 2^31 rows); its product with a stride is int64 (2^31 elements or more).
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Tiling(NamedTuple):
+    """How a grouped GEMM is cut into tiles: compile-time values."""
+
+    NUM_EXPERTS: tl.constexpr
+    NUM_N_TILES: tl.constexpr
+    BLOCK_M: tl.constexpr
+    GROUP_M: tl.constexpr
 
 
 @triton.jit
@@ -29,12 +40,6 @@ def end_of_rows(schedule_ptr, NUM_EXPERTS: tl.constexpr):
 def tile_offsets(schedule_ptr, NUM_EXPERTS: tl.constexpr):
     """Pointer to the tile offsets."""
     return schedule_ptr + (NUM_EXPERTS + 1)
-
-
-@triton.jit
-def tile_offset(expert, schedule_ptr, NUM_EXPERTS: tl.constexpr):
-    """The number of m tiles before an expert."""
-    return tl.load(tile_offsets(schedule_ptr, NUM_EXPERTS) + expert)
 
 
 @triton.jit
@@ -64,15 +69,16 @@ def find_expert(m_tile, schedule_ptr, NUM_EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def find_tile(tile, schedule_ptr, NUM_EXPERTS: tl.constexpr, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
+def find_tile(tile, schedule_ptr, TILING: tl.constexpr):
     """Tile number -> (expert, m tile within the expert, n tile).
 
     Experts come in order; `grouped_order` orders the tiles of one. The caller guarantees that
     tile < num_row_tiles * NUM_N_TILES.
     """
-    expert = find_expert(tile // NUM_N_TILES, schedule_ptr, NUM_EXPERTS)
-    before, num_m_tiles = expert_tiles(expert, schedule_ptr, NUM_EXPERTS)
-    m_tile, n_tile = grouped_order(tile - before * NUM_N_TILES, num_m_tiles, NUM_N_TILES, GROUP_M)
+    expert = find_expert(tile // TILING.NUM_N_TILES, schedule_ptr, TILING.NUM_EXPERTS)
+    before, num_m_tiles = expert_tiles(expert, schedule_ptr, TILING.NUM_EXPERTS)
+    within = tile - before * TILING.NUM_N_TILES
+    m_tile, n_tile = grouped_order(within, num_m_tiles, TILING.NUM_N_TILES, TILING.GROUP_M)
     return expert, m_tile, n_tile
 
 
@@ -112,12 +118,12 @@ def tile_ptrs(ptr, first_row, first_column, ROW_SIZE: tl.constexpr, BLOCK_M: tl.
 
 
 @triton.jit
-def add_bias(acc, bias_ptr, stride_bn, first_column, scales, N: tl.constexpr, BLOCK_N: tl.constexpr):
-    """acc plus BLOCK_N values of an expert's bias, (N,), each times the row's scale if given; acc without bias_ptr."""
+def add_bias(acc, bias_ptr, stride_bn, first_column, scales, N: tl.constexpr):
+    """acc plus its columns of an expert's bias, (N,), each times the row's scale if given; acc without bias_ptr."""
     if bias_ptr is None:
         return acc
     else:
-        columns = first_column + tl.arange(0, BLOCK_N)
+        columns = first_column + tl.arange(0, acc.shape[1])
         bias = load_bias(bias_ptr, stride_bn, columns, N)[None, :]
         return acc + (bias if scales is None else scales[:, None] * bias)
 
@@ -144,12 +150,10 @@ def load_scales(scales_ptr, rows):
 
 
 @triton.jit
-def store_columns(
-    ptr, value, first_row, row_mask, first_column, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Stores BLOCK_N columns of a tile to a contiguous (rows, N) tensor."""
-    inside = first_column + tl.arange(0, BLOCK_N) < N
-    ptrs = tile_ptrs(ptr, first_row, first_column, N, BLOCK_M, BLOCK_N)
+def store_columns(ptr, value, first_row, row_mask, first_column, N: tl.constexpr):
+    """Stores columns of a tile to a contiguous (rows, N) tensor."""
+    inside = first_column + tl.arange(0, value.shape[1]) < N
+    ptrs = tile_ptrs(ptr, first_row, first_column, N, value.shape[0], value.shape[1])
     tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=row_mask[:, None] & inside[None, :])
 
 
@@ -179,80 +183,15 @@ def scale_rows(value, scales):
 
 
 @triton.jit
-def source_rows(rows, row_to_slot_ptr, TOP_K: tl.constexpr):
-    """The row of the operand that each routed row reads: its token, slot // TOP_K, or with TOP_K == 0 itself. int64."""
+def tokens_of(slots, TOP_K: tl.constexpr):
+    """The token of each slot, slot // TOP_K, or with TOP_K == 0, where slots are rows, the row itself. int64."""
     if TOP_K == 0:
-        return rows.to(tl.int64)
+        return slots.to(tl.int64)
     else:
-        return (tl.load(row_to_slot_ptr + rows) // TOP_K).to(tl.int64)
+        return (slots // TOP_K).to(tl.int64)
 
 
 @triton.jit
-def load_weights(w_ptrs, k_mask, n_mask, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr):
-    """A (BLOCK_K, BLOCK_N) weight tile, 0 where masked. A mask that is not needed would prevent vectorized loads."""
-    if EVEN_K and EVEN_N:
-        return tl.load(w_ptrs)
-    elif EVEN_N:
-        return tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
-    elif EVEN_K:
-        return tl.load(w_ptrs, mask=n_mask[None, :], other=0.0)
-    else:
-        return tl.load(w_ptrs, mask=k_mask[:, None] & n_mask[None, :], other=0.0)
-
-
-@triton.jit
-def dot_tile(
-    x_ptrs,  # (BLOCK_M, BLOCK_K) pointers at k = 0
-    row_mask,  # (BLOCK_M,) rows to read; the others count as 0
-    stride_xk,
-    w_ptrs,  # (BLOCK_K, BLOCK_N) pointers at k = 0
-    stride_wk,
-    n_mask,  # (BLOCK_N,) columns in range
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """x @ w over K, (BLOCK_M, BLOCK_N) fp32. The tail of K is masked in both operands."""
-    k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        if K % BLOCK_K == 0:
-            x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
-        else:
-            x = tl.load(x_ptrs, mask=row_mask[:, None] & (k < K - start)[None, :], other=0.0)
-        w = load_weights(w_ptrs, k < K - start, n_mask, K % BLOCK_K == 0, N % BLOCK_N == 0)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
-        x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
-        w_ptrs += tl.cast(stride_wk, tl.int64) * BLOCK_K
-    return acc
-
-
-@triton.jit
-def dot_tile_tma(
-    x_desc,  # (rows, K), blocks of (BLOCK_M, BLOCK_K)
-    first_row,
-    w_desc,  # (E, K, N), blocks of (1, BLOCK_K, BLOCK_N), if W_KN; else (E, N, K), blocks of (1, BLOCK_N, BLOCK_K)
-    expert,
-    first_column,
-    K: tl.constexpr,
-    W_KN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """`dot_tile` with operands loaded by TMA, which reads 0 past every extent.
-
-    Rows past the expert's last one are the next expert's or undefined: the caller must not store their results.
-    """
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        x = x_desc.load([first_row, k])
-        if W_KN:
-            w = w_desc.load([expert, k, first_column]).reshape(BLOCK_K, BLOCK_N)
-        else:
-            w = w_desc.load([expert, first_column, k]).reshape(BLOCK_N, BLOCK_K).T
-        acc = tl.dot(x, w, acc)
-    return acc
+def source_rows(rows, row_to_slot_ptr, TOP_K: tl.constexpr):
+    """The row of the operand that each routed row reads: its token or, with TOP_K == 0, itself. int64."""
+    return tokens_of(rows if TOP_K == 0 else tl.load(row_to_slot_ptr + rows), TOP_K)

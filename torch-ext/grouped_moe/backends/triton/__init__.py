@@ -3,6 +3,7 @@
 from .decode import decode, is_decode
 from .down_dgrad import down_dgrad
 from .gemm import gemm
+from .low_rank import project
 from .permute import combine, combine_grad, gather_rows
 from .routing import route, split_rows
 from .sums import bias_grads, num_bias_dots, sum_dots
@@ -11,5 +12,5 @@ from .wgrad import wgrad
 
 __all__ = [
     "bias_grads", "combine", "combine_grad", "decode", "down_dgrad", "gather_rows", "gemm", "is_decode",
-    "num_bias_dots", "route", "split_rows", "sum_dots", "up_proj", "wgrad",
+    "num_bias_dots", "project", "route", "split_rows", "sum_dots", "up_proj", "wgrad",
 ]  # fmt: skip

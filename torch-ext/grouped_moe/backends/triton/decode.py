@@ -1,19 +1,22 @@
 """The forward of the experts block for a few tokens, without gradients: two launches that stream weights."""
 
 from functools import lru_cache
-from typing import NamedTuple, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ...block import Block
 from ...common.activation import Activation
+from ...operands import LoRA
 from ...rows import unit_rows
 from ..kernels.decode import slot_down_proj_kernel, slot_up_proj_kernel
+from ..kernels.low_rank import slot_project_kernel
 from .gemm import bias_and_strides
 from .launch import Kernel
 
 _MAX_TOP_K = 32  # sums of all choices of a token lie in the registers of one program
+_PROJECTED_RANKS = 2  # of a program: so few that a token's are all under way at once
 _MAX_SHARED_BYTES = 28 << 20  # of weights that slots read again, on average: in as much time slots are routed
 
 
@@ -35,7 +38,7 @@ def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
 
 
 class _Problem(NamedTuple):
-    """What both kernels are compiled for; num_choices: top_k."""
+    """What the kernels are compiled for. num_choices: top_k. up_ranks, down_ranks: adapters and rank of a LoRA."""
 
     dtype: torch.dtype
     num_experts: int
@@ -45,6 +48,8 @@ class _Problem(NamedTuple):
     gated: bool
     interleaved: bool
     activation: Activation
+    up_ranks: Tuple[int, int]
+    down_ranks: Tuple[int, int]
 
 
 def _up_tile(k: int) -> Tuple[int, int, int]:
@@ -79,7 +84,7 @@ def _up_kernel(problem: _Problem) -> Kernel:
         "NUM_EXPERTS": problem.num_experts, "N": problem.i, "K": problem.h, "TOP_K": problem.num_choices,
         "GATED": problem.gated, "INTERLEAVED": problem.interleaved, "ACTIVATION": activation.name,
         "ALPHA": activation.alpha, "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
-        "BLOCK_N": block_n, "BLOCK_K": block_k,
+        **_rank_constants(problem.up_ranks), "BLOCK_N": block_n, "BLOCK_K": block_k,
     }  # fmt: skip
     return Kernel(slot_up_proj_kernel, constants, {"num_warps": warps}, _describe(block_n, block_k, warps))
 
@@ -91,27 +96,76 @@ def _down_kernel(problem: _Problem) -> Kernel:
     block_k = _narrowed(block_k, problem.i)
     constants = {
         "NUM_EXPERTS": problem.num_experts, "N": problem.h, "K": problem.i, "TOP_K": problem.num_choices,
-        "TOP_K_POW2": choices, "BLOCK_N": block_n, "BLOCK_K": block_k,
+        "TOP_K_POW2": choices, **_rank_constants(problem.down_ranks), "BLOCK_N": block_n, "BLOCK_K": block_k,
     }  # fmt: skip
     return Kernel(slot_down_proj_kernel, constants, {"num_warps": warps}, _describe(block_n, block_k, warps))
 
 
-def decode(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
-    """out (T, H) of the experts block, for calls that `is_decode` takes; T above 0."""
+def _rank_constants(ranks: Tuple[int, int]) -> dict:
+    num_adapters, rank = ranks
+    return {"NUM_ADAPTERS": num_adapters, "R": rank, "R_POW2": 1 << max(0, rank - 1).bit_length()}
+
+
+@lru_cache(maxsize=None)
+def _project_kernel(num_experts: int, ranks: Tuple[int, int], k: int, top_k: int, by_slot: bool) -> Kernel:
+    num_adapters, rank = ranks
+    constants = {
+        "NUM_EXPERTS": num_experts, "NUM_ADAPTERS": num_adapters, "R": rank, "K": k, "TOP_K": top_k,
+        "BY_SLOT": by_slot, "BLOCK_R": _PROJECTED_RANKS, "BLOCK_K": _narrowed(1024, k),
+    }  # fmt: skip
+    return Kernel(slot_project_kernel, constants)
+
+
+def _ranks(lora: Optional[LoRA]) -> Tuple[int, int]:
+    return (0, 0) if lora is None else (lora.num_adapters, lora.rank)
+
+
+def _factor_and_strides(factor: Tensor, num_experts: int) -> tuple:
+    """A factor (E, ...) or (L, E, ...) and its four strides, 0 along what is shared or missing."""
+    four = factor if factor.dim() == 4 else factor[None]
+    return four, *four.expand(-1, num_experts, -1, -1).stride()
+
+
+def _low_rank(
+    lora: Optional[LoRA], x: Tensor, ids: Tensor, adapters: Optional[Tensor], num_experts: int, by_slot: bool
+) -> tuple:
+    """The projected rows, the factor b with its strides and the adapters, as the kernels take them.
+
+    x: (T, K) or, by slot, (S, K), columns contiguous.
+    """
+    if lora is None:
+        return None, None, 0, 0, 0, 0, None
+    (num_tokens, top_k), rank = ids.shape, lora.rank
+    projected = x.new_empty((num_tokens * top_k, rank), dtype=torch.float32)
+    _project_kernel(num_experts, _ranks(lora), x.shape[1], top_k, by_slot)(
+        (-(-rank // _PROJECTED_RANKS), num_tokens * top_k, 1), x, x.stride(0), ids, adapters,
+        *_factor_and_strides(lora.a, num_experts), projected, float(lora.scaling),
+    )  # fmt: skip
+    return projected, *_factor_and_strides(lora.b, num_experts), adapters
+
+
+def decode(
+    block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor, adapters: Optional[Tensor] = None
+) -> Tensor:  # fmt: skip
+    """out (T, H) of the experts block, for calls that `is_decode` takes; T above 0. adapters: (T,), of LoRAs."""
     x, ids = unit_rows(x), top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
     (num_tokens, top_k), h, i, n_dim = ids.shape, x.shape[1], block.intermediate, 2 if block.transposed else 1
+    num_experts, up_lora, down_lora = block.num_experts, block.up_lora, block.down_lora
     problem = _Problem(
-        x.dtype, block.num_experts, top_k, h, i, block.gated, block.interleaved, block.activation
+        x.dtype, num_experts, top_k, h, i, block.gated, block.interleaved, block.activation, _ranks(up_lora),
+        _ranks(down_lora),
     )  # fmt: skip
     up, down, up_kernel, down_kernel = block.up, block.down, _up_kernel(problem), _down_kernel(problem)
     act = x.new_empty((num_tokens * top_k, i))
     up_kernel(
         (-(-i // up_kernel.constants["BLOCK_N"]), num_tokens * top_k, 1), x, x.stride(0), ids, up, up.stride(0),
-        up.stride(n_dim), *bias_and_strides(block.up_bias), act,
+        up.stride(n_dim), *bias_and_strides(block.up_bias), *_low_rank(up_lora, x, ids, adapters, num_experts, False),
+        act,
     )  # fmt: skip
     out = x.new_empty((num_tokens, h))
     down_kernel(
         (-(-h // down_kernel.constants["BLOCK_N"]), num_tokens, 1), act, ids, weights, down, down.stride(0),
-        down.stride(n_dim), *bias_and_strides(block.down_bias), out,
+        down.stride(n_dim), *bias_and_strides(block.down_bias),
+        *_low_rank(down_lora, act, ids, adapters, num_experts, True), out,
     )  # fmt: skip
     return out

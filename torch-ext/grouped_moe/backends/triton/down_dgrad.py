@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...block import Block
+from ...operands import LowRank
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import dgrad_config, persistent_grid, triton_path
 from ..kernels.experts import down_dgrad_kernel
@@ -39,8 +40,8 @@ class Launcher:
         )
 
     def __call__(
-        self, block: Block, dout: Tensor, scales: Optional[Tensor], preact: Tensor, dpreact: Optional[Tensor],
-        act: Optional[Tensor], dots: Optional[Tensor], rows: Rows,
+        self, block: Block, dout: Tensor, low_rank: Optional[LowRank], scales: Optional[Tensor], preact: Tensor,
+        dpreact: Optional[Tensor], act: Optional[Tensor], dots: Optional[Tensor], rows: Rows,
     ) -> None:  # fmt: skip
         """Writes dpreact, act and the first `num_dots` of dots, where they are given."""
         p, config = self.problem, self.config
@@ -51,25 +52,26 @@ class Launcher:
             weight = block.down, *nk_strides(block.down, p.transposed)
         tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
         self.kernel(
-            persistent_grid(config, tiles, p.n, p.spec), dout, *dout.stride(), *weight, scales, preact, dpreact, act,
-            dots, rows.num_rows, rows.row_to_slot if p.top_k else None, rows.schedule,
+            persistent_grid(config, tiles, p.n, p.spec), dout, *dout.stride(), *weight,
+            *(low_rank or (None, None)), scales, preact, dpreact, act, dots, rows.num_rows,
+            rows.row_to_slot if p.top_k else None, rows.schedule,
         )  # fmt: skip
 
 
 def down_dgrad(
     block: Block, dout: Tensor, rows: Rows, scales: Optional[Tensor], preact: Tensor, *, needs_dpreact: bool,
-    needs_act: bool, needs_dots: bool, more_dots: int, overwrite: bool,
+    needs_act: bool, needs_dots: bool, more_dots: int, overwrite: bool, low_rank: Optional[LowRank] = None,
 ) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
     """With g[r] = dout[r] W2[e], of dout[token of r] for routed rows, and the activation a[r] recomputed out of preact:
 
     (dpreact (rows, P) = scales[r] g[r] * a'(preact[r]), scales[r] a[r] (rows, I), dots (parts + more_dots, rows), of
     which the first parts sum up to <g[r], a[r]>), None where not needed. scales: per row, or per slot for routed rows.
     Rows of no expert stay unwritten. more_dots: further inner products there is room for. overwrite: dpreact takes the
-    place of preact.
+    place of preact. low_rank: what is added to g.
     """
     num_rows, n = rows.num_rows, block.intermediate
     dpreact = (preact if overwrite else torch.empty_like(preact)) if needs_dpreact else None
-    problem = problem_of(block, dout, block.down, rows, False, not block.transposed)
+    problem = problem_of(block, dout, block.down, low_rank, rows, False, not block.transposed)
     launcher = launcher_of("down_dgrad", problem)
     if num_rows and launcher.reads_sorted_rows and rows.top_k:
         dout = sort_rows(dout, rows)
@@ -78,5 +80,5 @@ def down_dgrad(
     if needs_dots:
         dots = dout.new_empty((launcher.num_dots + more_dots, num_rows), dtype=torch.float32)
     if num_rows:
-        launcher(block, dout, scales, preact, dpreact, act, dots, rows)
+        launcher(block, dout, low_rank, scales, preact, dpreact, act, dots, rows)
     return dpreact, act, dots

@@ -6,6 +6,7 @@ from typing import Optional
 from torch import Tensor
 
 from ...common.device import dot_precision, spec_of
+from ...operands import LowRank
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import gemm_config, persistent_grid, triton_path, wide_pays
 from ..kernels.gemm import grouped_gemm_kernel, zero_ungrouped_kernel
@@ -32,15 +33,16 @@ class Launcher:
         self.config = config = gemm_config(p.block_m, p.n, p.dtype, p.spec, self.by_tma)
         constants = {
             "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "ZERO_UNGROUPED": p.zero_rest, "TMA": self.by_tma,
-            "W_KN": p.layout == "kn", "PRECISION": p.precision, **config.constants(),
+            "W_KN": p.layout == "kn", "R": p.low_rank, "R_KN": p.transposed, "PRECISION": p.precision,
+            **config.constants(),
         }  # fmt: skip
         self.kernel = Kernel(
             grouped_gemm_kernel, constants, config.options(), config.describe(triton_path(self.by_tma))
         )
 
     def __call__(
-        self, x: Tensor, weight: Tensor, transposed: bool, bias: Optional[Tensor], scales: Optional[Tensor],
-        y: Tensor, rows: Rows,
+        self, x: Tensor, weight: Tensor, bias: Optional[Tensor], scales: Optional[Tensor],
+        low_rank: Optional[LowRank], y: Tensor, rows: Rows,
     ) -> None:  # fmt: skip
         """Writes y."""
         config, p = self.config, self.problem
@@ -50,11 +52,11 @@ class Launcher:
             w_and_strides = describe(weight, (1, *block)), 0, 0, 0
         else:
             x_and_strides = x, *x.stride()
-            w_and_strides = weight, *nk_strides(weight, transposed)
+            w_and_strides = weight, *nk_strides(weight, p.transposed)
         tiles = max_tiles(x.shape[0], p.num_groups, p.block_m)
         self.kernel(
             persistent_grid(config, tiles, p.n, p.spec), *x_and_strides, *w_and_strides, *bias_and_strides(bias),
-            scales, y, rows.schedule, x.shape[0],
+            scales, *(low_rank or (None, None)), y, rows.schedule, x.shape[0],
         )  # fmt: skip
 
 
@@ -71,12 +73,12 @@ def bias_and_strides(bias: Optional[Tensor]) -> tuple:
 
 def gemm(
     x: Tensor, weight: Tensor, rows: Rows, *, transposed: bool = False, bias: Optional[Tensor] = None,
-    scales: Optional[Tensor] = None, zero_rest: bool = False,
+    scales: Optional[Tensor] = None, zero_rest: bool = False, low_rank: Optional[LowRank] = None,
 ) -> Tensor:  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e], for rows in place.
 
-    x: (rows, K), any strides. weight: (E, N, K) or, transposed, (E, K, N), any strides. bias: (E, N). Returns
-    (rows, N), where rows of no group are unwritten or, with zero_rest, 0.
+    x: (rows, K), any strides. weight: (E, N, K) or, transposed, (E, K, N), any strides. bias: (E, N). low_rank: what is
+    added to the product. Returns (rows, N), where rows of no group are unwritten or, with zero_rest, 0.
     """
     (num_rows, k), n = x.shape, weight.shape[2 if transposed else 1]
     y = x.new_empty((num_rows, n))
@@ -85,10 +87,11 @@ def gemm(
         # Row tiles that stream weights do not earn back what descriptors cost.
         layout = weight_layout(weight, transposed) if block_m >= 64 and takes_rows(x, spec) else None
         problem = GemmProblem(
-            spec, dtype, dot_precision(dtype, spec), rows.num_groups, block_m, n, k, layout, zero_rest,
+            spec, dtype, dot_precision(dtype, spec), rows.num_groups, block_m, n, k, layout, transposed,
+            0 if low_rank is None else low_rank.rows.shape[1], zero_rest,
             num_rows > MAX_RAGGED_ROWS, spec.hopper and wide_pays(num_rows, rows.num_groups, n, k, spec),
         )  # fmt: skip
-        launcher_of("gemm", problem)(x, weight, transposed, bias, scales, y, rows)
+        launcher_of("gemm", problem)(x, weight, bias, scales, low_rank, y, rows)
     return y
 
 

@@ -34,8 +34,7 @@ class _Problem(NamedTuple):
 def _kernel(problem: _Problem) -> Kernel:
     p = problem
     block_n = min(_MAX_COLUMNS, max(16, 1 << (p.n - 1).bit_length()))
-    wide = p.dtype.itemsize > 2
-    block_k, stages = (32, 2) if wide else (128 if block_n <= 32 else 64, 3)
+    block_k, stages = (32, 2) if p.dtype.itemsize > 2 else (64, 2 if p.of_tokens else 4)
     constants = {
         "NUM_EXPERTS": p.num_groups, "R": p.n, "K": p.k, "RANK": p.rank, "TOP_K": p.top_k, "OF_TOKENS": p.of_tokens,
         "KN": p.transposed, "PRECISION": p.precision, "BLOCK_M": p.block_m, "BLOCK_N": block_n, "BLOCK_K": block_k,

@@ -9,8 +9,7 @@ from torch import Tensor
 from ...common import _compat
 from ...rows import Rows, schedule_size
 from ...tuning.heuristic import choose_block_m
-from ..kernels.routing import count_slots_kernel, place_slots_kernel, scan_counts_kernel
-from ..kernels.schedule import schedule_kernel
+from ..kernels.routing import count_slots_kernel, place_slots_kernel, scan_counts_kernel, schedule_kernel
 from .launch import Kernel
 
 _FEW_SLOTS = 2048  # up to here one launch does it all, in which every program counts all slots

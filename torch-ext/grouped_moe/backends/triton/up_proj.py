@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ...block import Block
 from ...common.device import dot_precision, spec_of
+from ...operands import LowRank
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import persistent_grid, triton_path, up_config
 from ..kernels.experts import up_proj_kernel
@@ -25,7 +26,7 @@ def block_constants(problem: BlockProblem, by_tma: bool) -> dict:
     """The constexprs of both fused kernels but for the tile's. by_tma: the weight comes by descriptor."""
     return {
         **problem.constants(), "TOP_K": problem.top_k, "PRECISION": problem.precision, "TMA": by_tma,
-        "W_KN": by_tma and problem.layout == "kn",
+        "W_KN": by_tma and problem.layout == "kn", "R": problem.low_rank, "R_KN": problem.transposed,
     }  # fmt: skip
 
 
@@ -47,8 +48,8 @@ class Launcher:
         )
 
     def __call__(
-        self, block: Block, x: Tensor, scales: Optional[Tensor], preact: Optional[Tensor], act: Optional[Tensor],
-        rows: Rows,
+        self, block: Block, x: Tensor, low_rank: Optional[LowRank], scales: Optional[Tensor],
+        preact: Optional[Tensor], act: Optional[Tensor], rows: Rows,
     ) -> None:  # fmt: skip
         """Writes preact and act, where they are given."""
         p, config = self.problem, self.config
@@ -59,7 +60,7 @@ class Launcher:
         tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
         self.kernel(
             persistent_grid(config, tiles, p.n, p.spec), x, *x.stride(), *weight, *bias_and_strides(block.up_bias),
-            preact, act, scales, rows.row_to_slot if p.top_k else None, rows.schedule,
+            *(low_rank or (None, None)), preact, act, scales, rows.row_to_slot if p.top_k else None, rows.schedule,
         )  # fmt: skip
 
     def _describe(self, up: Tensor):
@@ -72,29 +73,33 @@ class Launcher:
 
 
 def up_proj(
-    block: Block, x: Tensor, rows: Rows, scales: Optional[Tensor], *, save: bool, activate: bool
+    block: Block, x: Tensor, rows: Rows, scales: Optional[Tensor], *, save: bool, activate: bool,
+    low_rank: Optional[LowRank] = None,
 ) -> Tuple[Optional[Tensor], Optional[Tensor]]:  # fmt: skip
     """(preact (rows, P) if save, scales * activation (rows, I) if activate); rows of no expert stay unwritten.
 
-    preact[r] = W1[e] x[r] + b1[e], of x[token of r] for routed rows. scales: (rows,), of rows in place.
+    preact[r] = W1[e] x[r] + b1[e], of x[token of r] for routed rows. scales: (rows,), of rows in place. low_rank: what
+    is added to the product.
     """
     num_rows, n = rows.num_rows, block.intermediate
     preact = x.new_empty((num_rows, block.preact_width)) if save else None
     act = x.new_empty((num_rows, n)) if activate else None
     if num_rows:
-        problem = problem_of(block, x, block.up, rows, save, block.transposed)
-        launcher_of("up_proj", problem)(block, x, scales, preact, act, rows)
+        problem = problem_of(block, x, block.up, low_rank, rows, save, block.transposed)
+        launcher_of("up_proj", problem)(block, x, low_rank, scales, preact, act, rows)
     return preact, act
 
 
 def problem_of(
-    block: Block, x: Tensor, weight: Tensor, rows: Rows, saves_preact: bool, transposed: bool
+    block: Block, x: Tensor, weight: Tensor, low_rank: Optional[LowRank], rows: Rows, saves_preact: bool,
+    transposed: bool,
 ) -> BlockProblem:  # fmt: skip
     """The problem of either fused product, x times the weight (E, N, K) or, transposed, (E, K, N)."""
     spec, dtype, block_m = spec_of(x), x.dtype, rows.block_m
     tall = block_m >= 128  # shorter tiles, which stream weights, do not earn back what descriptors cost
     return BlockProblem(
         spec, dtype, dot_precision(dtype, spec), rows.num_groups, block_m, block.intermediate, x.shape[1], rows.top_k,
-        weight_layout(weight, transposed) if tall else None, transposed, tall and takes_rows(x, spec),
+        weight_layout(weight, transposed) if tall else None, transposed,
+        0 if low_rank is None else low_rank.rows.shape[1], tall and takes_rows(x, spec),
         rows.num_rows > MAX_RAGGED_ROWS, block.gated, block.interleaved, block.activation, saves_preact,
     )  # fmt: skip

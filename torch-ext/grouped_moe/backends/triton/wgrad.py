@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...common.device import dot_precision, spec_of
 from ...rows import Rows, unit_rows
-from ...tuning.heuristic import rows_per_group, triton_path, wgrad_config
+from ...tuning.heuristic import THIN, rows_per_group, triton_path, wgrad_config
 from ..kernels.gemm import wgrad_kernel
 from ..problems import WgradProblem
 from ..table import launcher_of
@@ -23,7 +23,7 @@ class Launcher:
 
     def __init__(self, problem: WgradProblem):
         p, gathered = problem, problem.gathered is not None
-        self.problem, self.by_tma = problem, p.rows_by_tma and not gathered
+        self.problem, self.by_tma = problem, p.rows_by_tma and not gathered and p.n > THIN
         self.config = wgrad_config(p.m, p.n, p.rows_per_group, p.dtype, p.spec, gathered, self.by_tma)
         # A whole tile passes through shared memory, which small tiles, two programs to a processor, have not left.
         whole = self.config.block_n == 256 and not p.accumulate and p.out_dtype == p.dtype
@@ -62,7 +62,9 @@ def wgrad(
 
     lhs: (rows, M), or (T, M) with lhs_of_tokens. rhs: (rows, N), the same. out: (G, M, N), any strides and dtype.
     """
-    if out.stride(2) != 1 and out.stride(1) == 1:
+    # Matrix instructions take 64 rows at least: the factor of a low-rank pair is thin along N.
+    is_thin, along_m = min(out.shape[1:]) <= THIN, out.stride(2) != 1 and out.stride(1) == 1
+    if out.shape[1] < out.shape[2] if is_thin else along_m:
         out = out.transpose(1, 2)
         lhs, rhs, lhs_of_tokens, rhs_of_tokens = rhs, lhs, rhs_of_tokens, lhs_of_tokens
     lhs, rhs, spec = unit_rows(lhs), unit_rows(rhs), spec_of(lhs)

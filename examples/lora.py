@@ -23,7 +23,7 @@ from quickstart import (
 )
 from transformers.utils import logging
 
-RANK, EXPERTS = 8, 64
+RANK = 8
 # The head is trained whole, since the model is a random one. A model that knows its language has no need of that.
 ADAPTERS = LoraConfig(
     task_type="CAUSAL_LM",
@@ -86,9 +86,7 @@ def main() -> None:
     text = python_reference()
     vocabulary = Vocabulary(text)
     ids = vocabulary.encode(text)
-    config = small_config(len(vocabulary))
-    config.num_experts = EXPERTS
-    models = build_models(config, [ours, "eager"], device)
+    models = build_models(small_config(len(vocabulary)), [ours, "eager"], device)
     models = {name: with_adapters(model) for name, model in models.items()}
     trained, total = models[ours].get_nb_trainable_parameters()
     print(f"\nLoRA of rank {RANK}: {trained / 1e6:.2f} of {total / 1e6:.1f} M parameters are trained on {device}")

@@ -33,8 +33,9 @@ $(VENV)/ready: $(wildcard requirements/*.txt)
 build: $(READY)  ## the variants of the package, in build/
 	$(PY) tools/build.py
 
-demo: build  ## trains a small Qwen3-MoE with the package and with eager, then runs it expert-parallel
+demo: build  ## trains a small Qwen3-MoE beside eager, runs it expert-parallel, then fine-tunes one with LoRA
 	$(PY) examples/quickstart.py
+	$(PY) examples/lora.py
 
 lint: $(READY)  ## what ruff finds, and what it would format otherwise
 	$(PY) -m ruff check .

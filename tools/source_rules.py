@@ -13,7 +13,7 @@ from typing import Callable, Iterator
 # The Hub loads a package with the standard library, torch and triton around it, and nothing else.
 ALLOWED_IMPORTS = sys.stdlib_module_names | {"torch", "triton"}
 # Packages that a caller of one function may have. Importing them must not be needed to load the kernel.
-IMPORTS_WITHIN_FUNCTIONS = {"tqdm", "transformers"}
+IMPORTS_WITHIN_FUNCTIONS = {"peft", "tqdm", "transformers"}
 
 OP_DECORATORS = {
     "custom_op", "triton_op", "register_fake", "register_kernel", "register_torch_dispatch", "register_vmap",

@@ -43,14 +43,21 @@ def grouped_mm_experts(
     columns alternate instead of [gate | up]. E up to 1024. Returns (T, H) in the dtype of hidden_states. Under autocast
     hidden states, weights and biases are cast as `F.linear` does.
 
+    gate_up_lora, down_lora: a `LoRA` each, or None, that is added to the weights without making their sum. Factors are
+    rounded to the dtype of the products, their gradients come in their own. Several adapters in one call: in all that
+    are given a (L, E, r, K) and b (L, E, N, r), with one L; adapter_index (T,), int32 or int64, says which adapter a
+    token has, -1 or any other number outside [0, L) that it has none.
+
     Differentiable once, in reverse mode, in all floating tensors; only gradients that are asked for are computed.
     Sums are in fp32 (fp64 for fp64) and in fixed order: results repeat bitwise. No host sync.
 
     Memory in elements of the dtype, with the rows S = T top_k or, if that is less, capacity, P = 2 I (I if not gated),
-    small index tensors apart. Saved for backward: T H (hidden_states itself; not if gate_up_proj is frozen) + S P; with
-    recompute=True T H. Transient in forward: S (I + H), or S H + T H with
+    small index tensors apart. Saved for backward: T H (hidden_states itself; not if gate_up_proj and the a of its LoRA
+    are frozen) + S P; with recompute=True T H. Transient in forward: S (I + H), or S H + T H with
     the output, if that is more; in backward, on an accelerator, S (I + H) beside the gradient
-    of hidden_states, then S I beside all, those of the weights last. The pre-activation becomes its own gradient in
+    of hidden_states, then S I beside all, those of the weights last. With R = L r, rounded up to a multiple of 8, each
+    LoRA takes S R and its factors again, in the dtype of the products; S R of gate_up_lora is saved, if its b is not
+    frozen and nothing is recomputed. The pre-activation becomes its own gradient in
     place and goes before down_proj's gradient comes. Up to there it is S P more if it is recomputed, or must stay as it
     is: where the backward keeps the graph, under torch.compile or a profiler, and behind hooks that move what is saved.
     Whoever keeps it beyond the backward, as hooks that hand it on or `grad_fn.saved_tensors` allow, is left without its

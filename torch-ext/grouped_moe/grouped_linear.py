@@ -212,7 +212,7 @@ def grouped_linear(
     adapter_index: Optional[Tensor] = None,
     transposed: bool = False,
 ) -> Tensor:
-    """y[r] = W[g] x[r] + bias[g] * bias_scales[r] for the rows r of group g.
+    """y[r] = (W[g] + scaling b[g] a[g]) x[r] + bias[g] * bias_scales[r] for the rows r of group g.
 
     x: (rows, K). weight: (G, N, K) or, transposed, (G, K, N), of any strides, G up to 1024. splits: which rows are
     whose, int32 or int64 on the device: `GroupSizes` (G,), `GroupOffsets` (G + 1,), or a tensor of one of these shapes,
@@ -220,11 +220,16 @@ def grouped_linear(
     (RuntimeError under CUDA graph capture). bias: (G, N). bias_scales: (rows,), of any floating dtype. Returns
     (rows, N) in the dtype of x.
 
+    lora: a and b with their scaling, for all groups, or None; the sum of weights is never made. Several adapters: a
+    (L, G, r, K) and b (L, G, N, r); then adapter_index (rows,), int32 or int64, says which adapter a row has, and any
+    number outside [0, L), such as -1, that it has none. Factors are rounded to the dtype of x, their gradients come in
+    their own. If b is not frozen, rows times L r elements, rounded up to a multiple of 8, are saved for the backward.
+
     Rows of no group are written as 0 and left out of every gradient, also where they hold NaN; their scales get 0.
     In tensors negative sizes count as 0, offsets that decrease as the largest before them, and what lies past the last
     row is cut off: no memory out of bounds is touched. Lists that do not fit raise. Fewer than 2^31 rows.
-    Differentiable once, in reverse mode, in x, weight, bias and bias_scales, each only when asked for, in its own
-    dtype; fp32 accumulation; bitwise repeatable; autocast applies as to `F.linear`, scales stay as they are. Raises
+    Differentiable once, in reverse mode, in x, weight, bias, bias_scales and factors, each only when asked for, in its
+    own dtype; fp32 accumulation; bitwise repeatable; autocast applies as to `F.linear`, scales stay as they are. Raises
     TypeError or ValueError that names the argument.
     """
     checks.check_flags(transposed=transposed)

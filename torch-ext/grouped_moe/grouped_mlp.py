@@ -4,11 +4,12 @@ from typing import Optional, Union
 
 from torch import Tensor
 
-from .block import kind_arguments
+from .block import factors_of, kind_arguments
 from .block_op import experts_op
 from .common import checks
 from .common.activation import Activation, as_activation
 from .common.autograd import refuse_forward_mode
+from .operands import LoRA, check_loras
 from .splits import Splits, as_splits
 
 
@@ -22,6 +23,9 @@ def grouped_mlp(
     bias_scales: Optional[Tensor] = None,
     gate_up_proj_bias: Optional[Tensor] = None,
     down_proj_bias: Optional[Tensor] = None,
+    gate_up_lora: Optional[LoRA] = None,
+    down_lora: Optional[LoRA] = None,
+    adapter_index: Optional[Tensor] = None,
     activation: Union[str, Activation] = "silu",
     gated: bool = True,
     interleaved: bool = False,
@@ -36,11 +40,13 @@ def grouped_mlp(
     x: (rows, H). splits: as for `grouped_linear`; rows of no group are written as 0, left out of every gradient and
     never contribute. activation_scales, bias_scales: (rows,), of any floating dtype, kept as they are; None for ones.
     They may be one tensor or two: each use has its own gradient. Weights, biases, activation and layout flags: as for
-    `grouped_mm_experts`, but that one bias may come without the other. Returns (rows, H) in the dtype of x.
+    `grouped_mm_experts`, but that one bias may come without the other. gate_up_lora, down_lora, adapter_index: as for
+    `grouped_mm_experts`, with an adapter per row, (rows,). Returns (rows, H) in the dtype of x.
 
     Differentiable once, in reverse mode, in all floating tensors, each only when asked for; fp32 accumulation; bitwise
-    repeatable; no host sync. Saved for backward: x (not if gate_up_proj is frozen) and the pre-activation, (rows, 2 I)
-    or (rows, I); with recompute=True x alone. Raises TypeError or ValueError that names the argument.
+    repeatable; no host sync. Saved for backward: x (not if gate_up_proj and the a of its LoRA are frozen), the
+    pre-activation, (rows, 2 I) or (rows, I), and (rows, L r) for the b of gate_up_lora; with recompute=True x alone.
+    Raises TypeError or ValueError that names the argument.
     """
     checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     activation = as_activation(activation, gated, interleaved)
@@ -57,7 +63,9 @@ def grouped_mlp(
     if bias_scales is not None and down_bias is None:
         raise ValueError("bias_scales: expected None without down_proj_bias, which they scale")
     splits = as_splits(splits, up.shape[0], x.shape[0], x.device)
-    tensors = *scales.values(), up, down, up_bias, down_bias
-    refuse_forward_mode("grouped_mlp", x, *tensors)
-    kind = kind_arguments(activation, gated, interleaved, transposed, recompute)
-    return experts_op(x, splits, *scales.values(), None, up, down, up_bias, down_bias, *(None,) * 4, *kind, None)
+    check_loras({"gate_up_lora": (gate_up_lora, up), "down_lora": (down_lora, down)}, transposed, x, adapter_index)
+    weights = up, down, up_bias, down_bias, *factors_of(gate_up_lora, down_lora)
+    refuse_forward_mode("grouped_mlp", x, *scales.values(), *weights)
+    kind = kind_arguments(activation, gated, interleaved, transposed, recompute, gate_up_lora, down_lora)
+    adapters = None if adapter_index is None else adapter_index.contiguous()
+    return experts_op(x, splits, *scales.values(), adapters, *weights, *kind, None)

@@ -39,12 +39,15 @@ def _experts_backward(dout: Shape, _x, _scales, _bias_scales, _adapters, *weight
     return 2 * rows * products
 
 
-def _linear_forward(x: Shape, weight: Shape, *_, **__) -> int:
-    return 2 * x[0] * _elements(weight)
+def _linear_forward(x: Shape, weight: Shape, _splits, _bias, _bias_scales, a: Shape, b: Shape, *_, **__) -> int:
+    return 2 * x[0] * sum(map(_elements, (weight, a, b)))
 
 
-def _linear_backward(dy: Shape, _x, weight: Shape, _splits, _transposed, needs_x: bool, needs_weight: bool, **_) -> int:
-    return 2 * dy[0] * _elements(weight) * (needs_x + needs_weight)
+def _linear_backward(dy: Shape, _x, weight: Shape, _splits, a: Shape, b: Shape, *rest, **_) -> int:
+    weight, a, b = map(_elements, (weight, a, b))
+    needs_x, needs_weight, needs_a, needs_b = rest[-1]
+    products = needs_x * (weight + a + b) + needs_weight * weight
+    return 2 * dy[0] * (products + needs_a * (a + (0 if needs_x else b)) + needs_b * b)
 
 
 def _accumulate_wgrad(dw: Shape, dy: Shape, *_, **__) -> int:

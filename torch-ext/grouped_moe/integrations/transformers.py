@@ -14,8 +14,10 @@ from torch import Tensor
 from ..common import checks
 from ..experts import grouped_mm_experts
 from ..grouped_linear import grouped_linear
+from ..operands import LoRA
 from ..permute import combine_rows, gather_rows
 from ..routing import route
+from .peft import factors_in_place, watch_wrappers
 from .transformers_gate import check_known, fused_activation, post_expert
 from .transformers_load import FP8_UNSUPPORTED, watch
 
@@ -36,6 +38,14 @@ def _local(experts: torch.nn.Module, name: str) -> Tensor:
     return parameter
 
 
+def _weight(
+    experts: torch.nn.Module, name: str, lora: Optional[LoRA], transposed: bool
+) -> Tuple[Tensor, Optional[LoRA]]:
+    """The weight of that name and what is to be added to it: `lora`, or what peft has put in its place."""
+    in_place = None if lora is not None else factors_in_place(experts, name, transposed)
+    return (_local(experts, name), lora) if in_place is None else in_place
+
+
 def _capacity(top_k_index: Tensor, share: Optional[Tuple[int, int]]) -> Optional[int]:
     """The slots' share (numerator, denominator), rounded up, or 1 without slots; integers, which may be symbolic."""
     if share is None:
@@ -50,21 +60,23 @@ def experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     share: Optional[Tuple[int, int]] = None,
+    gate_up_lora: Optional[LoRA] = None,
+    down_lora: Optional[LoRA] = None,
 ) -> Tensor:
     """The forward of a transformers experts module; signature and attributes are transformers'.
 
     hidden_states: (T, H). top_k_index, top_k_weights: (T, top_k); ids outside the module's num_experts are sentinels.
     share: numerator and denominator of the share of the slots that is the fused block's capacity; None for none.
-    Returns (T, H) in the dtype of hidden_states.
+    gate_up_lora, down_lora: what is added to the weights. Returns (T, H) in the dtype of hidden_states.
     """
-    gated = getattr(self, "has_gate", True)
+    gated, transposed = getattr(self, "has_gate", True), getattr(self, "is_transposed", False)
     name = "gate_up_proj" if gated else "up_proj"
     check_known(self)
-    up, down = _local(self, name), _local(self, "down_proj")
+    up, gate_up_lora = _weight(self, name, gate_up_lora, transposed)
+    down, down_lora = _weight(self, "down_proj", down_lora, transposed)
     has_bias = getattr(self, "has_bias", False)
     up_bias = _local(self, name + "_bias") if has_bias else None
     down_bias = _local(self, "down_proj_bias") if has_bias else None
-    transposed = getattr(self, "is_transposed", False)
     interleaved = gated and not getattr(self, "is_concatenated", True)
     if self.num_experts != up.shape[0]:
         raise ValueError(f"num_experts: expected {up.shape[0]} as in {name}, got {self.num_experts}")
@@ -75,14 +87,15 @@ def experts_forward(
     if activation is not None:
         out = grouped_mm_experts(
             x, top_k_index, top_k_weights, up, down, gate_up_proj_bias=up_bias, down_proj_bias=down_bias,
-            activation=activation, gated=gated, interleaved=interleaved, transposed=transposed,
-            capacity=_capacity(top_k_index, share),
+            gate_up_lora=gate_up_lora, down_lora=down_lora, activation=activation, gated=gated,
+            interleaved=interleaved, transposed=transposed, capacity=_capacity(top_k_index, share),
         )  # fmt: skip
         return out.to(hidden_states.dtype)
     routing = route(top_k_index, self.num_experts)
-    rows = grouped_linear(gather_rows(x, routing), up, routing.expert_offsets, up_bias, transposed=transposed)
+    rows, splits = gather_rows(x, routing), routing.expert_offsets
+    rows = grouped_linear(rows, up, splits, up_bias, lora=gate_up_lora, transposed=transposed)
     rows = self._apply_gate(rows) if gated else self.act_fn(rows)
-    rows = grouped_linear(rows.to(down.dtype), down, routing.expert_offsets, down_bias, transposed=transposed)
+    rows = grouped_linear(rows.to(down.dtype), down, splits, down_bias, lora=down_lora, transposed=transposed)
     if after is not None:
         rows = after(rows)
     return combine_rows(rows, top_k_weights, routing).to(hidden_states.dtype)
@@ -124,8 +137,10 @@ def register_experts_implementation(name: str = "grouped_moe", capacity: Optiona
     From then on a model with this implementation is looked at as it is built, before its weights load: experts that
     do not go by transformers' ExpertsInterface, and so keep their own code, are warned of; FP8 experts, and those with
     steps that this version does not know, raise ValueError. `set_experts_implementation` on a model that is there
-    already warns of nothing; what this package cannot run raises when it runs. A registration hook for modules, which
-    PyTorch keeps for the whole process, does this.
+    already warns of nothing; what this package cannot run raises when it runs. LoRA that peft puts on the weights of
+    experts from then on (`LoraConfig(target_parameters=...)`) runs in the block, without merged weights; what of it is
+    not known is left to peft, with a warning. Registration hooks for modules, which PyTorch keeps for the whole
+    process, do this.
 
     capacity: the share of the T top_k slots, above 0 and up to 1, that the fused block makes room for, rounded up to
     whole slots: see `grouped_mm_experts`, of which more slots than that are an error. For expert parallelism with
@@ -156,4 +171,5 @@ def register_experts_implementation(name: str = "grouped_moe", capacity: Optiona
     for registry, function in registries:
         registry.register(name, function)
     watch(name)
+    watch_wrappers()
     return name

@@ -11,6 +11,7 @@ from typing import Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ..common import _compat
 from ..common import activation as formulas
@@ -71,7 +72,8 @@ def _unknown_steps(experts_class: type) -> Tuple[Tuple[str, ...], Tuple[Tuple[st
 
 def check_known(experts: torch.nn.Module) -> None:
     """Raises ValueError for a module whose output depends on steps or options that this package does not know."""
-    methods, options = _unknown_steps(type(experts))
+    # Parametrizations give each module a class of its own.
+    methods, options = _unknown_steps(type_before_parametrizations(experts))
     unknown = [*methods, *(name for name, default in options if getattr(experts, name, default) != default)]
     if unknown:
         raise _refusal(experts, unknown)

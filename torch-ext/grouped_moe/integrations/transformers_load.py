@@ -27,14 +27,14 @@ def watch(name: str) -> None:
     _names.add(name)
 
 
-def _implementation(module: Optional[nn.Module]) -> Optional[str]:
+def implementation_of(module: Optional[nn.Module]) -> Optional[str]:
     """The name that the module's own config asks for, if it is one of ours."""
     config = None if module is None else module.__dict__.get("config")
     name = getattr(config, "_experts_implementation", None)
     return name if isinstance(name, str) and name in _names else None
 
 
-def _goes_by_interface(module: nn.Module) -> bool:
+def goes_by_interface(module: nn.Module) -> bool:
     """Whether its class is under transformers' @use_experts_implementation, which writes its options on each module."""
     return "is_transposed" in module.__dict__
 
@@ -56,16 +56,16 @@ def _look_at(parent: nn.Module, name: str, module: Optional[nn.Module]) -> None:
     """The hook: `module` becomes the child `name` of `parent`."""
     if module is None:
         return
-    if _implementation(module) is not None and _goes_by_interface(module):
+    if implementation_of(module) is not None and goes_by_interface(module):
         if _is_fp8(module):
             raise ValueError(FP8_UNSUPPORTED)
         check_known(module)
     # The child that a quantizer replaces still has the config that its successor may lack.
-    asked = _implementation(parent) or _implementation(parent._modules.get(name))
+    asked = implementation_of(parent) or implementation_of(parent._modules.get(name))
     if asked is None:
         return
     children = list(module.named_modules(prefix=name))
-    if any(_goes_by_interface(child) for _, child in children):
+    if any(goes_by_interface(child) for _, child in children):
         return
     for kind in {type(child).__name__ for path, child in children if _looks_like_experts(path, child)}:
         warnings.warn(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .._ops import ops
 from ..common import checks
 from ..grouped_linear import grouped_linear
+from ..operands import LoRA
 from ..splits import Splits, as_splits
 from .main_grad import (
     Delayed,
@@ -246,8 +247,14 @@ class GroupedLinear(nn.Module):
         eager_discrete = not self.single_grouped_weight and not torch.compiler.is_compiling()
         return self._of("weight") if x.requires_grad and eager_discrete else []
 
-    def forward(self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor] = None) -> Tensor:
+    def forward(
+        self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor] = None, lora: Optional[LoRA] = None,
+        adapter_index: Optional[Tensor] = None,
+    ) -> Tensor:  # fmt: skip
         """x: (rows, K). splits: as `grouped_linear` takes them. bias_scales: (rows,), with scale_bias and only then.
+
+        lora, adapter_index: as `grouped_linear` takes them, with factors a (G, r, K) and b (G, N, r). Their gradients
+        come in the backward, into `.grad`, also with main_grads and delayed weight gradients.
 
         Returns (rows, N); rows of no group are 0. Gradients, autocast, dtypes and errors are those of
         `grouped_linear`. Raises AttributeError if a weight lacks its main_grad.
@@ -258,16 +265,17 @@ class GroupedLinear(nn.Module):
             raise ValueError("bias_scales: expected None without scale_bias=True, got a value")
         checks.check_tensor("x", x)
         checks.check_shape("x", x, (None, self.in_features), "(rows, in_features)")
+        low_rank = {"lora": lora, "adapter_index": adapter_index}
         grad = torch.is_grad_enabled()
         if grad and (self.delay_wgrad or self.accumulate_into_main_grad):
             weights_wanted = any(weight.requires_grad for weight in self._of("weight"))
             bias_wanted = any(bias.requires_grad for bias in self._of("bias"))
             if self.delay_wgrad and (weights_wanted or bias_wanted):
-                return self._forward_delayed(x, splits, bias_scales, weights_wanted, bias_wanted)
+                return self._forward_delayed(x, splits, bias_scales, weights_wanted, bias_wanted, **low_rank)
             if self.accumulate_into_main_grad and weights_wanted:
-                return self._forward_main_grad(x, splits, bias_scales)
+                return self._forward_main_grad(x, splits, bias_scales, **low_rank)
         weight, bias = self._packed("weight", x, not grad), self._packed("bias", x, not grad)
-        return grouped_linear(x, weight, splits, bias, bias_scales)
+        return grouped_linear(x, weight, splits, bias, bias_scales, **low_rank)
 
     def _wanted(self) -> Tuple[Optional[List[int]], List[str], List[nn.Parameter]]:
         """Of the weights that require a gradient the groups, None if they are one; their names; and they themselves."""
@@ -277,13 +285,14 @@ class GroupedLinear(nn.Module):
             names, weights = ([each[group] for group in groups] for each in (names, weights))
         return None if self.single_grouped_weight else groups, names, weights
 
-    def _forward_main_grad(self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor]) -> Tensor:
+    def _forward_main_grad(self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor], **low_rank) -> Tensor:
         (groups, names, weights), compiling = self._wanted(), torch.compiler.is_compiling()
         targets = main_grads_of(names, weights) if compiling else None
         if not compiling:  # the backward looks them up: Megatron-LM may replace buffers and reset flags until then
             self._check_main_grads(names, weights)
         x, splits = self._as_saved(x, splits)
-        y = grouped_linear(x, self._packed("weight", x, True), splits, self._packed("bias", x), bias_scales)
+        packed = self._packed("weight", x, True), self._packed("bias", x)
+        y = grouped_linear(x, packed[0], splits, packed[1], bias_scales, **low_rank)
         if compiling:
             mark_added(weights)
         return MainGradTap.apply(y, x, splits, targets, names, self.num_groups, groups, self._watched(x), *weights)
@@ -305,7 +314,7 @@ class GroupedLinear(nn.Module):
         return x, as_splits(splits, self.num_groups, x.shape[0], x.device)
 
     def _forward_delayed(
-        self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor], weights: bool, bias: bool
+        self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor], weights: bool, bias: bool, **low_rank
     ) -> Tensor:
         """weights, bias: whether their gradients are wanted."""
         if torch.compiler.is_compiling():
@@ -317,7 +326,7 @@ class GroupedLinear(nn.Module):
             )
         x, splits = self._as_saved(x, splits)
         packed = self._packed("weight", x, True), self._packed("bias", x, True)
-        y = grouped_linear(x, packed[0], splits, packed[1], bias_scales)
+        y = grouped_linear(x, packed[0], splits, packed[1], bias_scales, **low_rank)
         anchor = torch.empty(0, requires_grad=True, device=x.device)
         saved = (x if weights else None, splits, bias_scales.contiguous() if bias and self.scale_bias else None)
         return DelayWgrad.apply(y, anchor, *saved, bias, self._delayed, self._watched(x))

@@ -1,0 +1,115 @@
+"""Low-rank pairs of the experts block and of grouped layers, and what they compute with weights that are merged."""
+
+from typing import Callable, Dict, NamedTuple, Optional, Tuple
+
+import torch
+from block import Result
+from cases import Case, Inputs
+from torch import Tensor
+
+WEIGHTS = {"gate_up_lora": "gate_up_proj", "down_lora": "down_proj"}
+
+
+class Pairs(NamedTuple):
+    """The LoRAs of a block or layer. given: of these arguments. shared: factors with an expert dimension of 1.
+
+    adapters: L, 0 for one adapter without an index.
+    """
+
+    rank: int = 8
+    given: Tuple[str, ...] = tuple(WEIGHTS)
+    shared: str = ""
+    adapters: int = 0
+
+
+def make_lora(grouped_moe, pairs: Pairs, weight: Tensor, transposed: bool, scaling: float, dtype: torch.dtype):
+    """One for a weight: of unit scale, so that it weighs as much as the weight itself."""
+    experts, n, k = (weight.transpose(1, 2) if transposed else weight).shape
+    many = (pairs.adapters,) if pairs.adapters else ()
+
+    def factor(name: str, *shape: int) -> Tensor:
+        made = torch.randn(*many, 1 if name in pairs.shared else experts, *shape, dtype=torch.float64)
+        return (made / shape[-1] ** 0.5).to(weight.device, dtype)
+
+    return grouped_moe.LoRA(factor("a", pairs.rank, k), factor("b", n, pairs.rank), scaling)
+
+
+def make_loras(grouped_moe, case: Case, inputs: Inputs, pairs: Pairs, dtype: Optional[torch.dtype] = None) -> Dict:
+    """The arguments of `grouped_mm_experts`: LoRAs and, of several adapters, the index.
+
+    The index has each adapter, -1 and what is past the last one.
+    """
+    arguments = {}
+    for (name, weight), scaling in zip(WEIGHTS.items(), (0.7, 1.25)):
+        if name in pairs.given:
+            weight = getattr(inputs, weight)
+            arguments[name] = make_lora(grouped_moe, pairs, weight, case.transposed, scaling, dtype or weight.dtype)
+    if pairs.adapters:
+        arguments["adapter_index"] = make_index(pairs.adapters, case.T).to(inputs.hidden_states.device)
+    return arguments
+
+
+def make_index(adapters: int, rows: int) -> Tensor:
+    """(rows,) adapters, of which some are none."""
+    return torch.randint(-1, adapters + 1, (rows,))
+
+
+def factors(arguments: Dict) -> Dict[str, Tensor]:
+    """The factors by name."""
+    loras = {name: lora for name, lora in arguments.items() if name != "adapter_index" and lora is not None}
+    return {f"{name}.{field}": getattr(lora, field) for name, lora in loras.items() for field in ("a", "b")}
+
+
+def with_factors(arguments: Dict, changed: Dict[str, Tensor]) -> Dict:
+    """The arguments with other factors."""
+    loras = {name: lora for name, lora in arguments.items() if f"{name}.a" in changed}
+    loras = {name: lora._replace(a=changed[f"{name}.a"], b=changed[f"{name}.b"]) for name, lora in loras.items()}
+    return {**arguments, **loras}
+
+
+def merged(weight: Tensor, lora, adapter: Optional[int], transposed: bool) -> Tensor:
+    """The weight with one adapter of a LoRA added, or with none where that is outside of them."""
+    if lora is None:
+        return weight
+    a, b = lora.a, lora.b
+    if adapter is not None:
+        if not 0 <= adapter < a.shape[0]:
+            return weight
+        a, b = a[adapter], b[adapter]
+    delta = lora.scaling * (b @ a)
+    return weight + (delta.transpose(1, 2) if transposed else delta)
+
+
+def over_adapters(function: Callable[[Optional[int], Optional[Tensor]], Tensor], arguments: Dict) -> Tensor:
+    """The sum of function(adapter, which rows have it) over the adapters and none; of one adapter (None, None)."""
+    index = arguments.get("adapter_index")
+    if index is None:
+        return function(None, None)
+    return sum(function(adapter, index == adapter) for adapter in index.unique().tolist())
+
+
+def run_merged(grouped_moe, case: Case, inputs: Inputs, arguments: Dict) -> Result:
+    """Forward and backward of the reference in fp64, with merged weights: the gradients of inputs and factors."""
+    wide = {
+        name: t.detach().double().requires_grad_() for name, t in {**inputs.floating(), **factors(arguments)}.items()
+    }
+    loras = with_factors(arguments, wide)
+    tensors = {name: wide[name] for name in inputs.floating()}
+    name, alpha, limit, up_offset = case.activation
+
+    def part(adapter, chosen):
+        ids = inputs.top_k_index if chosen is None else inputs.top_k_index.masked_fill(~chosen[:, None], -1)
+        weights = {
+            weight: merged(wide[weight], loras.get(lora), adapter, case.transposed) for lora, weight in WEIGHTS.items()
+        }
+        return grouped_moe.reference.grouped_mm_experts(
+            top_k_index=ids, transposed=case.transposed, name=name, alpha=alpha, limit=limit, up_offset=up_offset,
+            gated=case.gated, interleaved=case.interleaved, **{**tensors, **weights},
+        )  # fmt: skip
+
+    out = over_adapters(part, arguments)
+    if not out.requires_grad:  # no row is routed
+        return Result(out, {name: torch.zeros_like(t) for name, t in wide.items()})
+    leaves, dout = list(wide.values()), inputs.dout.double()
+    grads = torch.autograd.grad(out, leaves, dout, allow_unused=True, materialize_grads=True)
+    return Result(out.detach(), dict(zip(wide, grads)))

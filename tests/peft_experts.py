@@ -1,0 +1,175 @@
+"""Experts and small models under peft, how they are run, and which LoRAs the package is given by them."""
+
+from typing import Dict, List, NamedTuple, Optional
+
+import pytest
+import torch
+from test_transformers_models import FP32_TOLERANCE, make_model
+from torch import Tensor, nn
+
+peft = pytest.importorskip("peft", minversion="0.21")
+
+WRAPPER = peft.tuners.lora.ParamWrapper
+E, H, I, TOKENS, TOP_K, RANK = 8, 64, 48, 20, 2, 3  # noqa: E741
+MODELS = ("qwen3_moe", "gpt_oss", "nemotron_h")  # gated; transposed, interleaved, with biases; without a gate
+ROUTERS = ("gate.weight", "router.weight")
+by_model = pytest.mark.parametrize("name", MODELS)
+# muse_spark has a norm after each expert; the softplus gates are none that the block computes.
+EXPERTS = {
+    **{name: (name, {}) for name in (*MODELS, "muse_spark")},
+    "softplus": ("qwen3_moe", {"act_fn": nn.Softplus()}),
+    "softplus-gpt_oss": ("gpt_oss", {"_apply_gate": lambda rows: nn.functional.softplus(rows[:, ::2]) * rows[:, 1::2]}),
+}
+by_experts = pytest.mark.parametrize("name, attributes", EXPERTS.values(), ids=EXPERTS)
+
+
+class Call(NamedTuple):
+    """Which LoRAs a call of the block, or of two grouped linear layers, was given."""
+
+    up: bool
+    down: bool
+
+
+BOTH, NONE = Call(True, True), Call(False, False)
+
+
+def watch(shim, monkeypatch) -> List[Call]:
+    """Grows by one entry for each call of experts by the package. shim: its module for transformers."""
+    calls, linears, block, linear = [], [], shim.grouped_mm_experts, shim.grouped_linear
+
+    def watched_block(*args, **kwargs):
+        calls.append(Call(kwargs["gate_up_lora"] is not None, kwargs["down_lora"] is not None))
+        return block(*args, **kwargs)
+
+    def watched_linear(*args, **kwargs):
+        linears.append(kwargs["lora"] is not None)
+        if len(linears) % 2 == 0:
+            calls.append(Call(*linears[-2:]))
+        return linear(*args, **kwargs)
+
+    monkeypatch.setattr(shim, "grouped_mm_experts", watched_block)
+    monkeypatch.setattr(shim, "grouped_linear", watched_linear)
+    return calls
+
+
+def warn_again(ours) -> None:
+    """Warnings come once for each reason: from here on again. ours: the package's module for peft."""
+    ours._warned.clear()
+    assert ours._is_known(False) and ours._is_known(True)
+
+
+def first_weight(name: str) -> str:
+    return "up_proj" if name == "nemotron_h" else "gate_up_proj"
+
+
+def add_lora(model: nn.Module, name: str, targets: Optional[List[str]] = None, **options):
+    """The model under peft, with random factors for both weights of the experts."""
+    targets = targets or [f"experts.{first_weight(name)}", "experts.down_proj"]
+    options = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": [], "init_lora_weights": False, **options}
+    return peft.get_peft_model(model, peft.LoraConfig(target_parameters=targets, **options))
+
+
+def make_peft_model(name: str, device: str, num_layers: int = 2, **options):
+    """A small model under peft, with LoRA on the attention, too, and trained routers; and ids."""
+    model, ids = make_model(name, device, num_layers)
+    model = add_lora(model, name, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], **options)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith(ROUTERS):
+            parameter.requires_grad_()
+    return model, ids
+
+
+class Holder(nn.Module):
+    """A block of one experts module, as peft sees it."""
+
+    def __init__(self, experts: nn.Module):
+        super().__init__()
+        self.experts, self.config = experts, {"model_type": "custom"}
+
+    def forward(self, *args):
+        return self.experts(*args)
+
+
+def make_experts(name: str, device: str, num_experts: int = E, **attributes) -> Holder:
+    """Experts alone with random weights, in a block."""
+    import transformers
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+    from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    kind, config, experts, width = {
+        "qwen3_moe": (Qwen3MoeExperts, "Qwen3MoeConfig", "num_experts", "moe_intermediate_size"),
+        "gpt_oss": (GptOssExperts, "GptOssConfig", "num_local_experts", "intermediate_size"),
+        "nemotron_h": (NemotronHExperts, "NemotronHConfig", "n_routed_experts", "moe_intermediate_size"),
+        "muse_spark": (MuseSparkExperts, "MuseSparkTextConfig", "num_local_experts", "moe_intermediate_size"),
+    }[name]
+    sizes = {"hidden_size": H, "num_attention_heads": 2, experts: num_experts, width: I}
+    if name == "muse_spark":
+        sizes["moe_hidden_size"] = H
+    experts = kind(getattr(transformers, config)(**sizes))
+    for parameter in experts.parameters():
+        fan_in = parameter.shape[1 if experts.is_transposed else 2] if parameter.dim() == 3 else 1
+        nn.init.normal_(parameter, std=fan_in**-0.5)
+    for attribute, value in attributes.items():
+        setattr(experts, attribute, value)
+    return Holder(experts).to(device)
+
+
+def set_implementation(model: nn.Module, implementation: str) -> None:
+    for module in model.modules():
+        if "is_transposed" in module.__dict__:
+            module.config._experts_implementation = implementation
+
+
+def make_inputs(device: str, num_experts: int = E, dtype: torch.dtype = torch.float32) -> tuple:
+    """hidden_states, top_k_index, top_k_weights, cotangent."""
+    ids = torch.rand(TOKENS, num_experts).argsort(dim=1)[:, :TOP_K]
+    tensors = (torch.randn(TOKENS, H).to(dtype), ids, torch.rand(ids.shape) + 0.1, torch.randn(TOKENS, H))
+    return tuple(tensor.to(device) for tensor in tensors)
+
+
+def run(model: nn.Module, inputs: tuple, implementation: str) -> Dict[str, Tensor]:
+    """The output, and the gradients of hidden states, routing weights and what is trained."""
+    set_implementation(model, implementation)
+    x, ids, weights, cotangent = inputs
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    out = model(x, ids, weights)
+    leaves = {"x": x, "weights": weights, **{name: p for name, p in model.named_parameters() if p.requires_grad}}
+    grads = torch.autograd.grad(out, list(leaves.values()), cotangent.to(out.dtype))
+    return {"out": out.detach(), **dict(zip(leaves, grads))}
+
+
+def train_step(model: nn.Module, ids: Tensor, implementation: str) -> Dict[str, Tensor]:
+    """Logits, loss, and the gradients of what is trained."""
+    set_implementation(model, implementation)
+    model.zero_grad()
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": out.logits.detach(), "loss": out.loss.detach()[None], **grads}
+
+
+def errors(got: Dict[str, Tensor], want: Dict[str, Tensor]) -> Dict[str, float]:
+    """Relative, in norm."""
+    assert got.keys() == want.keys()
+    return {name: float((got[name].double() - t.double()).norm() / t.double().norm()) for name, t in want.items()}
+
+
+def assert_close(got: Dict[str, Tensor], want: Dict[str, Tensor], tolerance: float = FP32_TOLERANCE) -> None:
+    for name, error in errors(got, want).items():
+        assert got[name].dtype == want[name].dtype and error <= tolerance, f"{name}: {error:.1e}"
+
+
+def assert_near(got: Tensor, want: Tensor) -> None:
+    assert_close({"out": got}, {"out": want})
+
+
+def outputs(model: nn.Module, inputs: tuple, implementation: str) -> Tensor:
+    set_implementation(model, implementation)
+    with torch.no_grad():
+        return model(*inputs[:3])
+
+
+def wrappers(model: nn.Module) -> List[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, WRAPPER)]

@@ -1,0 +1,338 @@
+"""grouped_mm_experts with low-rank pairs: output and every gradient against the reference with merged weights in fp64.
+
+Nothing of rows and experts that take no part is read, and no gradient depends on which others are asked for.
+"""
+
+import pytest
+import torch
+from block import Result, assert_same, call, with_leaves
+from cases import BY_ID, make_inputs
+from compare import assert_bitwise, assert_close, assert_differentiable_once
+from lora import Pairs, factors, make_loras, run_merged, with_factors
+from poison import dirty_allocator, guarded, poison_sentinels, poisoned_allocations
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
+
+NAN = float("nan")
+FP32, BF16 = torch.float32, torch.bfloat16
+UP, DOWN = ("gate_up_lora",), ("down_lora",)
+
+PAIRS = {
+    "rank-1": ("silu", Pairs(rank=1)),
+    "rank-3": ("silu", Pairs(rank=3)),
+    "rank-8": ("silu-recompute", Pairs()),
+    "rank-40": ("silu", Pairs(rank=40)),
+    "up": ("silu", Pairs(given=UP)),
+    "down": ("silu-recompute", Pairs(given=DOWN)),
+    "a-shared": ("silu", Pairs(shared="a")),
+    "b-shared": ("silu-transposed", Pairs(rank=3, shared="b")),
+    "both-shared": ("silu", Pairs(shared="ab")),
+    "transposed-bias": ("silu-interleaved-transposed-recompute", Pairs(rank=3)),
+    "bias": ("silu-bias", Pairs()),
+    "gpt-oss": ("gpt-oss", Pairs()),
+    "not-gated": ("relu2-not-gated", Pairs(rank=3)),
+    "one-bias": ("not-gated-up-bias-only", Pairs(given=DOWN)),
+    "one-token": ("one-token", Pairs(rank=40)),
+    "one-expert": ("one-expert", Pairs()),
+    "many-experts": ("many-experts", Pairs(rank=3)),
+    "odd-extents": ("odd-extents", Pairs(rank=5)),
+    "extents-of-one": ("extents-of-one", Pairs(rank=1)),
+    "adapters": ("silu", Pairs(adapters=3)),
+    "adapters-of-one": ("silu-recompute", Pairs(rank=1, adapters=1)),
+    "adapters-up": ("silu-transposed", Pairs(rank=5, given=UP, adapters=2)),
+    "adapters-shared": ("silu-bias", Pairs(rank=3, shared="a", adapters=2)),
+    "adapters-gpt-oss": ("gpt-oss", Pairs(rank=16, adapters=5)),
+    "adapters-one-token": ("one-token", Pairs(rank=3, adapters=2)),
+    "tall-wide": ("tall-wide", Pairs(rank=16)),
+    "tall-wide-rank-64": ("tall-wide-transposed", Pairs(rank=64)),
+    "tall-wide-rank-256": ("tall-wide-not-gated", Pairs(rank=256)),
+    "tall-wide-gpt-oss": ("tall-wide-gpt-oss", Pairs(rank=3, adapters=4)),
+    "tall-wide-shared": ("tall-wide-interleaved", Pairs(shared="ab", adapters=2)),
+}
+by_pairs = pytest.mark.parametrize("case_id, pairs", PAIRS.values(), ids=PAIRS)
+SOME = ("rank-3", "both-shared", "gpt-oss", "not-gated", "adapters", "tall-wide")
+some_pairs = pytest.mark.parametrize("case_id, pairs", [PAIRS[name] for name in SOME], ids=SOME)
+by_dtype = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+by_recompute = pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
+
+
+def make(grouped_moe, case_id, pairs, dtype, device, factor_dtype=None, **changes):
+    """(case, inputs, the arguments of its LoRAs). Kinks would need a pre-activation that two bytes hold exactly."""
+    case = BY_ID[case_id]._replace(**changes)
+    if case.kinked and dtype.itemsize == 2:
+        case = case._replace(activation=(*case.activation[:2], None, case.activation[3]))
+    inputs = make_inputs(case, dtype, device)
+    return case, inputs, make_loras(grouped_moe, case, inputs, pairs, factor_dtype)
+
+
+def run(grouped_moe, case, inputs, arguments, frozen=(), **changes) -> Result:
+    """Forward and backward: the gradients of inputs and factors."""
+    leaves = with_leaves(inputs, frozen)
+    wide = {name: t.detach().requires_grad_(name not in frozen) for name, t in factors(arguments).items()}
+    out = call(grouped_moe, case, leaves, **with_factors(arguments, wide), **changes)
+    out.backward(inputs.dout)
+    return Result(out.detach(), {name: t.grad for name, t in {**leaves.floating(), **wide}.items()})
+
+
+def assert_matches(got, want, dtype, factor_dtype):
+    assert got.out.dtype == dtype
+    assert_close("out", got.out, want.out, dtype)
+    assert got.grads.keys() == want.grads.keys()
+    for name, grad in got.grads.items():
+        assert grad.dtype == (factor_dtype if "lora" in name else dtype), name
+        single = name == "top_k_weights" or grad[0].numel() <= 2  # rows of so few inner products may cancel
+        assert_close(f"grad of {name}", grad, want.grads[name], dtype, inner_products=single)
+
+
+@by_dtype
+@by_pairs
+def test_matches_merged_weights(grouped_moe, device, case_id, pairs, dtype):
+    """Also without gradients, where few tokens take kernels of their own."""
+    case, inputs, arguments = make(grouped_moe, case_id, pairs, dtype, device)
+    want = run_merged(grouped_moe, case, inputs, arguments)
+    assert_matches(run(grouped_moe, case, inputs, arguments), want, dtype, dtype)
+    assert_close("inference", call(grouped_moe, case, inputs, **arguments), want.out, dtype)
+
+
+@by_pairs
+def test_fp64_on_cpu_matches_merged_weights(grouped_moe, case_id, pairs):
+    case, inputs, arguments = make(grouped_moe, case_id, pairs, torch.float64, "cpu")
+    got, want = run(grouped_moe, case, inputs, arguments), run_merged(grouped_moe, case, inputs, arguments)
+    assert_matches(got, want, torch.float64, torch.float64)
+
+
+@pytest.mark.parametrize("dtype, factor_dtype", [(BF16, FP32), (FP32, BF16)], ids=["fp32-on-bf16", "bf16-on-fp32"])
+@some_pairs
+def test_factors_of_another_dtype(grouped_moe, device, case_id, pairs, dtype, factor_dtype):
+    """As peft makes them: their gradients come in their own dtype."""
+    case, inputs, arguments = make(grouped_moe, case_id, pairs, dtype, device, factor_dtype)
+    want = run_merged(grouped_moe, case, inputs, arguments)
+    got = run(grouped_moe, case, inputs, arguments)
+    for name in factors(arguments):
+        assert got.grads[name].dtype == factor_dtype
+        assert_close(name, got.grads.pop(name), want.grads.pop(name), BF16)
+    assert_matches(got, want, dtype, factor_dtype)
+
+
+@pytest.mark.parametrize("adapters", [0, 2])
+def test_gradcheck(grouped_moe, adapters):
+    """Finite differences in fp64, independent of the reference's autograd."""
+    case = BY_ID["silu-bias"]._replace(T=4, top_k=2, E=3, H=4, I=3)
+    inputs = make_inputs(case, torch.float64, "cpu")
+    arguments = make_loras(grouped_moe, case, inputs, Pairs(rank=2, adapters=adapters))
+    named = factors(arguments)
+
+    def function(x, *changed):
+        changed = with_factors(arguments, dict(zip(named, changed)))
+        return call(grouped_moe, case, inputs._replace(hidden_states=x), **changed)
+
+    tensors = [t.requires_grad_() for t in (inputs.hidden_states, *named.values())]
+    assert torch.autograd.gradcheck(function, tensors)
+
+
+BASE = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+ALL = ("hidden_states", "top_k_weights", *BASE, *(f"{n}.{f}" for n in (*UP, *DOWN) for f in "ab"))
+FROZEN = {only: tuple(name for name in ALL if name != only) for only in ALL}
+FROZEN.update({"factors": ALL[:-4], "as-peft": BASE, "no-factor": ALL[-4:], "no-a": ("gate_up_lora.a", "down_lora.a")})
+
+
+@by_recompute
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
+@pytest.mark.parametrize("case_id, adapters", [("silu-bias", 0), ("tall-wide-gpt-oss", 3)], ids=["one", "adapters"])
+def test_frozen(grouped_moe, device, case_id, adapters, frozen, recompute):
+    """A gradient does not depend on which others are asked for; what is frozen gets none."""
+    case, inputs, arguments = make(grouped_moe, case_id, Pairs(adapters=adapters), FP32, device, recompute=recompute)
+    full = run(grouped_moe, case, inputs, arguments)
+    part = run(grouped_moe, case, inputs, arguments, frozen)
+    assert_bitwise("out", part.out, full.out)
+    for name, grad in part.grads.items():
+        if name in frozen:
+            assert grad is None, name
+        else:
+            assert_bitwise(name, grad, full.grads[name])
+
+
+@by_dtype
+@some_pairs
+def test_nothing_of_a_sentinel_is_read(grouped_moe, device, case_id, pairs, dtype):
+    """NaN in rows and in experts that take no part, their factors included, and in all fresh memory."""
+    case, inputs, arguments = make(grouped_moe, case_id, pairs, dtype, device, sentinels=0.6)
+    inputs = inputs._replace(top_k_index=torch.where(inputs.top_k_index == 1, -1, inputs.top_k_index))
+    want = run(grouped_moe, case, inputs, arguments)
+    wide = {name: t.clone() for name, t in factors(arguments).items()}
+    for factor in wide.values():
+        if factor.shape[-3] > 1:
+            factor[..., 1, :, :] = NAN
+    with poisoned_allocations():
+        got = run(grouped_moe, case, poison_sentinels(inputs, case.E), with_factors(arguments, wide))
+    assert_same(got, want)
+    for name, factor in wide.items():
+        assert factor.shape[-3] == 1 or not got.grads[name][..., 1, :, :].any(), name
+    dirty_allocator(device)
+    assert_same(run(grouped_moe, case, inputs, arguments), want)
+
+
+@pytest.mark.parametrize("adapters", [0, 2])
+@pytest.mark.parametrize("tokens", [0, 6])
+def test_no_routed_row(grouped_moe, device, tokens, adapters):
+    """R = 0, T = 0 included: zeros everywhere, whatever the tensors hold."""
+    case, inputs, arguments = make(grouped_moe, "silu", Pairs(rank=3, adapters=adapters), FP32, device, T=tokens)
+    inputs = poison_sentinels(inputs._replace(top_k_index=torch.full_like(inputs.top_k_index, -1)), case.E)
+    with poisoned_allocations():
+        got = run(grouped_moe, case, inputs, arguments)
+    for name, tensor in {"out": got.out, **got.grads}.items():
+        assert not tensor.any(), name
+
+
+def test_rows_without_an_adapter_are_those_of_the_base(grouped_moe, device):
+    """Whatever number outside [0, L) says so; and int32 means the same."""
+    case, inputs, arguments = make(grouped_moe, "silu", Pairs(adapters=2), FP32, device)
+    index = arguments["adapter_index"]
+    none = (index < 0) | (index >= 2)
+    assert none.any() and not none.all()
+    want = run(grouped_moe, case, inputs, arguments)
+    assert_close("base", want.out[none], call(grouped_moe, case, inputs).double()[none], FP32)
+    for other in (-7, 2, 2**31 - 1):
+        changed = {**arguments, "adapter_index": index.masked_fill(none, other).int()}
+        assert_same(run(grouped_moe, case, inputs, changed), want)
+
+
+@by_dtype
+@some_pairs
+def test_recompute_and_capacity_change_nothing(grouped_moe, device, case_id, pairs, dtype):
+    case, inputs, arguments = make(grouped_moe, case_id, pairs, dtype, device)
+    want = run(grouped_moe, case, inputs, arguments, recompute=False)
+    assert_same(run(grouped_moe, case, inputs, arguments, recompute=True), want)
+    routed = int(((inputs.top_k_index >= 0) & (inputs.top_k_index < case.E)).sum())
+    assert_same(run(grouped_moe, case, inputs, arguments, capacity=routed), want)
+
+
+@by_dtype
+@some_pairs
+def test_repeats_bitwise(grouped_moe, device, case_id, pairs, dtype):
+    case, inputs, arguments = make(grouped_moe, case_id, pairs, dtype, device)
+    first = run(grouped_moe, case, inputs, arguments)
+    for _ in range(5):
+        assert_same(run(grouped_moe, case, inputs, arguments), first)
+
+
+def _as_peft(tensor):
+    """(E, N, r) as a view of (N, r E)."""
+    return tensor.movedim(-3, -1).contiguous().movedim(-1, -3)
+
+
+LAYOUTS = {"peft": _as_peft, "transposed": lambda t: t.mT.contiguous().mT, "guarded": guarded}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("adapters", [0, 2])
+def test_strides(grouped_moe, device, layout, adapters):
+    case, inputs, arguments = make(grouped_moe, "silu-bias", Pairs(adapters=adapters), FP32, device)
+    changed = with_factors(arguments, {name: layout(t) for name, t in factors(arguments).items()})
+    assert_same(run(grouped_moe, case, inputs, changed), run(grouped_moe, case, inputs, arguments))
+
+
+@pytest.mark.parametrize("pairs", [Pairs(rank=5), Pairs(rank=16, adapters=3), Pairs(given=DOWN)], ids=str)
+def test_saved_memory(grouped_moe, device, pairs):
+    """With the base frozen: the hidden states, the pre-activation, and the first LoRA's rank columns of each row."""
+    case, inputs, arguments = make(grouped_moe, "tall-wide", pairs, BF16, device)
+    leaves = with_leaves(inputs, ("gate_up_proj", "down_proj"))
+    named = {name: t.requires_grad_() for name, t in factors(arguments).items()}
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        call(grouped_moe, case, leaves, **with_factors(arguments, named))
+    given = {t.data_ptr() for t in (*leaves, *named.values()) if t is not None}
+    own = [t for t in saved if t.is_floating_point() and t.numel() and t.data_ptr() not in given]
+    rank = -(-pairs.rank * max(1, pairs.adapters) // 8) * 8 if "gate_up_lora" in pairs.given else 0
+    assert sum(t.numel() for t in own) == case.T * case.top_k * (case.preact_width + rank)
+
+
+@pytest.mark.parametrize("backward_inside", [False, True], ids=["backward-outside", "backward-inside"])
+def test_autocast(grouped_moe, device, backward_inside):
+    """As of weights in bf16; gradients of factors come in their own dtype, not rounded to bf16."""
+    case, inputs, arguments = make(grouped_moe, "silu-bias", Pairs(), FP32, device)
+    cast = {name: t.bfloat16() for name, t in inputs.floating().items() if name != "top_k_weights"}
+    want = run(grouped_moe, case, inputs._replace(dout=inputs.dout.bfloat16(), **cast), arguments)
+    leaves, named = with_leaves(inputs), {name: t.requires_grad_() for name, t in factors(arguments).items()}
+    with torch.autocast(device, BF16):
+        out = call(grouped_moe, case, leaves, **with_factors(arguments, named))
+    with torch.autocast(device, BF16, enabled=backward_inside):
+        out.backward(inputs.dout.bfloat16())
+    assert_bitwise("out", out.detach(), want.out)
+    for name, leaf in {**leaves.floating(), **named}.items():
+        assert_bitwise(name, leaf.grad, want.grads[name].to(leaf.dtype))
+
+
+@pytest.mark.parametrize("where", ["hidden_states", "gate_up_lora.a", "down_lora.b"])
+def test_differentiable_once(grouped_moe, device, where):
+    case, inputs, arguments = make(grouped_moe, "silu", Pairs(), FP32, device)
+    leaves, named = with_leaves(inputs), {name: t.requires_grad_() for name, t in factors(arguments).items()}
+    out = call(grouped_moe, case, leaves, **with_factors(arguments, named))
+    leaf = {**leaves.floating(), **named}[where]
+    assert_differentiable_once(out, leaf, curved=False, backward=False)
+
+
+@pytest.mark.parametrize("pairs", [Pairs(rank=5), Pairs(rank=4, given=UP, shared="a", adapters=2)], ids=["one", "many"])
+@by_recompute
+def test_opcheck(grouped_moe, module, device, pairs, recompute):
+    case, inputs, arguments = make(grouped_moe, "silu-no-sentinels", pairs, FP32, device, recompute=recompute)
+    block, ops = module("block"), module("_ops").ops
+    loras = arguments.get("gate_up_lora"), arguments.get("down_lora")
+    kind = block.kind_arguments(grouped_moe.Activation("silu"), True, False, False, recompute, *loras)
+    x, ids, scales, *weights, dout = with_leaves(inputs)
+    index, named = arguments.get("adapter_index"), block.factors_of(*loras)
+    given = x, ids, scales, None, index, *weights, *(t if t is None else t.requires_grad_() for t in named), *kind, None
+    torch.library.opcheck(ops.experts.default, given)
+    frozen = [t.detach() if isinstance(t, torch.Tensor) else t for t in given]
+    torch.library.opcheck(ops.experts_inference.default, frozen)
+    with poisoned_allocations():  # what stays unwritten holds the same each time
+        torch.library.opcheck(ops.experts_forward.default, (*frozen, not recompute))
+    _, *saved = ops.experts_forward.default(*frozen, not recompute)
+    needs = [True, True, False, False, False, False, False, *(t is not None for t in named)]
+    torch.library.opcheck(ops.experts_backward.default, (dout, x.detach(), *frozen[2:], *saved, needs))
+
+
+@pytest.mark.parametrize("adapters", [0, 2])
+def test_compiles_once_for_all_token_counts(grouped_moe, device, adapters):
+    case, inputs, arguments = make(grouped_moe, "silu", Pairs(rank=3, adapters=adapters), FP32, device)
+    index, counter = arguments.pop("adapter_index", None), CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+
+    def block(x, ids, scales, loras, index):
+        cut = inputs._replace(hidden_states=x, top_k_index=ids, top_k_weights=scales, dout=None)
+        return call(grouped_moe, case, cut, **loras, adapter_index=index)
+
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
+    for tokens in (case.T, 17, 33):
+        results = []
+        for function in (block, compiled):
+            named = {name: t.detach().requires_grad_() for name, t in factors(arguments).items()}
+            tensors = inputs.hidden_states, inputs.top_k_index, inputs.top_k_weights, index
+            x, *rows, adapter = (t if t is None else t[:tokens].clone() for t in tensors)
+            for tensor in (x, *rows) if index is None else (x, *rows, adapter):
+                torch._dynamo.mark_dynamic(tensor, 0)
+            out = function(x.requires_grad_(), *rows, with_factors(arguments, named), adapter)
+            grads = torch.autograd.grad(out, [x, *named.values()], inputs.dout[:tokens])
+            results.append([out.detach(), *grads])
+        for number, (got, want) in enumerate(zip(*results)):
+            assert_bitwise(str(number), got, want)
+    assert counter.frame_count == 1
+    torch.compiler.reset()
+
+
+@by_recompute
+@pytest.mark.parametrize("adapters", [0, 2])
+def test_flops(grouped_moe, device, recompute, adapters):
+    """2 M N K of each product; with the base frozen no weight gradient of it."""
+    pairs = Pairs(rank=4, adapters=adapters)
+    case, inputs, arguments = make(grouped_moe, "silu", pairs, FP32, device, recompute=recompute)
+    named = {name: t.requires_grad_() for name, t in factors(arguments).items()}
+    x = inputs.hidden_states.requires_grad_()
+    rank, width = 4 * max(1, adapters), case.preact_width
+    up, down = width * case.H, case.I * case.H
+    up_pair, down_pair = rank * (width + case.H), rank * (case.I + case.H)
+    with FlopCounterMode(display=False) as counter:
+        out = call(grouped_moe, case, inputs, **with_factors(arguments, named))
+        torch.autograd.grad(out.sum(), [x, *named.values()])
+    products = 2 * (up + down) + 3 * (up_pair + down_pair) + rank * case.I + recompute * (up + up_pair)
+    assert counter.get_total_flops() == 2 * case.T * case.top_k * products

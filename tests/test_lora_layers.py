@@ -1,0 +1,326 @@
+"""Low-rank pairs of grouped_linear, GroupedLinear and grouped_mlp against merged weights in fp64; errors of all."""
+
+from functools import partial
+
+import pytest
+import torch
+from compare import assert_bitwise, assert_close
+from lora import Pairs, factors, make_index, make_lora, merged, over_adapters, with_factors
+from poison import poisoned_allocations
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+NAN = float("nan")
+FP32, BF16 = torch.float32, torch.bfloat16
+SIZES, TAIL = (7, 0, 150, 5), 6
+ROWS, G, N, K = sum(SIZES) + TAIL, len(SIZES), 40, 48
+
+PAIRS = {
+    "rank-1": Pairs(rank=1),
+    "rank-8": Pairs(),
+    "rank-40": Pairs(rank=40),
+    "a-shared": Pairs(rank=3, shared="a"),
+    "b-shared": Pairs(shared="b"),
+    "both-shared": Pairs(rank=3, shared="ab"),
+    "adapters": Pairs(rank=5, adapters=3),
+    "adapters-shared": Pairs(rank=16, shared="b", adapters=2),
+}
+by_pairs = pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
+by_dtype = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+by_transposed = pytest.mark.parametrize("transposed", [False, True], ids=["nk", "kn"])
+
+
+def make(grouped_moe, pairs, dtype, device, transposed=False, factor_dtype=None):
+    """(tensors by name, the arguments of the LoRA, splits, the cotangent)."""
+    shapes = {"x": (ROWS, K), "weight": (G, K, N) if transposed else (G, N, K), "bias": (G, N), "bias_scales": (ROWS,)}
+    tensors = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    tensors["weight"] /= K**0.5
+    tensors = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+    arguments = {"lora": make_lora(grouped_moe, pairs, tensors["weight"], transposed, 0.7, factor_dtype or dtype)}
+    if pairs.adapters:
+        arguments["adapter_index"] = make_index(pairs.adapters, ROWS).to(device)
+    dy = torch.randn(ROWS, N, dtype=torch.float64).to(device, dtype)
+    return tensors, arguments, torch.tensor(SIZES, device=device), dy
+
+
+def differentiate(function, tensors, arguments, dy, frozen=()):
+    """{"y": ..., name: gradient}: of function(tensors, arguments), by fresh leaves."""
+    given = {**tensors, **factors(arguments)}
+    leaves = {name: t.detach().requires_grad_(name not in frozen) for name, t in given.items()}
+    y = function({name: leaves[name] for name in tensors}, with_factors(arguments, leaves))
+    y.backward(dy)
+    return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items() if name not in frozen}}
+
+
+def run(grouped_moe, tensors, arguments, splits, dy, transposed=False, frozen=()):
+    def linear(given, pair):
+        return grouped_moe.grouped_linear(**given, splits=splits, transposed=transposed, **pair)
+
+    return differentiate(linear, tensors, arguments, dy, frozen)
+
+
+def run_merged(grouped_moe, tensors, arguments, splits, dy, transposed=False):
+    offsets = torch.nn.functional.pad(splits.cumsum(0), (1, 0))
+
+    def linear(given, pair):
+        def part(adapter, chosen):
+            weight = merged(given["weight"], pair["lora"], adapter, transposed)
+            y = grouped_moe.reference.grouped_linear(
+                given["x"], weight, offsets, given["bias"], given["bias_scales"], transposed
+            )
+            return y if chosen is None else y * chosen[:, None]
+
+        return over_adapters(part, pair)
+
+    wide = with_factors(arguments, {name: factor.double() for name, factor in factors(arguments).items()})
+    return differentiate(linear, {name: t.double() for name, t in tensors.items()}, wide, dy.double())
+
+
+def assert_matches(got, want, dtype, factor_dtype):
+    assert got.keys() <= want.keys()
+    for name, tensor in got.items():
+        assert tensor.dtype == (factor_dtype if "lora" in name else dtype), name
+        single = tensor[0].numel() == 1
+        assert_close(name, tensor, want[name], dtype, inner_products=single)
+
+
+def assert_same(got, want):
+    for name, tensor in got.items():
+        assert_bitwise(name, tensor, want[name])
+
+
+@by_dtype
+@by_transposed
+@by_pairs
+def test_linear_matches_merged_weights(grouped_moe, device, pairs, transposed, dtype):
+    given = make(grouped_moe, pairs, dtype, device, transposed)
+    want = run_merged(grouped_moe, *given, transposed)
+    got = run(grouped_moe, *given, transposed)
+    assert_matches(got, want, dtype, dtype)
+    assert_same(run(grouped_moe, *given, transposed, frozen=("weight", "bias", "bias_scales")), got)
+    assert_same(run(grouped_moe, *given, transposed, frozen=("x", "lora.a")), got)
+    assert_same(run(grouped_moe, *given, transposed, frozen=("x", "weight", "lora.b")), got)
+
+
+@pytest.mark.parametrize("pairs", [Pairs(), Pairs(rank=3, shared="a", adapters=2)], ids=["one", "adapters"])
+def test_linear_takes_fp32_factors_on_bf16(grouped_moe, device, pairs):
+    given = make(grouped_moe, pairs, BF16, device, factor_dtype=FP32)
+    assert_matches(run(grouped_moe, *given), run_merged(grouped_moe, *given), BF16, FP32)
+
+
+@by_pairs
+def test_linear_reads_nothing_else(grouped_moe, device, pairs):
+    """NaN in rows of no group, in the weight and factors of a group without rows, and in fresh memory."""
+    tensors, arguments, splits, dy = given = make(grouped_moe, pairs, FP32, device)
+    want = run(grouped_moe, *given)
+    wide = {name: factor.clone() for name, factor in factors(arguments).items()}
+    for factor in wide.values():
+        if factor.shape[-3] > 1:
+            factor[..., 1, :, :] = NAN
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    tensors["x"][-TAIL:], tensors["weight"][1], dy[-TAIL:] = NAN, NAN, NAN
+    with poisoned_allocations():
+        assert_same(run(grouped_moe, tensors, with_factors(arguments, wide), splits, dy), want)
+
+
+@pytest.mark.parametrize("needs", [(True, True, True, True), (True, False, False, True), (False, False, True, False)])
+@pytest.mark.parametrize("pairs", [Pairs(rank=5), Pairs(rank=4, shared="b", adapters=2)], ids=["one", "adapters"])
+def test_linear_opcheck(grouped_moe, module, device, pairs, needs):
+    tensors, arguments, splits, dy = make(grouped_moe, pairs, FP32, device)
+    lora, index, ops = arguments["lora"], arguments.get("adapter_index"), module("_ops").ops
+    splits[-1] += TAIL  # rows of no group would stay unwritten
+    given = *(tensors[name] for name in ("x", "weight")), splits, None, None, lora.a, lora.b, index, 0.7, False
+    leaves = [t.clone().requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in given]
+    torch.library.opcheck(ops.grouped_linear.default, leaves)
+    torch.library.opcheck(ops.grouped_linear_forward.default, given)
+    _, schedule, projected = ops.grouped_linear_forward.default(*given)
+    backward = dy, tensors["x"], tensors["weight"], schedule, lora.a, lora.b, index, projected, 0.7, False, list(needs)
+    torch.library.opcheck(ops.grouped_linear_backward.default, backward)
+
+
+@pytest.mark.parametrize("adapters", [0, 2])
+def test_linear_flops(grouped_moe, device, adapters):
+    tensors, arguments, splits, dy = given = make(grouped_moe, Pairs(rank=4, adapters=adapters), FP32, device)
+    pair = 4 * max(1, adapters) * (N + K)
+    with FlopCounterMode(display=False) as counter:
+        run(grouped_moe, *given)
+    assert counter.get_total_flops() == 2 * ROWS * 3 * (N * K + pair)
+    with FlopCounterMode(display=False) as counter:
+        run(grouped_moe, *given, frozen=("weight", "x"))
+    assert counter.get_total_flops() == 2 * ROWS * (N * K + 2 * pair + pair // (N + K) * N)
+
+
+MODES = {
+    "plain": {},
+    "main-grad": {"accumulate_into_main_grad": True},
+    "delayed": {"delay_wgrad": True},
+    "delayed-main-grad": {"delay_wgrad": True, "accumulate_into_main_grad": True},
+    "discrete": {"single_grouped_weight": False, "single_grouped_bias": False},
+    "discrete-delayed": {"single_grouped_weight": False, "single_grouped_bias": False, "delay_wgrad": True},
+}
+
+
+@pytest.mark.parametrize("adapters", [0, 2])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("mode", MODES)
+def test_modules_pass_pairs_on(grouped_moe, device, mode, frozen, adapters):
+    """In each mode: the output and the gradients of x and of the factors are grouped_linear's, weights get theirs."""
+    tensors, arguments, splits, dy = given = make(grouped_moe, Pairs(rank=3, adapters=adapters), FP32, device)
+    want = run(grouped_moe, *given)
+    layer = grouped_moe.GroupedLinear(G, K, N, scale_bias=True, device=device, **MODES[mode])
+    layer.load_state_dict({name: tensors[name] for name in ("weight", "bias")})
+    layer.requires_grad_(not frozen)
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+
+    def forward(leaves, pair):
+        return layer(leaves["x"], splits, leaves["bias_scales"], **pair)
+
+    got = differentiate(forward, {name: tensors[name] for name in ("x", "bias_scales")}, arguments, dy)
+    assert_same(got, want)
+    layer.backward_dw()
+    for name, parameter in layer.named_parameters():
+        in_main_grad = "main-grad" in mode and name.startswith("weight")
+        grad = parameter.main_grad if in_main_grad else parameter.grad
+        kind, group = name.rstrip("0123456789"), name.lstrip("abcdefghijklmnopqrstuvwxyz")
+        assert grad is not None or frozen
+        if not frozen:
+            assert_bitwise(name, grad, want[kind][int(group)] if group else want[kind])
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "not-gated"])
+@pytest.mark.parametrize("pairs", [Pairs(), Pairs(rank=3, shared="a", adapters=2)], ids=["one", "adapters"])
+def test_mlp_is_two_linear_layers(grouped_moe, device, pairs, gated, recompute):
+    """In fp64 on a CPU, else in fp32: within rounding of grouped_linear with the same pairs."""
+    dtype = torch.float64 if device == "cpu" else FP32
+    tensors, arguments, splits, dy = make(grouped_moe, pairs, dtype, device)
+    width = N if gated else N // 2
+    tensors = {"x": tensors["x"], "scales": tensors["bias_scales"]}
+    tensors["up"], tensors["down"] = torch.randn(G, width, K) / K**0.5, torch.randn(G, K, N // 2) / N**0.5
+    tensors = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+    index = {name: value for name, value in arguments.items() if name == "adapter_index"}
+    loras = {
+        name: make_lora(grouped_moe, pairs, tensors[weight], False, scaling, dtype)
+        for name, weight, scaling in (("gate_up_lora", "up", 0.7), ("down_lora", "down", 1.25))
+    }
+    dy, both = torch.randn(ROWS, K, device=device, dtype=dtype), {**loras, **index}
+
+    def mlp(given, pair):
+        x, scales, up, down = given.values()
+        return grouped_moe.grouped_mlp(x, splits, scales, up, down, gated=gated, recompute=recompute, **pair)
+
+    def layers(given, pair):
+        linear = partial(grouped_moe.grouped_linear, splits=splits, **index)
+        rows = linear(given["x"], given["up"], lora=pair["gate_up_lora"])
+        gate, *up = rows.chunk(2, dim=1) if gated else (rows,)
+        rows = torch.nn.functional.silu(gate) * (up[0] if up else 1.0) * given["scales"][:, None]
+        return linear(rows, given["down"], lora=pair["down_lora"])
+
+    got, want = (differentiate(function, tensors, both, dy) for function in (mlp, layers))
+    for name, tensor in got.items():
+        assert_close(name, tensor, want[name].double(), dtype, inner_products=name == "scales")
+
+
+class Nothing(TorchDispatchMode):
+    """Fails on any operation that reaches a device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} was launched before the error")
+
+
+T, H, I, L = 6, 16, 8, 3  # noqa: E741
+# What of a valid call is changed, the error, and its message after the argument's name.
+ERRORS = {
+    "no-lora": (lambda a, b, s: (a, b, s), None, TypeError, ": expected a LoRA or None, got tuple"),
+    "scaling": (lambda a, b, s: (a, b, a), "index", TypeError, ".scaling: expected a number, got Tensor"),
+    "flag-as-scaling": (lambda a, b, s: (a, b, True), "index", TypeError, ".scaling: expected a number, got bool"),
+    "a-no-tensor": (lambda a, b, s: (None, b, s), "index", TypeError, ".a: expected a tensor, got NoneType"),
+    "b-of-ints": (lambda a, b, s: (a, b.int(), s), "index", TypeError, ".b: expected one of torch.bfloat16, "),
+    "a-elsewhere": (lambda a, b, s: (a.to("meta"), b, s), "index", ValueError, ".a: expected on .*, got meta"),
+    "a-of-two": (lambda a, b, s: (a[0, 0], b, s), "index", ValueError, r".a: expected shape \(E, r, K\) or \(L, E, r"),
+    "rank-0": (lambda a, b, s: (a[:, :, :0], b, s), "index", ValueError, ".a: expected a rank from 1 to 256, got 0"),
+    "rank-257": (lambda a, b, s: (a.expand(-1, -1, 257, -1), b, s), "index", ValueError, ".a: expected a rank .* 257"),
+    "a-columns": (lambda a, b, s: (a[..., :-1], b, s), "index", ValueError, r".a: .* \(L, E or 1, r, K\)"),
+    "a-experts": (lambda a, b, s: (a[:, :2], b, s), "index", ValueError, r".a: expected shape .*got \(3, 2, 1, "),
+    "b-rows": (lambda a, b, s: (a, b[:, :, :-1], s), "index", ValueError, r".b: .* \(L, E or 1, N, r\)"),
+    "b-rank": (lambda a, b, s: (a, b.expand(-1, -1, -1, 2), s), "index", ValueError, r".b: .* \(L, E or 1, N, r\)"),
+    "b-of-one": (lambda a, b, s: (a, b[0], s), "index", ValueError, r".b: expected shape \(L, E or 1, N, r\)"),
+    "b-of-fewer": (lambda a, b, s: (a, b[:2], s), "index", ValueError, r".b: expected shape \(L, E or 1, N, r\)"),
+}
+INDICES = {
+    "of-one-adapter": (lambda lora, index: (lora._replace(a=lora.a[0], b=lora.b[0]), index), ValueError, "or as many"),
+    "missing": (lambda lora, index: (lora, None), ValueError, "a tensor for the 3 adapters, got None"),
+    "without-a-lora": (lambda lora, index: (None, index), ValueError, "expected None, or as many adapters"),
+    "shape": (lambda lora, index: (lora, index[:-1]), ValueError, r"\(rows of the input,\) = \(6\), got \(5,\)"),
+    "dtype": (lambda lora, index: (lora, index.float()), TypeError, "torch.int32 or torch.int64, got torch.float32"),
+    "no-tensor": (lambda lora, index: (lora, [0] * T), TypeError, "expected a tensor, got list"),
+    "elsewhere": (lambda lora, index: (lora, index.to("meta")), ValueError, "expected on .* got meta"),
+}
+
+
+@pytest.fixture(params=["experts-up", "experts-down", "linear", "module", "mlp"])
+def target(request, grouped_moe, device):
+    """(function of a LoRA and an index, the LoRA's name in errors, its N, its K)."""
+    x, up, down = (torch.zeros(s, device=device) for s in ((T, H), (G, 2 * I, H), (G, H, I)))
+    sizes = torch.ones(G, dtype=torch.int64, device=device)
+    ids, scales = torch.zeros(T, 2, dtype=torch.int64, device=device), torch.zeros(T, 2, device=device)
+    layer = grouped_moe.GroupedLinear(G, H, 2 * I, device=device)
+    experts = partial(grouped_moe.grouped_mm_experts, x, ids, scales, up, down)
+    return {
+        "experts-up": (lambda p, i: experts(gate_up_lora=p, adapter_index=i), "gate_up_lora", 2 * I, H),
+        "experts-down": (lambda p, i: experts(down_lora=p, adapter_index=i), "down_lora", H, I),
+        "linear": (lambda p, i: grouped_moe.grouped_linear(x, up, sizes, lora=p, adapter_index=i), "lora", 2 * I, H),
+        "module": (lambda p, i: layer(x, sizes, lora=p, adapter_index=i), "lora", 2 * I, H),
+        "mlp": (
+            lambda p, i: grouped_moe.grouped_mlp(x, sizes, None, up, down, down_lora=p, adapter_index=i),
+            "down_lora", H, I,
+        ),
+    }[request.param]  # fmt: skip
+
+
+def parts(target, device):
+    """Valid: a, b and the index of three adapters of rank 1."""
+    _, _, n, k = target
+    return (
+        torch.zeros(L, G, 1, k, device=device),
+        torch.zeros(L, G, n, 1, device=device),
+        torch.zeros(T, dtype=torch.int64, device=device),
+    )
+
+
+@pytest.mark.parametrize("change, wrap, error, message", ERRORS.values(), ids=ERRORS)
+def test_errors_name_the_factor(grouped_moe, target, device, change, wrap, error, message):
+    function, name, *_ = target
+    a, b, index = parts(target, device)
+    changed = change(a, b, 1.0)
+    lora = changed if wrap is None else grouped_moe.LoRA(*changed)
+    with pytest.raises(error, match=f"^{name}{message}"), Nothing():
+        function(lora, index)
+
+
+@pytest.mark.parametrize("change, error, message", INDICES.values(), ids=INDICES)
+def test_errors_name_the_index(grouped_moe, target, device, change, error, message):
+    a, b, index = parts(target, device)
+    lora, index = change(grouped_moe.LoRA(a, b), index)
+    with pytest.raises(error, match=f"^adapter_index: .*{message}"), Nothing():
+        target[0](lora, index)
+
+
+def test_both_loras_have_as_many_adapters(grouped_moe, device):
+    x, up, down = (torch.zeros(s, device=device) for s in ((T, H), (G, 2 * I, H), (G, H, I)))
+    ids, scales = torch.zeros(T, 2, dtype=torch.int64, device=device), torch.zeros(T, 2, device=device)
+    first = make_lora(grouped_moe, Pairs(rank=1, adapters=2), up, False, 1.0, FP32)
+    for other in (Pairs(rank=1, adapters=3), Pairs(rank=1)):
+        loras = {"gate_up_lora": first, "down_lora": make_lora(grouped_moe, other, down, False, 1.0, FP32)}
+        with pytest.raises(ValueError, match="^adapter_index: .* as many adapters in each of gate_up_lora, down_lora"):
+            grouped_moe.grouped_mm_experts(x, ids, scales, up, down, **loras, adapter_index=ids[:, 0])
+
+
+def test_no_forward_mode(target, grouped_moe, device):
+    function, *_ = target
+    a, b, index = parts(target, device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(b, torch.ones_like(b))
+        with pytest.raises(NotImplementedError, match="no forward-mode differentiation"):
+            function(grouped_moe.LoRA(a, dual), index)

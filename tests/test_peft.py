@@ -1,0 +1,234 @@
+"""peft's LoRA on the weights of experts: what it computes with eager experts, and no weight is merged for it."""
+
+import copy
+import json
+
+import pytest
+import torch
+from compare import tolerances
+from peft_experts import (
+    BOTH,
+    RANK,
+    ROUTERS,
+    WRAPPER,
+    E,
+    H,
+    I,
+    add_lora,
+    assert_close,
+    assert_near,
+    by_experts,
+    by_model,
+    errors,
+    make_experts,
+    make_inputs,
+    make_model,
+    make_peft_model,
+    outputs,
+    peft,
+    run,
+    set_implementation,
+    train_step,
+    warn_again,
+    watch,
+    wrappers,
+)  # fmt: skip
+from torch import nn
+
+
+@pytest.fixture
+def calls(module, monkeypatch) -> list:
+    """Grows by one entry for each call of experts by the package: the LoRAs that it was given."""
+    return watch(module("integrations.transformers"), monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def fresh(module, implementation):
+    warn_again(module("integrations.peft"))
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("way", ["plain", "reentrant-checkpoint", "checkpoint", "compiled"])
+@by_model
+def test_models_match_eager(name, way, implementation, calls, device):
+    """Logits, loss, gradients of the factors and of routers; no weight is merged."""
+    model, ids = make_peft_model(name, device)
+    if way == "compiled" and name == "nemotron_h":
+        pytest.skip("transformers does not compile it whole")
+    model.train(way.endswith("checkpoint"))
+    want = train_step(model, ids, "eager")
+    assert sum("experts.lora_" in key for key in want) == 4 and sum(key.endswith(ROUTERS) for key in want) == 2
+    if way.endswith("checkpoint"):
+        options = {"use_reentrant": way.startswith("reentrant")}
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    elif way == "compiled":
+        model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.utils.parametrize, "register_parametrization", None)
+        assert_close(train_step(model, ids, implementation), want)
+    assert way == "compiled" or calls == [BOTH] * len(calls) != []
+
+
+@by_experts
+def test_experts_match_eager(name, attributes, implementation, calls, device):
+    """Also where the grouped building blocks run."""
+    model, inputs = add_lora(make_experts(name, device, **attributes), name), make_inputs(device)
+    want = run(model, inputs, "eager")
+    assert len(want) == 7
+    assert_close(run(model, inputs, implementation), want)
+    assert calls == [BOTH]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+@by_experts
+def test_low_precision(name, attributes, autocast, implementation, device):
+    """Errors against fp64, over several draws: where all is in bf16, the block's are no larger than those of eager.
+
+    A fifth is room for the scatter, and for the CPU, which rounds a product before it adds the pair's. Under autocast
+    peft merges in fp32 and rounds the sum once, where the package rounds weights and factors.
+    """
+    dtype = torch.float32 if autocast else torch.bfloat16
+    model, draws = add_lora(make_experts(name, device, **attributes).to(dtype), name), 8
+    assert all(p.dtype == torch.float32 for key, p in model.named_parameters() if "lora_" in key)
+    wide, ours, theirs = copy.deepcopy(model).double(), {}, {}
+    for _ in range(draws):
+        inputs = make_inputs(device, dtype=dtype)
+        want = run(wide, tuple(t.double() if t.is_floating_point() else t for t in inputs), "eager")
+        for found, each in ((ours, implementation), (theirs, "eager")):
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                for key, error in errors(run(model, inputs, each), want).items():
+                    found[key] = found.get(key, 0.0) + error / draws
+    for key, error in ours.items():
+        assert error <= tolerances(torch.bfloat16)[0], (key, error, theirs[key])
+        if not autocast and name != "muse_spark" and not attributes:
+            assert error <= 1.2 * theirs[key], (key, error, theirs[key])
+
+
+@by_experts
+def test_sentinels(name, attributes, implementation, device):
+    """As expert parallelism makes them: like slots of weight 0, but that their weights are not read."""
+    model = add_lora(make_experts(name, device, **attributes), name)
+    x, ids, weights, cotangent = make_inputs(device)
+    sentinel = torch.rand(ids.shape, device=device) < 0.5
+    want = run(model, (x, ids, weights.masked_fill(sentinel, 0.0), cotangent), "eager")
+    want["weights"].masked_fill_(sentinel, 0.0)
+    weights = weights.masked_fill(sentinel, float("nan"))
+    got = run(model, (x, ids.masked_fill(sentinel, E), weights, cotangent), implementation)
+    assert_close(got, want)
+    again = run(model, (x, ids.masked_fill(sentinel, -3), weights, cotangent), implementation)
+    assert all(torch.equal(got[key], again[key]) for key in got)
+
+
+def largest_allocation(step, tmp_path) -> int:
+    """Bytes of the largest block that the allocator was asked for, by the profiler's record."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        step()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    return max(event["args"]["Bytes"] for event in events if event["name"] == "[memory]")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@by_experts
+def test_no_merged_weight_is_made(name, attributes, dtype, implementation, device, tmp_path):
+    """Nothing of E N K elements is allocated, forward or backward, peft's registration included."""
+    many = 64
+    model = add_lora(make_experts(name, device, many, **attributes).to(dtype), name)
+    inputs = make_inputs(device, many, dtype)
+    run(model, inputs, implementation)
+    merged = many * H * I * dtype.itemsize
+    assert largest_allocation(lambda: run(model, inputs, implementation), tmp_path) < merged
+    assert largest_allocation(lambda: run(model, inputs, "eager"), tmp_path) >= merged
+
+
+@pytest.mark.parametrize("way", ["compiled", "inference", "autocast", "bf16"])
+@by_model
+def test_the_first_call_finds_out_about_peft(name, way, module, implementation, calls, device):
+    """Whatever modes it is in."""
+    model, inputs = add_lora(make_experts(name, device), name), make_inputs(device)
+    want, random = outputs(model, inputs, "eager"), torch.get_rng_state()
+    module("integrations.peft")._computes_our_sum.cache_clear()
+    forward = torch.compile(model, fullgraph=True, backend="aot_eager") if way == "compiled" else model
+    torch.set_default_dtype(torch.bfloat16 if way == "bf16" else torch.float32)
+    try:
+        with torch.inference_mode(way == "inference"), torch.autocast(device, enabled=way == "autocast"):
+            got = outputs(forward, inputs, implementation)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if way != "autocast":
+        assert_near(got, want)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert module("integrations.peft")._is_known(name == "gpt_oss") and (way == "compiled" or calls == [BOTH])
+
+
+def test_adapters_by_transformers(implementation, calls, device):
+    """`model.add_adapter`, without a model of peft."""
+    model, ids = make_model("qwen3_moe", device)
+    options = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "target_modules": []}
+    model.add_adapter(peft.LoraConfig(r=RANK, init_lora_weights=False, **options))
+    assert_close(train_step(model, ids, implementation), train_step(model, ids, "eager"))
+    assert calls == [BOTH] * 2
+
+
+@by_experts
+def test_registered_late(name, attributes, implementation, calls, device):
+    """After peft has wrapped the model: the sums that peft puts in the place of the weights are taken apart again."""
+    model, inputs = add_lora(make_experts(name, device, **attributes), name), make_inputs(device)
+    for wrapper in wrappers(model):
+        wrapper.__class__ = WRAPPER
+    want = run(model, inputs, "eager")
+    assert_close(run(model, inputs, implementation), want)
+    assert calls == [BOTH]
+
+
+@by_model
+def test_generates_the_tokens_of_eager(name, implementation, calls, device):
+    model, ids = make_peft_model(name, device)
+    found = []
+    for each in ("eager", implementation):
+        set_implementation(model, each)
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        found.append(model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options).tolist())
+    assert found[0] == found[1] and calls and set(calls) == {BOTH}
+
+
+@pytest.fixture(params=["transformers", "trl"])
+def make_trainer(request, tmp_path):
+    """A function of a model and token ids (N, length)."""
+
+    def with_transformers(model, ids):
+        from transformers import Trainer, TrainingArguments
+
+        arguments = TrainingArguments(**options, remove_unused_columns=False)
+        return Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+
+    def with_trl(model, ids):
+        trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+        rows = datasets.Dataset.from_dict({"input_ids": ids.tolist()})
+        return trl.SFTTrainer(model, trl.SFTConfig(**options, max_length=None), train_dataset=rows)
+
+    options = {"output_dir": str(tmp_path), "max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
+               "logging_steps": 1, "report_to": [], "save_strategy": "no", "seed": 0,
+               "gradient_checkpointing": True}  # fmt: skip
+    if not torch.cuda.is_available():
+        options["use_cpu"] = True
+    return {"transformers": with_transformers, "trl": with_trl}[request.param]
+
+
+def test_trains_as_eager(implementation, calls, device, make_trainer):
+    ids, losses = torch.randint(1, 64, (2, 12)), []
+    for each in ("eager", implementation):
+        torch.manual_seed(1)
+        model, _ = make_peft_model("qwen3_moe", device)
+        set_implementation(model, each)
+        trainer = make_trainer(model, ids)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(losses[0]) == 4 and losses[0][-1] < losses[0][0]
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-4, atol=0)
+    assert calls and set(calls) == {BOTH}

@@ -1,0 +1,292 @@
+"""Adapters of peft on experts through their life, and all that the package does not know: it is left to peft.
+
+A warning says why, once.
+"""
+
+import copy
+import gc
+import io
+import warnings
+import weakref
+from functools import partial, partialmethod
+from types import MethodType
+from typing import Optional
+
+import pytest
+import torch
+from peft_experts import (
+    BOTH,
+    NONE,
+    WRAPPER,
+    Call,
+    H,
+    add_lora,
+    assert_close,
+    assert_near,
+    by_model,
+    first_weight,
+    make_experts,
+    make_inputs,
+    make_peft_model,
+    outputs,
+    peft,
+    run,
+    warn_again,
+    watch,
+    wrappers,
+)  # fmt: skip
+from torch import Tensor, nn
+
+
+@pytest.fixture
+def calls(module, monkeypatch) -> list:
+    """Grows by one entry for each call of experts by the package: the LoRAs that it was given."""
+    return watch(module("integrations.transformers"), monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def fresh(module, implementation):
+    warn_again(module("integrations.peft"))
+    yield
+    torch.compiler.reset()
+
+
+def assert_as_eager(model: nn.Module, inputs: tuple, implementation: str, calls: list, fused: Optional[Call]) -> Tensor:
+    """The output, which is eager's; fused: the LoRAs that the block gets. Returns the output."""
+    got = outputs(model, inputs, implementation)
+    assert calls.pop() == fused and not calls
+    assert_near(got, outputs(model, inputs, "eager"))
+    return got
+
+
+def copied(model):
+    return copy.deepcopy(model)
+
+
+def pickled(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("again", [copied, pickled])
+@by_model
+def test_copies_are_fused(name, again, implementation, calls, device):
+    model, inputs = add_lora(make_experts(name, device), name), make_inputs(device)
+    want = assert_as_eager(model, inputs, implementation, calls, BOTH)
+    twin = again(model)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    assert torch.equal(assert_as_eager(twin, inputs, implementation, calls, BOTH), want)
+
+
+@by_model
+def test_a_model_is_freed_at_once(name, implementation, device):
+    """No reference leads from a wrapper to itself."""
+    model = add_lora(make_experts(name, device), name)
+    outputs(model, make_inputs(device), implementation)
+    wrapper = weakref.ref(model.base_model.model.experts)
+    gc.disable()
+    try:
+        del model
+        assert wrapper() is None
+    finally:
+        gc.enable()
+
+
+@by_model
+def test_adapters_are_switched_merged_saved_and_deleted(name, implementation, calls, device, tmp_path):
+    model, inputs = add_lora(make_experts(name, device), name), make_inputs(device)
+    fused, merged = BOTH, NONE
+    state = {key.replace("base_layer.", ""): value for key, value in model.base_model.model.state_dict().items()}
+    plain = make_experts(name, device)
+    plain.load_state_dict({key: state[key] for key in plain.state_dict()})
+    base = outputs(plain, inputs, "eager")
+    first = assert_as_eager(model, inputs, implementation, calls, fused)
+    assert (first - base).norm() > 0.1 * base.norm()
+    with model.disable_adapter():
+        assert_near(assert_as_eager(model, inputs, implementation, calls, merged), base)
+    assert torch.equal(assert_as_eager(model, inputs, implementation, calls, fused), first)
+    model.merge_adapter()
+    assert_near(assert_as_eager(model, inputs, implementation, calls, merged), first)
+    model.unmerge_adapter()
+    assert_near(assert_as_eager(model, inputs, implementation, calls, fused), first)
+
+    model.add_adapter("second", peft.LoraConfig(**{**model.peft_config["default"].to_dict(), "r": 5}))
+    model.set_adapter("second")
+    second = assert_as_eager(model, inputs, implementation, calls, fused)
+    assert (second - first).norm() > 0.1 * first.norm()
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.warns(UserWarning, match="left to peft, .*: several adapters are active") as record:
+        assert_as_eager(model, inputs, implementation, calls, merged)
+    assert len([each for each in record if "left to peft" in str(each.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_as_eager(model, inputs, implementation, calls, merged)
+
+    model.set_adapter("default")
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path)
+    assert_near(assert_as_eager(loaded, inputs, implementation, calls, fused), first)
+    loaded.load_adapter(tmp_path / "second", "second")
+    loaded.set_adapter("second")
+    assert_near(assert_as_eager(loaded, inputs, implementation, calls, fused), second)
+    loaded.delete_adapter("second")
+    loaded.set_adapter("default")
+    assert_near(assert_as_eager(loaded, inputs, implementation, calls, fused), first)
+    whole = model.merge_and_unload()
+    assert not any("lora" in key for key in whole.state_dict())
+    assert_near(assert_as_eager(whole, inputs, implementation, calls, merged), first)
+
+
+@by_model
+def test_unload_gives_the_base_back(name, implementation, calls, device):
+    experts = make_experts(name, device)
+    inner, inputs = experts.experts, make_inputs(device)
+    base = outputs(experts, inputs, "eager")
+    assert add_lora(experts, name).unload().experts is inner
+    assert_near(assert_as_eager(experts, inputs, implementation, calls, NONE), base)
+
+
+@pytest.mark.parametrize("target, fused", [("down_proj", Call(False, True)), ("up", Call(True, False))])
+@by_model
+def test_one_weight_alone(name, target, fused, implementation, calls, device):
+    target = first_weight(name) if target == "up" else target
+    model, inputs = add_lora(make_experts(name, device), name, [f"experts.{target}"]), make_inputs(device)
+    want = run(model, inputs, "eager")
+    assert_close(run(model, inputs, implementation), want)
+    assert calls == [fused]
+
+
+def test_ranks_and_scalings_differ(implementation, calls, device):
+    options = {"rank_pattern": {"experts.down_proj": 7}, "alpha_pattern": {"experts.down_proj": 3}, "use_rslora": True}
+    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe", **options), make_inputs(device)
+    want = run(model, inputs, "eager")
+    assert_close(run(model, inputs, implementation), want)
+    assert calls == [BOTH]
+
+
+def with_dropout(model):
+    model.experts.lora_dropout["default"] = nn.Dropout(0.0)
+
+
+def with_bias(model):
+    model.experts.lora_B["default"].bias = nn.Parameter(torch.zeros(H))
+
+
+def with_variant(model):
+    model.experts.lora_variant["default"] = object()
+
+
+def with_other_parts(model):
+    model.experts.lora_magnitude_vector["default"] = nn.Linear(1, 1)
+
+
+def in_another_dtype(model):
+    model.experts.lora_A["default"].to(torch.float8_e5m2)
+
+
+CHANGES = {
+    "dropout": (with_dropout, {}, "the adapter has more than two factors"),
+    "bias": (with_bias, {}, "the adapter has more than two factors"),
+    "variant": (with_variant, {}, "the adapter has more than two factors"),
+    "other-parts": (with_other_parts, {}, "the adapter has more than two factors"),
+    "rank": (None, {"rank_pattern": {"experts.down_proj": 257}}, "the rank is above 256"),
+    "dtype": (in_another_dtype, {}, "sharded, quantized or of a dtype"),
+}
+
+
+@pytest.mark.parametrize("change, options, reason", CHANGES.values(), ids=CHANGES)
+def test_what_is_not_known_is_left_to_peft(change, options, reason, implementation, calls, device):
+    """Of the down-projection, the outer one; the other weight's LoRA stays fused."""
+    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe", **options), make_inputs(device)
+    if change is not None:
+        change(model.base_model.model)
+    with pytest.warns(UserWarning, match=f"LoRA on down_proj is left to peft, .*: .*{reason}"):
+        got = outputs(model, inputs, implementation)
+    assert len(calls) == 1 and calls[0].up
+    assert_near(got, outputs(model, inputs, "eager"))
+
+
+def test_one_expert_is_left_to_peft(implementation, calls, device):
+    model, inputs = add_lora(make_experts("qwen3_moe", device, 1), "qwen3_moe"), make_inputs(device, 1)
+    with pytest.warns(UserWarning, match="there is one expert"):
+        assert_as_eager(model, inputs, implementation, calls, NONE)
+
+
+def test_other_parameters_are_left_to_peft(implementation, calls, device):
+    """A bias, with which gpt-oss' weights may be targeted."""
+    targets = ["experts.gate_up_proj", "experts.gate_up_proj_bias", "experts.down_proj"]
+    model, inputs = add_lora(make_experts("gpt_oss", device), "gpt_oss", targets), make_inputs(device)
+    with pytest.warns(UserWarning, match="gate_up_proj_bias is none of gate_up_proj, up_proj, down_proj"):
+        assert_as_eager(model, inputs, implementation, calls, BOTH)
+
+
+def test_another_forward_is_not_given_factors(grouped_moe, implementation, calls, device):
+    """As of `kernels.kernelize`, whose layers have the signature that they replace."""
+    model, inputs = add_lora(make_experts("gpt_oss", device), "gpt_oss"), make_inputs(device)
+    want = outputs(model, inputs, "eager")
+    experts = wrappers(model)[0].get_base_layer()
+    experts.forward = MethodType(grouped_moe.layers.GroupedMoeExperts.forward, experts)
+    with pytest.warns(UserWarning, match="the experts have another forward, which takes no factors"):
+        assert_near(outputs(model, inputs, implementation), want)
+    assert calls == [BOTH]
+
+
+def other_sum(self, weight):
+    return torch.baddbmm(weight, self.lhs, self.rhs, alpha=2 * self.scaling)
+
+
+def other_factors(usual, self, adapter):
+    lhs, rhs, scaling = usual(self, adapter)
+    return lhs.flip(2), rhs, scaling
+
+
+def raises(*_, **__):
+    raise TypeError("of the test")
+
+
+PEFTS = {  # what of it is replaced, and by what
+    "sum": (peft.tuners.lora.layer._LoraFactorsProxy, "forward", other_sum),
+    "factors": (WRAPPER, "get_delta_factors", partialmethod(partial(other_factors, WRAPPER.get_delta_factors))),
+    "interface": (peft, "get_peft_model", raises),
+}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in-time", "late"])
+@pytest.mark.parametrize("owner, name, replacement", PEFTS.values(), ids=PEFTS)
+def test_another_peft_is_left_to_itself(
+    owner, name, replacement, late, module, implementation, calls, device, monkeypatch
+):
+    """A version that computes something else: that is what comes out. late: as where the package is registered so."""
+    ours = module("integrations.peft")
+    model, inputs = add_lora(make_experts("gpt_oss", device), "gpt_oss"), make_inputs(device)
+    for wrapper in wrappers(model) if late else ():
+        wrapper.__class__ = WRAPPER
+    monkeypatch.setattr(owner, name, replacement)
+    caches = ours._computes_our_sum, ours._adds_factors
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        with warnings.catch_warnings(record=True) as record:
+            warnings.simplefilter("always")
+            got = outputs(model, inputs, implementation)
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+    assert late or any("this version of peft" in str(each.message) for each in record)
+    assert_near(got, outputs(model, inputs, "eager"))
+
+
+def test_the_implementation_may_change(implementation, calls, device):
+    model, ids = make_peft_model("qwen3_moe", device)
+    base, found = model.get_base_model(), []
+    for each in (implementation, "eager", "grouped_mm", implementation):
+        base.set_experts_implementation(each)
+        with torch.no_grad():
+            found.append(model(input_ids=ids).logits)
+    assert calls == [BOTH] * 4
+    assert torch.equal(found[0], found[3])
+    for other in found[1:3]:
+        assert_near(found[0], other)

@@ -1,0 +1,235 @@
+"""LoRA of peft on the weights of experts (`LoraConfig(target_parameters=...)`), handed to the block as factors.
+
+peft wraps an experts module in one ParamWrapper per weight, whose forward puts W + scaling B A in the place of W. A
+wrapper that is built around experts of transformers becomes one of a subclass here, whose forward passes A and B to the
+experts instead. Where it does not know what the wrapper computes, peft's own forward runs, and a warning says why.
+"""
+
+import contextlib
+import sys
+import warnings
+from functools import lru_cache
+from types import MethodType
+from typing import Dict, Iterator, List, Optional, Set, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from ..common import _compat
+from ..operands import MAX_RANK, LoRA
+from .transformers_load import goes_by_interface, implementation_of
+
+# Weight of an experts module -> the argument of `experts_forward` that takes its LoRA.
+_ARGUMENTS = {"gate_up_proj": "gate_up_lora", "up_proj": "gate_up_lora", "down_proj": "down_lora"}
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+_warned: Set[str] = set()
+
+
+@lru_cache(maxsize=None)
+def watch_wrappers() -> None:
+    """Has peft's wrappers that are built from now on looked at."""
+    register_module_module_registration_hook(_look_at)
+
+
+def _look_at(parent: nn.Module, name: str, module: Optional[nn.Module]) -> None:
+    """The hook: `module` becomes the child `name` of `parent`."""
+    if type(module).__name__ != "ParamWrapper" or type(module) is not _wrapper_class():
+        return
+    if goes_by_interface(module.get_base_layer()):
+        module.__class__ = _subclass(type(module))
+
+
+def _wrapper_class() -> Optional[type]:
+    """peft's ParamWrapper, if peft is imported and has it."""
+    return getattr(sys.modules.get("peft.tuners.lora"), "ParamWrapper", None)
+
+
+@lru_cache(maxsize=None)
+def _subclass(kind: type) -> type:
+    """A class of wrappers that pass factors on, by the name of `kind`: peft tells its wrappers by that.
+
+    An attribute `forward` of each wrapper would make it refer to itself, so that a model that is let go of stays until
+    the next garbage collection.
+    """
+
+    class FusedWrapper(kind):
+        def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+            lora = _lora_of(self, kwargs)
+            if lora is None:
+                return super().forward(x, *args, **kwargs)
+            return self.base_layer(x, *args, **kwargs, **lora)
+
+        def __reduce_ex__(self, protocol):
+            return (_new_wrapper, (kind,), *super().__reduce_ex__(protocol)[2:])
+
+    FusedWrapper.__name__, FusedWrapper.__qualname__ = kind.__name__, kind.__qualname__
+    return FusedWrapper
+
+
+def _new_wrapper(kind: type) -> nn.Module:
+    """For copy and pickle: an empty wrapper."""
+    return _subclass(kind).__new__(_subclass(kind))
+
+
+def _lora_of(wrapper: nn.Module, arguments: Dict[str, object]) -> Optional[Dict[str, LoRA]]:
+    """What to call the experts with besides `arguments`, or None where peft's own forward has to run."""
+    experts = wrapper.get_base_layer()
+    if implementation_of(experts) is None:
+        return None
+    transposed = getattr(experts, "is_transposed", False)
+    if not _is_known(transposed):
+        _warn(wrapper, "this version of peft has other factors, or computes something else of them")
+        return None
+    adapters = _active(wrapper)
+    if not adapters or arguments.get("adapter_names") is not None:
+        return None
+    reason = _obstacle(wrapper, adapters)
+    if reason is not None:
+        _warn(wrapper, reason)
+        return None
+    return {_ARGUMENTS[wrapper.parameter_name]: _factors(wrapper, adapters[0])}
+
+
+def _warn(wrapper: nn.Module, reason: str) -> None:
+    """Once for each reason."""
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f"grouped_moe: LoRA on {wrapper.parameter_name} is left to peft, which merges the weights of all experts "
+            f"in each forward: {reason}",
+            stacklevel=4,
+        )
+
+
+def _active(wrapper: nn.Module) -> List[str]:
+    """The adapters that the wrapper's forward adds to the weight."""
+    if wrapper.disable_adapters or wrapper.merged:
+        return []
+    return [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
+
+
+def _factors(wrapper: nn.Module, adapter: str) -> LoRA:
+    """As peft stores them: A (E r, K), B (N, r E), whether the weight is transposed or not.
+
+    `ParamWrapper.get_delta_factors` would round them, and their gradients, to the dtype of the weight.
+    """
+    a, b, experts = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, wrapper.num_experts
+    a, b = a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    return LoRA(a, b, wrapper.scaling[adapter])
+
+
+def _obstacle(wrapper: nn.Module, adapters: List[str]) -> Optional[str]:
+    """Why the active adapters cannot be handed to the block, or None."""
+    if wrapper.parameter_name not in _ARGUMENTS:
+        return f"{wrapper.parameter_name} is none of {', '.join(_ARGUMENTS)}"
+    if len(adapters) > 1:
+        return "several adapters are active"
+    if wrapper.num_experts == 1:
+        return "there is one expert"
+    if isinstance(wrapper.get_base_layer().__dict__.get("forward"), MethodType):  # as kernels.kernelize puts one there
+        return "the experts have another forward, which takes no factors"
+    if not _has_factors_alone(wrapper, adapters[0]):
+        return "the adapter has more than two factors and a scaling"
+    a, b = wrapper.lora_A[adapters[0]].weight, wrapper.lora_B[adapters[0]].weight
+    for tensor in (wrapper.get_param(), a, b):
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in _DTYPES:
+            return "the weight or a factor is sharded, quantized or of a dtype that the block does not compute in"
+    if a.shape[0] > MAX_RANK * wrapper.num_experts:
+        return f"the rank is above {MAX_RANK}"
+    return None
+
+
+def _has_factors_alone(wrapper: nn.Module, adapter: str) -> bool:
+    """Whether an adapter is two matrices without a bias: no dropout, and no variant such as DoRA.
+
+    peft refuses all these on weights of experts, but a later version may not.
+    """
+    if adapter in wrapper.lora_variant or not isinstance(wrapper.scaling[adapter], (int, float)):
+        return False
+    for name, child in wrapper.named_children():
+        part = child[adapter] if name != "base_layer" and adapter in child else None
+        if name in ("lora_A", "lora_B"):
+            part = part.bias
+        if part is not None and not isinstance(part, nn.Identity):
+            return False
+    return True
+
+
+@torch.compiler.assume_constant_result
+def _is_known(transposed: bool) -> bool:
+    return _computes_our_sum(transposed)
+
+
+@lru_cache(maxsize=None)
+def _computes_our_sum(transposed: bool) -> bool:
+    """Whether peft makes W + scaling b a of the weights of experts, with a and b as `_factors` finds them.
+
+    Found by wrapping a small module by peft's own means and asking it for the weight that it then has.
+    """
+
+    class Experts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * x
+
+    try:
+        import peft
+
+        with _compat.real_values(), _aside():
+            model, (e, n, k) = nn.Module(), (2, 3, 5)
+            model.experts = Experts()
+            weight = torch.randn((e, k, n) if transposed else (e, n, k), dtype=torch.float64)
+            model.experts.weight, model.experts.is_transposed = nn.Parameter(weight), transposed
+            options = {"r": 4, "lora_alpha": 6, "target_modules": [], "init_lora_weights": False}
+            peft.get_peft_model(model, peft.LoraConfig(target_parameters=["experts.weight"], **options))
+            (adapter,) = _active(model.experts)
+            a, b, scaling = _factors(model.experts, adapter)
+            delta = scaling * (b @ a)
+            want = weight + (delta.transpose(1, 2) if transposed else delta)
+            merged = model.experts(torch.ones((), dtype=torch.float64))
+            return _has_factors_alone(model.experts, adapter) and torch.allclose(merged, want)
+    except Exception:  # whatever is not as it was
+        return False
+
+
+def factors_in_place(experts: nn.Module, name: str, transposed: bool) -> Optional[Tuple[Tensor, LoRA]]:
+    """The weight of that name and its LoRA, where peft has put the sum of both in the place of the weight.
+
+    So it is where the package is registered after peft has wrapped the model. None if there is no such sum, or if it is
+    another one.
+    """
+    parametrizations = experts._modules.get("parametrizations")
+    steps = parametrizations[name] if parametrizations is not None and name in parametrizations else ()
+    if len(steps) != 1 or type(steps[0]).__name__ != "_LoraFactorsProxy" or not _adds_factors(type(steps[0])):
+        return None
+    a, b, scaling = steps[0].rhs, steps[0].lhs, steps[0].scaling
+    if transposed:
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
+    if a.shape[1] > MAX_RANK or not isinstance(scaling, (int, float)):
+        return None
+    return steps.original, LoRA(a, b, scaling)
+
+
+@lru_cache(maxsize=None)
+def _adds_factors(kind: type) -> bool:
+    """Whether peft's class of such sums makes W + scaling lhs rhs of a weight W."""
+    try:
+        with _aside():
+            shapes = (2, 3, 5), (2, 3, 4), (2, 4, 5)
+            weight, lhs, rhs = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+            return torch.allclose(kind(lhs, rhs, 1.5)(weight), weight + 1.5 * lhs @ rhs)
+    except Exception:
+        return False
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """Within it tensors are made on the CPU, in no mode of the caller's, and random numbers leave no trace."""
+    with contextlib.ExitStack() as stack:
+        for mode in (
+            torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False), torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):  # fmt: skip
+            stack.enter_context(mode)
+        yield

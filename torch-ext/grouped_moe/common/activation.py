@@ -27,39 +27,41 @@ class Activation(NamedTuple):
     up_offset: float = 0.0
 
 
-_ALIASES = {
-    "swish": Activation("silu"),
-    "quick_gelu": Activation("silu", alpha=1.702),
-    "gelu_python": Activation("gelu"),
-    **dict.fromkeys(
-        ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), Activation("gelu_tanh")
-    ),
-}
+# By all names that callers may use, transformers' among them.
+_KNOWN = {name: Activation(name) for name in ACTIVATION_NAMES}
+_KNOWN.update({"swish": Activation("silu"), "quick_gelu": Activation("silu", alpha=1.702)})
+_KNOWN["gelu_python"] = Activation("gelu")
+for _name in ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"):
+    _KNOWN[_name] = Activation("gelu_tanh")
 
 
 def as_activation(activation: Union[str, Activation], gated: bool, interleaved: bool) -> Activation:
     """Checks and completes what a caller gave. Raises TypeError and ValueError that name the argument."""
-    if isinstance(activation, str):
-        activation = Activation(activation)
-    elif not isinstance(activation, Activation):
+    if not isinstance(activation, (str, Activation)):
         raise TypeError(f"activation: expected a name or an Activation, got {type(activation).__name__}")
-    name, alpha, limit, up_offset = activation
-    for field, value in (("alpha", alpha), ("limit", limit), ("up_offset", up_offset)):
-        if not isinstance(value, (int, float)) and not (field == "limit" and value is None):
-            raise TypeError(f"activation: expected a number as {field}, got {type(value).__name__}")
-    alias = _ALIASES.get(name) if isinstance(name, str) else None
-    if alias is not None and 1.0 in (alpha, alias.alpha):
-        name, alpha = alias.name, alpha * alias.alpha
-        activation = Activation(name, alpha, limit, up_offset)
-    elif name not in ACTIVATION_NAMES and alias is None:
+    name = activation if isinstance(activation, str) else activation.name
+    known = _KNOWN.get(name) if isinstance(name, str) else None
+    if known is None:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATION_NAMES)}, got {name!r}")
+    activation = known if isinstance(activation, str) else _with_parameters(known, activation)
+    if not gated and (interleaved or activation.up_offset):
+        raise ValueError("gated: expected True with interleaved or an activation with up_offset, got False")
+    return activation
+
+
+def _with_parameters(known: Activation, given: Activation) -> Activation:
+    """The activation known"""
+    name, alpha, limit, up_offset = given
+    for field, value in (("alpha", alpha), ("limit", 1.0 if limit is None else limit), ("up_offset", up_offset)):
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"activation: expected a number as {field}, got {type(value).__name__}")
+    if 1.0 in (alpha, known.alpha):
+        name, alpha = known.name, alpha * known.alpha
     if alpha != 1.0 and name != "silu":
         raise ValueError(f"activation: alpha applies to silu only, got alpha={alpha} with {name!r}")
-    if not gated and (interleaved or up_offset):
-        raise ValueError("gated: expected True with interleaved or an activation with up_offset, got False")
     if limit is not None and not limit > 0:
         raise ValueError(f"activation: limit must be positive or None, got {limit}")
-    return activation
+    return Activation(name, alpha, limit, up_offset)
 
 
 def activate(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:

@@ -16,7 +16,7 @@ from ..experts import grouped_mm_experts
 from ..grouped_linear import grouped_linear
 from ..permute import combine_rows, gather_rows
 from ..routing import route
-from .transformers_gate import check_known, fused_activation, post_expert
+from .transformers_gate import check_known, check_no_operations, fused_activation, post_expert
 from .transformers_load import FP8_UNSUPPORTED, watch
 
 
@@ -32,7 +32,7 @@ def _local(experts: torch.nn.Module, name: str) -> Tensor:
     Raises TypeError for a tensor with operations of its own, which the block would not call.
     """
     parameter = local_part(getattr(experts, name))
-    checks.check_no_operations(name, parameter)
+    check_no_operations(name, parameter)
     return parameter
 
 

@@ -43,6 +43,38 @@ _OPTIONS = (
 )  # fmt: skip
 
 
+def check_no_operations(name: str, tensor: Tensor) -> None:
+    """Raises TypeError for a parameter of a subclass with operations of its own, as those for quantization have.
+
+    torchao's for FP8 training replace one operation, which is never called here, and pass for plain in all others.
+    """
+    kind = type(tensor)
+    if kind is not torch.nn.Parameter and kind is not Tensor and _has_operations(kind):
+        raise TypeError(
+            f"{name}: expected a plain tensor or a DTensor, got {kind.__name__}, whose own operations (quantization, "
+            "FP8 training) are not supported; leave this parameter out of the conversion, dequantize it, or choose "
+            "another experts_implementation, such as 'grouped_mm'"
+        )
+
+
+@torch.compiler.assume_constant_result
+def _has_operations(kind: type) -> bool:
+    return _overrides_operations(kind)
+
+
+@lru_cache(maxsize=None)
+def _overrides_operations(kind: type) -> bool:
+    """Whether a class of tensors, but PyTorch's own for tracing and sharding, overrides what operations do."""
+    if _compat.is_transparent(kind):
+        return False
+    # Tensor's keeps the class of results; Parameter's does nothing.
+    function, *plain = (
+        getattr(each.__torch_function__, "__func__", each.__torch_function__)
+        for each in (kind, Tensor, torch.nn.Parameter)
+    )
+    return function not in plain or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
 @lru_cache(maxsize=None)
 def _unknown_options() -> Tuple[Tuple[str, object], ...]:
     """Options of the installed transformers' decorator beyond `_OPTIONS`, with their defaults.

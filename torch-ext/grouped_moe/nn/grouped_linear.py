@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections import deque
 from itertools import compress, repeat
-from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
+from typing import Any, Callable, Deque, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,13 @@ from ..grouped_linear import grouped_linear
 from ..splits import Splits, as_splits
 from .main_grad import (
     Delayed,
-    DelayWgrad,
+    Later,
     MainGrad,
-    MainGradTap,
+    Now,
+    WgradTap,
     accumulate,
     as_one,
-    check_weights,
+    check_versions,
     dummy_grad,
     main_grads_of,
     mark_added,
@@ -40,7 +41,7 @@ class _Pack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        check_weights(ctx.watched, ctx.versions)
+        check_versions(ctx.watched, ctx.versions)
         return (None, None, *grad.unbind(0))
 
 
@@ -52,8 +53,7 @@ def _check_arguments(num_groups, in_features, out_features, bias, scale_bias, dt
             raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
-    if num_groups > checks.MAX_EXPERTS:
-        raise ValueError(f"num_groups: expected 1 to {checks.MAX_EXPERTS}, got {num_groups}")
+    checks.check_num_groups("num_groups", num_groups)
     if scale_bias and not bias:
         raise ValueError("scale_bias: expected False without a bias, got True")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -120,7 +120,11 @@ class GroupedLinear(nn.Module):
         self.single_grouped_weight, self.single_grouped_bias = bool(single_grouped_weight), bool(single_grouped_bias)
         self.init_method = init_method
         self.accumulate_into_main_grad, self.delay_wgrad = bool(accumulate_into_main_grad), bool(delay_wgrad)
-        self._discrete_names = {kind: [f"{kind}{group}" for group in range(num_groups)] for kind in ("weight", "bias")}
+        # Of the parameters of each kind, in the order of the groups.
+        self._names: Dict[str, List[str]] = {
+            kind: [kind] if single else [f"{kind}{group}" for group in range(num_groups)]
+            for kind, single in (("weight", single_grouped_weight), ("bias", single_grouped_bias))
+        }
         self._delayed: Deque[Delayed] = deque()
         self._wgrad_hooks: List[Callable[[], Any]] = []
         self._checked_main_grads: List[weakref.ref] = []
@@ -129,26 +133,24 @@ class GroupedLinear(nn.Module):
         if bias:
             self._register("bias", weight.new_empty((num_groups, out_features)))
         else:
+            self._names["bias"] = []
             self.register_parameter("bias", None)
         self._settle()
         self.reset_parameters()
 
     def _register(self, kind: str, packed: Tensor) -> None:
-        names = self._names(kind)
-        for name, tensor in zip(names, [packed] if names == [kind] else packed):
+        for name, tensor in zip(self._names[kind], self._by_parameter(kind, packed)):
             self.register_parameter(name, nn.Parameter(tensor))
 
-    def _names(self, kind: str) -> List[str]:
-        """Of the parameters of a kind, "weight" or "bias", in the order of the groups."""
-        if kind == "bias" and not self.use_bias:
-            return []
-        single = self.single_grouped_weight if kind == "weight" else self.single_grouped_bias
-        return [kind] if single else self._discrete_names[kind]
+    def _by_parameter(self, kind: str, packed: Tensor) -> Iterable[Tensor]:
+        """Of a tensor for all groups what belongs to each of the parameters of a kind, "weight" or "bias"."""
+        return [packed] if self._names[kind] == [kind] else packed
 
     def _of(self, kind: str) -> List[nn.Parameter]:
-        names, parameters = self._names(kind), self._parameters
+        """The parameters of a kind."""
+        names = self._names[kind]
         try:
-            return [*map(parameters.__getitem__, names)]
+            return [*map(self._parameters.__getitem__, names)]
         except KeyError:  # wrappers put properties and plain tensors in their place
             return [getattr(self, name) for name in names]
 
@@ -156,14 +158,16 @@ class GroupedLinear(nn.Module):
     def reset_parameters(self) -> None:
         """Draws all parameters anew, group by group: the same values whatever the layout."""
         bound = 1 / math.sqrt(self.in_features)
-        weights, biases = ([p.detach() for p in self._of(kind)] for kind in ("weight", "bias"))
-        for weight in weights[0] if self.single_grouped_weight else weights:
-            if self.init_method is None:
-                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-            else:
-                self.init_method(weight)
-        for bias in biases[0] if self.use_bias and self.single_grouped_bias else biases:
-            nn.init.uniform_(bias, -bound, bound)
+        # Of one parameter for all groups zip takes them one by one, too: a tensor is a sequence of its rows.
+        for kind in ("weight", "bias"):
+            parameters = [parameter.detach() for parameter in self._of(kind)]
+            for tensor in parameters[0] if self._names[kind] == [kind] else parameters:
+                if kind == "bias":
+                    nn.init.uniform_(tensor, -bound, bound)
+                elif self.init_method is None:
+                    nn.init.kaiming_uniform_(tensor, a=math.sqrt(5))
+                else:
+                    self.init_method(tensor)
 
     def _settle(self) -> None:
         """Makes discrete weights views of one storage again, and marks parameters whose gradients are delayed."""
@@ -195,7 +199,7 @@ class GroupedLinear(nn.Module):
         state = self._state()
         if not self.single_grouped_weight:
             state["_parameters"] = parameters = dict(self._parameters)
-            for name, weight in zip(self._names("weight"), self._of("weight")):
+            for name, weight in zip(self._names["weight"], self._of("weight")):
                 parameters[name] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
                 parameters[name].__dict__.update(weight.__dict__)
         return state
@@ -213,7 +217,7 @@ class GroupedLinear(nn.Module):
         state_dict = dict(state_dict)
         state_dict.pop(f"{prefix}_extra_state", None)
         for kind in ("weight", "bias"):
-            names = [prefix + name for name in self._names(kind)]
+            names = [prefix + name for name in self._names[kind]]
             one, many = prefix + kind, [f"{prefix}{kind}{group}" for group in range(self.num_groups)]
             if names == [one] and one not in state_dict and all(key in state_dict for key in many):
                 if len({state_dict[key].shape for key in many}) == 1:
@@ -232,10 +236,11 @@ class GroupedLinear(nn.Module):
 
     def _packed(self, kind: str, x: Tensor, detached: bool = False) -> Optional[Tensor]:
         """(G, N, K) or (G, N): the parameters of a kind as one tensor, differentiable unless detached. x: the input."""
-        if self.single_grouped_weight if kind == "weight" else self.single_grouped_bias or not self.use_bias:
-            parameter = getattr(self, kind)
-            return parameter.detach() if detached and parameter is not None else parameter
         parameters = self._of(kind)
+        if not parameters:
+            return None
+        if self._names[kind] == [kind]:
+            return parameters[0].detach() if detached else parameters[0]
         packed = None if torch.compiler.is_compiling() or kind == "bias" else as_one(parameters)
         if packed is None:
             return torch.stack([p.detach() for p in parameters] if detached else parameters)
@@ -257,36 +262,57 @@ class GroupedLinear(nn.Module):
         if bias_scales is not None and not self.scale_bias:
             raise ValueError("bias_scales: expected None without scale_bias=True, got a value")
         checks.check_tensor("x", x)
-        checks.check_shape("x", x, (None, self.in_features), "(rows, in_features)")
+        if x.dim() != 2 or x.shape[1] != self.in_features:
+            raise checks.wrong_shape("x", x, (None, self.in_features), "(rows, in_features)")
         grad = torch.is_grad_enabled()
         if grad and (self.delay_wgrad or self.accumulate_into_main_grad):
-            weights_wanted = any(weight.requires_grad for weight in self._of("weight"))
-            bias_wanted = any(bias.requires_grad for bias in self._of("bias"))
-            if self.delay_wgrad and (weights_wanted or bias_wanted):
-                return self._forward_delayed(x, splits, bias_scales, weights_wanted, bias_wanted)
-            if self.accumulate_into_main_grad and weights_wanted:
-                return self._forward_main_grad(x, splits, bias_scales)
+            wanted = [any(parameter.requires_grad for parameter in self._of(kind)) for kind in ("weight", "bias")]
+            if wanted[0] if not self.delay_wgrad else any(wanted):
+                return self._forward_tapped(x, splits, bias_scales, *wanted)
         weight, bias = self._packed("weight", x, not grad), self._packed("bias", x, not grad)
         return grouped_linear(x, weight, splits, bias, bias_scales)
 
-    def _wanted(self) -> Tuple[Optional[List[int]], List[str], List[nn.Parameter]]:
-        """Of the weights that require a gradient the groups, None if they are one; their names; and they themselves."""
-        names, weights = self._names("weight"), self._of("weight")
-        groups = [group for group, weight in enumerate(weights) if weight.requires_grad]
-        if len(groups) < len(weights):
-            names, weights = ([each[group] for group in groups] for each in (names, weights))
-        return None if self.single_grouped_weight else groups, names, weights
-
-    def _forward_main_grad(self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor]) -> Tensor:
-        (groups, names, weights), compiling = self._wanted(), torch.compiler.is_compiling()
-        targets = main_grads_of(names, weights) if compiling else None
-        if not compiling:  # the backward looks them up: Megatron-LM may replace buffers and reset flags until then
-            self._check_main_grads(names, weights)
-        x, splits = self._as_saved(x, splits)
-        y = grouped_linear(x, self._packed("weight", x, True), splits, self._packed("bias", x), bias_scales)
+    def _forward_tapped(
+        self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor], wants_weight: bool, wants_bias: bool
+    ) -> Tensor:
+        """The same with gradients, of which some take another way than autograd's."""
+        delayed, compiling = self.delay_wgrad, torch.compiler.is_compiling()
+        if delayed:
+            self._check_delay()
+        else:
+            groups, names, weights = self._wanted()
+            targets = main_grads_of(names, weights) if compiling else None
+            if not compiling:  # the backward looks them up: Megatron-LM may replace buffers and reset flags until then
+                self._check_main_grads(names, weights)
+        x = checks.autocast(x, checks.autocast_dtype(x.device.type))  # as `grouped_linear` keeps it for the backward
+        splits = as_splits(splits, self.num_groups, x.shape[0], x.device)
+        y = grouped_linear(x, self._packed("weight", x, True), splits, self._packed("bias", x, delayed), bias_scales)
+        if delayed:
+            scales = bias_scales.contiguous() if wants_bias and self.scale_bias else None
+            when, leaves = Later(self._delayed, wants_bias), [torch.empty(0, requires_grad=True, device=x.device)]
+            return WgradTap.apply(y, x if wants_weight else None, splits, scales, when, self._watched(x), *leaves)
         if compiling:
             mark_added(weights)
-        return MainGradTap.apply(y, x, splits, targets, names, self.num_groups, groups, self._watched(x), *weights)
+        when = Now(names, self.num_groups, groups, targets)
+        return WgradTap.apply(y, x, splits, None, when, self._watched(x), *weights)
+
+    def _wanted(self) -> Tuple[Optional[List[int]], List[str], List[nn.Parameter]]:
+        """Of the weights that require a gradient the groups, None if they are one; their names; and they themselves."""
+        weights = self._of("weight")
+        wanted = [weight.requires_grad for weight in weights]
+        groups, names, weights = (
+            [*compress(each, wanted)] for each in (range(self.num_groups), self._names["weight"], weights)
+        )
+        return None if self.single_grouped_weight else groups, names, weights
+
+    def _check_delay(self) -> None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("delay_wgrad: torch.compile can't delay gradients; call this module outside of it")
+        if len(self._delayed) >= _MAX_DELAYED:
+            raise RuntimeError(
+                f"delay_wgrad: {_MAX_DELAYED} backwards wait for backward_dw(), which has to be called once for each;"
+                " discard_delayed_wgrad() drops what they stored"
+            )
 
     def _check_main_grads(self, names: List[str], weights: List[nn.Parameter]) -> None:
         """Raises what `main_grad_of` raises, but for buffers that were checked before: the backward does so again."""
@@ -298,29 +324,6 @@ class GroupedLinear(nn.Module):
         if not same or any(map(operator.is_, buffers, repeat(None))):
             main_grads_of(names, weights)
             self._checked_main_grads = [*map(weakref.ref, buffers)]
-
-    def _as_saved(self, x: Tensor, splits: Splits) -> Tuple[Tensor, Tensor]:
-        """x and splits as `grouped_linear` keeps them for the backward."""
-        x = checks.autocast(x, checks.autocast_dtype(x.device.type))
-        return x, as_splits(splits, self.num_groups, x.shape[0], x.device)
-
-    def _forward_delayed(
-        self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor], weights: bool, bias: bool
-    ) -> Tensor:
-        """weights, bias: whether their gradients are wanted."""
-        if torch.compiler.is_compiling():
-            raise RuntimeError("delay_wgrad: torch.compile can't delay gradients; call this module outside of it")
-        if len(self._delayed) >= _MAX_DELAYED:
-            raise RuntimeError(
-                f"delay_wgrad: {_MAX_DELAYED} backwards wait for backward_dw(), which has to be called once for each;"
-                " discard_delayed_wgrad() drops what they stored"
-            )
-        x, splits = self._as_saved(x, splits)
-        packed = self._packed("weight", x, True), self._packed("bias", x, True)
-        y = grouped_linear(x, packed[0], splits, packed[1], bias_scales)
-        anchor = torch.empty(0, requires_grad=True, device=x.device)
-        saved = (x if weights else None, splits, bias_scales.contiguous() if bias and self.scale_bias else None)
-        return DelayWgrad.apply(y, anchor, *saved, bias, self._delayed, self._watched(x))
 
     def need_backward_dw(self) -> bool:
         """Whether gradients of parameters are left to `backward_dw`: with delay_wgrad, unless all are frozen."""
@@ -357,34 +360,29 @@ class GroupedLinear(nn.Module):
     @torch.no_grad()
     def _finish(self, delayed: Delayed) -> None:
         delayed.check()
-        if delayed.x is not None and any(weight.requires_grad for weight in self._of("weight")):
-            self._finish_weights(delayed)
-        if delayed.wants_bias and any(bias.requires_grad for bias in self._of("bias")):
-            self._finish_biases(delayed)
-
-    def _finish_biases(self, delayed: Delayed) -> None:
-        dbias, _ = ops.grouped_linear_bias_backward.default(
-            delayed.dy, delayed.splits, self.num_groups, None, delayed.bias_scales, True
-        )
-        for bias, grad in zip(self._of("bias"), [dbias] if self.single_grouped_bias else dbias):
-            if bias.requires_grad:
-                bias.grad = grad.to(bias.dtype) if bias.grad is None else bias.grad.add_(grad)
-
-    def _finish_weights(self, delayed: Delayed) -> None:
+        dy, x, splits, bias_scales = delayed[:4]
         groups, names, weights = self._wanted()
-        targets = main_grads_of(names, weights) if self.accumulate_into_main_grad else self._grads(weights)
-        accumulate(targets, delayed.dy, delayed.x, delayed.splits, self.num_groups, groups)
-        if self.accumulate_into_main_grad:
-            mark_added(weights)
-        for weight, target in zip(weights, targets):
-            if weight.grad is None:
-                weight.grad = dummy_grad(weight, target.dummy)
+        if x is not None and weights:
+            targets = main_grads_of(names, weights) if self.accumulate_into_main_grad else self._grads(weights)
+            accumulate(targets, dy, x, splits, self.num_groups, groups)
+            if self.accumulate_into_main_grad:
+                mark_added(weights)
+            for weight, target in zip(weights, targets):
+                if weight.grad is None:
+                    weight.grad = dummy_grad(weight, target.dummy)
+        biases = self._of("bias")
+        if delayed.wants_bias and any(bias.requires_grad for bias in biases):
+            dbias, _ = ops.grouped_linear_bias_backward.default(dy, splits, self.num_groups, None, bias_scales, True)
+            for bias, grad in zip(biases, self._by_parameter("bias", dbias)):
+                if bias.requires_grad:
+                    bias.grad = grad.to(bias.dtype) if bias.grad is None else bias.grad.add_(grad)
 
     def _grads(self, weights: List[nn.Parameter]) -> List[MainGrad]:
-        """Their `.grad`; where there is none it is made, to be overwritten."""
+        """Their `.grad`. Those that are missing are made, in one piece, to be overwritten."""
         missing = [weight.grad is None for weight in weights]
-        groups = self.num_groups if self.single_grouped_weight else sum(missing)
-        new = weights[0].new_empty((groups if any(missing) else 0, self.out_features, self.in_features))
-        for weight, grad in zip(compress(weights, missing), [new] if self.single_grouped_weight else new):
-            weight.grad = grad
+        if any(missing):
+            groups = self.num_groups if self.single_grouped_weight else sum(missing)
+            made = weights[0].new_empty((groups, self.out_features, self.in_features))
+            for weight, grad in zip(compress(weights, missing), self._by_parameter("weight", made)):
+                weight.grad = grad
         return [MainGrad(weight.grad, is_missing) for weight, is_missing in zip(weights, missing)]

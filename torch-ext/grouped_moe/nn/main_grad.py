@@ -1,8 +1,7 @@
 """Weight gradients that take another way than autograd's: into `main_grad`, as Megatron-LM has it, or later."""
 
-import itertools
 import operator
-from typing import Deque, Iterable, List, NamedTuple, Optional, Sequence
+from typing import Callable, Deque, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +13,8 @@ from ..common.autograd import define_op, once_differentiable
 from ..common.device import on_device
 from ..rows import unit_rows
 
-_SHAPE, _DTYPE = map(operator.attrgetter, ("shape", "dtype"))
 _BUFFER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SHAPE, _DTYPE = map(operator.attrgetter, ("shape", "dtype"))
 
 
 class MainGrad(NamedTuple):
@@ -41,17 +40,17 @@ def as_one(tensors: Sequence[Tensor]) -> Optional[Tensor]:
     # By functions in C, as there may be a thousand.
     starts, itemsize = [*map(Tensor.data_ptr, tensors)], first.element_size()
     step = starts[1] - starts[0]
-    if step < max(1, first.numel() * itemsize) or step % itemsize:
-        return None
-    if starts != [*range(starts[0], starts[0] + groups * step, step)] or not all(map(Tensor.is_contiguous, tensors)):
-        return None
-    if {*map(_SHAPE, tensors)} != {first.shape} or {*map(_DTYPE, tensors)} != {first.dtype}:
-        return None
-    # An address between two of one storage is of that storage, too.
-    end = (first.storage_offset() + first.numel()) * itemsize + (groups - 1) * step
-    if end > first.untyped_storage().nbytes():
-        return None
-    return first.as_strided((groups, *first.shape), (step // itemsize, *first.stride()))
+    end = first.storage_offset() * itemsize + (groups - 1) * step + first.nbytes
+    fit = (
+        step >= max(1, first.nbytes)
+        and step % itemsize == 0
+        and starts == [*range(starts[0], starts[0] + groups * step, step)]
+        and end <= first.untyped_storage().nbytes()  # an address between two of one storage is of that storage, too
+        and all(map(Tensor.is_contiguous, tensors))
+        and {*map(_SHAPE, tensors)} == {first.shape}
+        and {*map(_DTYPE, tensors)} == {first.dtype}
+    )
+    return first.as_strided((groups, *first.shape), (step // itemsize, *first.stride())) if fit else None
 
 
 def versions_of(tensors: Sequence[Optional[Tensor]]) -> List[int]:
@@ -59,20 +58,14 @@ def versions_of(tensors: Sequence[Optional[Tensor]]) -> List[int]:
     return [0 if tensor is None else _compat.version_of(tensor) for tensor in tensors]
 
 
-def check_versions(names: Iterable[str], tensors: Sequence[Optional[Tensor]], versions: Sequence[int]) -> None:
+def check_versions(
+    tensors: Sequence[Optional[Tensor]], versions: Sequence[int], name_of: Callable[[int], str] = "weight{}".format
+) -> None:
     """Raises RuntimeError, as autograd does for what it saved, if a tensor was modified since it had its version."""
     found = versions_of(tensors)
-    if found == versions:
-        return
-    for name, now, then in zip(names, found, versions):
-        if now != then:
-            raise RuntimeError(f"{name}: modified in place before the gradients that depend on it were computed")
-
-
-def check_weights(weights: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """`check_versions` of all the discrete weights."""
-    names = map("weight{}".format, itertools.count())  # made only for an error
-    check_versions(names, weights, versions)
+    if found != versions:
+        place = [*map(operator.ne, found, versions)].index(True)
+        raise RuntimeError(f"{name_of(place)}: modified in place before the gradients that depend on it were computed")
 
 
 def main_grad_of(name: str, parameter: Tensor) -> MainGrad:
@@ -83,9 +76,16 @@ def main_grad_of(name: str, parameter: Tensor) -> MainGrad:
     """
     get = getattr(parameter, "get_main_grad", None)
     buffer = getattr(parameter, "main_grad", None) if get is None else get()
-    known = type(buffer) is Tensor and buffer.shape == parameter.shape and buffer.device == parameter.device
-    if not (known and buffer.dtype in _BUFFER_DTYPES and buffer.is_contiguous()):  # most are, which takes a third
-        _check_buffer(f"{name}.main_grad", buffer, parameter)
+    if buffer is None:
+        raise AttributeError(
+            f"{name}.main_grad: expected a buffer for the gradient (accumulate_into_main_grad=True), got none"
+        )
+    same = type(buffer) is Tensor and buffer.shape == parameter.shape and buffer.device == parameter.device
+    if not (same and buffer.dtype in _BUFFER_DTYPES and buffer.is_contiguous()):  # most are, which takes a third
+        name, device = f"{name}.main_grad", parameter.device
+        checks.check_operand(name, buffer, parameter.shape, "of the parameter", device, None, "the parameter")
+        if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride())):
+            raise ValueError(f"{name}: expected memory of its own for each element, got strides {buffer.stride()}")
     dummy = "none"
     if hasattr(parameter, "grad_added_to_main_grad"):
         dummy = "zeros" if getattr(parameter, "zero_out_wgrad", False) else "empty"
@@ -95,18 +95,6 @@ def main_grad_of(name: str, parameter: Tensor) -> MainGrad:
 def main_grads_of(names: Sequence[str], parameters: Sequence[Tensor]) -> List[MainGrad]:
     """`main_grad_of` of each."""
     return [*map(main_grad_of, names, parameters)]
-
-
-def _check_buffer(name: str, buffer: object, parameter: Tensor) -> None:
-    """Raises what `main_grad_of` raises."""
-    if buffer is None:
-        raise AttributeError(f"{name}: expected a buffer for the gradient (accumulate_into_main_grad=True), got none")
-    checks.check_tensor(name, buffer)
-    checks.check_shape(name, buffer, parameter.shape, "of the parameter")
-    checks.check_device(name, buffer, parameter.device, "the parameter")
-    checks.check_compute_dtype(name, buffer)
-    if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride())):
-        raise ValueError(f"{name}: expected memory of its own for each element, got strides {buffer.stride()}")
 
 
 def mark_added(weights: Sequence[Tensor]) -> None:
@@ -181,40 +169,6 @@ def accumulate(
         ops.accumulate_wgrads.default(buffers, dy, x, splits, num_groups, groups, overwrite)
 
 
-class MainGradTap(torch.autograd.Function):
-    """y itself, in whose backward the weights get their gradients in main_grad, and dummies from autograd.
-
-    y (rows, N) is of x (rows, K), in its dtype, and of weights that it is detached from. targets, num_groups, groups:
-    see `accumulate`; targets None, outside of torch.compile: what `main_grad_of` says of the weights, called `names`,
-    at the time of the backward. watched: weights that must not change before it. weights: those that targets are of.
-
-    torch.compile traces this function. An op with a backward, in its place, would fail with two microbatches in
-    flight: what a compiled graph saves for it must not change until then, but main_grad does. What a traced function
-    keeps on its ctx may change, from PyTorch 2.11 on.
-    """
-
-    @staticmethod
-    def forward(ctx, y, x, splits, targets, names, num_groups, groups, watched, *weights):
-        ctx.save_for_backward(x, splits)
-        ctx.names = names
-        ctx.targets, ctx.num_groups, ctx.groups, ctx.weights = targets, num_groups, groups, weights
-        ctx.watched, ctx.versions = watched, versions_of(watched)
-        ctx.mark_dirty(y)  # or it would be a view that callers could not modify in place
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, saved, dy: Tensor):
-        check_weights(ctx.watched, ctx.versions)
-        targets = ctx.targets
-        if targets is None:
-            targets = main_grads_of(ctx.names, ctx.weights)
-            mark_added(ctx.weights)
-        accumulate(targets, dy, *saved, ctx.num_groups, ctx.groups)
-        dummies = [dummy_grad(weight, target.dummy) for weight, target in zip(ctx.weights, targets)]
-        return (dy, None, None, None, None, None, None, None, *dummies)
-
-
 class Delayed(NamedTuple):
     """What the gradients of the parameters are made of, for one microbatch."""
 
@@ -227,30 +181,47 @@ class Delayed(NamedTuple):
 
     def check(self) -> None:
         """Raises RuntimeError if any of it was modified in place since the backward."""
-        check_versions(("the gradient of the output", "x", "splits", "bias_scales"), self[:4], self.versions)
+        check_versions(
+            self[:4], self.versions, ("the gradient of the output", "x", "splits", "bias_scales").__getitem__
+        )
 
 
-class DelayWgrad(torch.autograd.Function):
-    """y itself, whose backward puts a `Delayed` into the queue.
+class Now(NamedTuple):
+    """The weights' gradients are computed in the backward, into main_grad; see `accumulate`.
 
-    `anchor` makes the output require a gradient where y does not. It is not the parameters, whose own hooks would
-    then run in this backward, without a gradient. watched: weights that must not change before the backward.
+    names: of the weights. targets: theirs; None, but under torch.compile, for what `main_grad_of` says in the backward.
+    """
+
+    names: Sequence[str]
+    num_groups: int
+    groups: Optional[List[int]]
+    targets: Optional[List[MainGrad]]
+
+
+class Later(NamedTuple):
+    """A backward appends a `Delayed` to the queue. wants_bias: whether a bias wants a gradient."""
+
+    queue: Deque[Delayed]
+    wants_bias: bool
+
+
+class WgradTap(torch.autograd.Function):
+    """y itself, in whose backward the parameters get their gradients by another way than autograd's: `when`.
+
+    y (rows, N) is of x (rows, K), in its dtype, and of parameters that it is detached from. watched: weights that must
+    not change before the backward. leaves: for `Now` the weights, which get dummies from autograd. For `Later` a tensor
+    by which the output requires a gradient where y does not: hooks of parameters would run in this backward, without a
+    gradient.
+
+    torch.compile traces this function. An op with a backward, in its place, would fail with two microbatches in
+    flight: what a compiled graph saves for it must not change until then, but main_grad does. What a traced function
+    keeps on its ctx may change, from PyTorch 2.11 on.
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        y: Tensor,
-        anchor: Tensor,
-        x: Optional[Tensor],
-        splits: Tensor,
-        bias_scales: Optional[Tensor],
-        wants_bias: bool,
-        queue: Deque[Delayed],
-        watched: List[Tensor],
-    ) -> Tensor:
+    def forward(ctx, y, x, splits, bias_scales, when, watched, *leaves):
         ctx.save_for_backward(x, splits, bias_scales)
-        ctx.wants_bias, ctx.queue = wants_bias, queue
+        ctx.when, ctx.leaves = when, leaves
         ctx.watched, ctx.versions = watched, versions_of(watched)
         ctx.mark_dirty(y)  # or it would be a view that callers could not modify in place
         return y
@@ -258,8 +229,17 @@ class DelayWgrad(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, dy: Tensor):
-        check_weights(ctx.watched, ctx.versions)
-        # Detached, lest they keep the autograd graph that x hangs on.
-        tensors = [None if tensor is None else tensor.detach() for tensor in (dy, *saved)]
-        ctx.queue.append(Delayed(*tensors, ctx.wants_bias, versions_of(tensors)))
-        return (dy,) + (None,) * 7
+        check_versions(ctx.watched, ctx.versions)
+        when, grads = ctx.when, [None] * len(ctx.leaves)
+        if isinstance(when, Later):
+            # Detached, lest they keep the autograd graph that x hangs on.
+            tensors = [None if tensor is None else tensor.detach() for tensor in (dy, *saved)]
+            when.queue.append(Delayed(*tensors, when.wants_bias, versions_of(tensors)))
+        else:
+            targets = when.targets
+            if targets is None:
+                targets = main_grads_of(when.names, ctx.leaves)
+                mark_added(ctx.leaves)
+            accumulate(targets, dy, *saved[:2], when.num_groups, when.groups)
+            grads = [dummy_grad(weight, target.dummy) for weight, target in zip(ctx.leaves, targets)]
+        return (dy, None, None, None, None, None, *grads)

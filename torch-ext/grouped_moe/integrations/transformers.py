@@ -36,11 +36,8 @@ def _local(experts: torch.nn.Module, name: str) -> Tensor:
     return parameter
 
 
-def _capacity(top_k_index: Tensor, share: Optional[Tuple[int, int]]) -> Optional[int]:
+def capacity_of(num_slots: int, share: Tuple[int, int]) -> int:
     """The slots' share (numerator, denominator), rounded up, or 1 without slots; integers, which may be symbolic."""
-    if share is None:
-        return None
-    num_slots = top_k_index.shape[0] * top_k_index.shape[1]
     return max(1, -(-num_slots * share[0] // share[1]))
 
 
@@ -76,7 +73,7 @@ def experts_forward(
         out = grouped_mm_experts(
             x, top_k_index, top_k_weights, up, down, gate_up_proj_bias=up_bias, down_proj_bias=down_bias,
             activation=activation, gated=gated, interleaved=interleaved, transposed=transposed,
-            capacity=_capacity(top_k_index, share),
+            capacity=None if share is None else capacity_of(top_k_index.numel(), share),
         )  # fmt: skip
         return out.to(hidden_states.dtype)
     routing = route(top_k_index, self.num_experts)

@@ -68,14 +68,19 @@ def check_versions(
         raise RuntimeError(f"{name_of(place)}: modified in place before the gradients that depend on it were computed")
 
 
+def buffer_of(parameter: Tensor) -> Optional[Tensor]:
+    """The attribute `main_grad` of a parameter, or what its method `get_main_grad()` returns; None without either."""
+    get = getattr(parameter, "get_main_grad", None)
+    return getattr(parameter, "main_grad", None) if get is None else get()
+
+
 def main_grad_of(name: str, parameter: Tensor) -> MainGrad:
     """Where the gradient of the parameter called `name` goes, by the attributes that Megatron-LM gives it.
 
     Raises AttributeError if it has no `main_grad`, TypeError or ValueError if that has another shape or device than
     the parameter or a dtype that can't be accumulated in; each names the parameter.
     """
-    get = getattr(parameter, "get_main_grad", None)
-    buffer = getattr(parameter, "main_grad", None) if get is None else get()
+    buffer = buffer_of(parameter)
     if buffer is None:
         raise AttributeError(
             f"{name}.main_grad: expected a buffer for the gradient (accumulate_into_main_grad=True), got none"

@@ -27,12 +27,14 @@ class Activation(NamedTuple):
     up_offset: float = 0.0
 
 
-# By all names that callers may use, transformers' among them.
-_KNOWN = {name: Activation(name) for name in ACTIVATION_NAMES}
-_KNOWN.update({"swish": Activation("silu"), "quick_gelu": Activation("silu", alpha=1.702)})
-_KNOWN["gelu_python"] = Activation("gelu")
-for _name in ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"):
-    _KNOWN[_name] = Activation("gelu_tanh")
+# By each name that callers may use, transformers' own among them.
+_KNOWN = {
+    **{name: Activation(name) for name in ACTIVATION_NAMES},
+    **{"swish": Activation("silu"), "quick_gelu": Activation("silu", alpha=1.702), "gelu_python": Activation("gelu")},
+    **dict.fromkeys(
+        ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), Activation("gelu_tanh")
+    ),
+}
 
 
 def as_activation(activation: Union[str, Activation], gated: bool, interleaved: bool) -> Activation:
@@ -50,7 +52,7 @@ def as_activation(activation: Union[str, Activation], gated: bool, interleaved: 
 
 
 def _with_parameters(known: Activation, given: Activation) -> Activation:
-    """The activation known"""
+    """The known activation of that name with the parameters that are given."""
     name, alpha, limit, up_offset = given
     for field, value in (("alpha", alpha), ("limit", 1.0 if limit is None else limit), ("up_offset", up_offset)):
         if not isinstance(value, (int, float)):
@@ -88,45 +90,45 @@ def activate_vjp(grad: torch.Tensor, x: torch.Tensor, name: str, alpha: float) -
     return torch.ops.aten.threshold_backward(grad if name == "relu" else 2.0 * x * grad, x, 0)
 
 
-def split_gate_up(preact: torch.Tensor, interleaved: bool) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Views of gate and up in (..., 2 I): [gate | up], or gate and up in turn."""
-    if interleaved:
-        return preact[..., ::2], preact[..., 1::2]
-    gate, up = preact.chunk(2, dim=-1)
-    return gate, up
+def _split(preact: torch.Tensor, gated: bool, interleaved: bool) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """Views of gate and up in (..., 2 I), [gate | up] or in turn; of preact itself and nothing if not gated."""
+    if not gated:
+        return preact, None
+    return (preact[..., ::2], preact[..., 1::2]) if interleaved else preact.chunk(2, dim=-1)
+
+
+def _operands(
+    gate: torch.Tensor, up: Optional[torch.Tensor], activation: Activation
+) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """(x, factor) of a = act(x) * factor, None if not gated."""
+    _, _, limit, up_offset = activation
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up if up is None else up.clamp(-limit, limit)
+    return gate, up + up_offset if up_offset else up
 
 
 def forward(preact: torch.Tensor, activation: Activation, gated: bool, interleaved: bool) -> torch.Tensor:
     """a(preact): (R, 2 I) gated or (R, I) -> (R, I), in the dtype of preact."""
-    name, alpha, limit, up_offset = activation
-    if not gated:
-        return activate(preact if limit is None else preact.clamp(max=limit), name, alpha)
-    gate, up = split_gate_up(preact, interleaved)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return activate(gate, name, alpha) * (up + up_offset if up_offset else up)
+    x, factor = _operands(*_split(preact, gated, interleaved), activation)
+    value = activate(x, activation.name, activation.alpha)
+    return value if factor is None else value * factor
 
 
 def forward_and_vjp(
     preact: torch.Tensor, grad: torch.Tensor, activation: Activation, gated: bool, interleaved: bool
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(a(preact), grad * a'(preact)): (R, I) and the shape of preact, in the dtype of preact."""
-    name, alpha, limit, up_offset = activation
-    if not gated:
-        clamped = preact if limit is None else preact.clamp(max=limit)
-        dpreact = activate_vjp(grad, clamped, name, alpha)
-        return activate(clamped, name, alpha), dpreact if limit is None else dpreact.masked_fill_(preact > limit, 0.0)
-    gate, up = split_gate_up(preact, interleaved)
-    clamped, shifted = gate, up
-    if limit is not None:
-        clamped, shifted = gate.clamp(max=limit), up.clamp(-limit, limit)
-    shifted = shifted + up_offset if up_offset else shifted
-    value = activate(clamped, name, alpha)
+    name, alpha, limit, _ = activation
     dpreact = torch.empty_like(preact, memory_format=torch.contiguous_format)
-    d_gate, d_up = split_gate_up(dpreact, interleaved)
-    d_gate.copy_(activate_vjp(grad * shifted, clamped, name, alpha))
-    torch.mul(value, grad, out=d_up)
+    (gate, up), (d_gate, d_up) = (_split(tensor, gated, interleaved) for tensor in (preact, dpreact))
+    x, factor = _operands(gate, up, activation)
+    value = activate(x, name, alpha)
+    d_gate.copy_(activate_vjp(grad if factor is None else grad * factor, x, name, alpha))
     if limit is not None:
         d_gate.masked_fill_(gate > limit, 0.0)
-        d_up.masked_fill_((up > limit) | (up < -limit), 0.0)
-    return value.mul_(shifted), dpreact
+    if gated:
+        torch.mul(value, grad, out=d_up)
+        value.mul_(factor)
+        if limit is not None:
+            d_up.masked_fill_(up.abs() > limit, 0.0)
+    return value, dpreact

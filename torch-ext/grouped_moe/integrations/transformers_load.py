@@ -39,11 +39,6 @@ def _goes_by_interface(module: nn.Module) -> bool:
     return "is_transposed" in module.__dict__
 
 
-def _looks_like_experts(path: str, module: nn.Module) -> bool:
-    kind = type(module).__name__
-    return path.rpartition(".")[2] == "experts" or ("Experts" in kind and "Shared" not in kind)
-
-
 def _is_fp8(experts: nn.Module) -> bool:
     try:
         from transformers.integrations.finegrained_fp8 import FP8Experts
@@ -62,12 +57,11 @@ def _look_at(parent: nn.Module, name: str, module: Optional[nn.Module]) -> None:
         check_known(module)
     # The child that a quantizer replaces still has the config that its successor may lack.
     asked = _implementation(parent) or _implementation(parent._modules.get(name))
-    if asked is None:
-        return
-    children = list(module.named_modules(prefix=name))
+    children = list(module.named_modules(prefix=name)) if asked is not None else []
     if any(_goes_by_interface(child) for _, child in children):
         return
-    for kind in {type(child).__name__ for path, child in children if _looks_like_experts(path, child)}:
+    kinds = [(path.rpartition(".")[2], type(child).__name__) for path, child in children]
+    for kind in {kind for last, kind in kinds if last == "experts" or ("Experts" in kind and "Shared" not in kind)}:
         warnings.warn(
             f"grouped_moe: experts_implementation={asked!r} has no effect on {kind}, which does not go by "
             "transformers' ExpertsInterface and keeps its own code",

@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections import deque
 from itertools import compress, repeat
-from typing import Any, Callable, Deque, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Deque, Dict, Iterable, List, Optional
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,13 @@ from .main_grad import (
     Delayed,
     Later,
     MainGrad,
-    Now,
+    Wanted,
     WgradTap,
     accumulate,
     as_one,
-    check_versions,
-    dummy_grad,
     main_grads_of,
     mark_added,
-    versions_of,
+    unchanged,
 )
 
 
@@ -36,12 +34,12 @@ class _Pack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, packed: Tensor, watched: List[Tensor], *weights: Tensor) -> Tensor:
-        ctx.watched, ctx.versions = watched, versions_of(watched)
+        ctx.check = unchanged(watched)
         return packed.view_as(packed)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        check_versions(ctx.watched, ctx.versions)
+        ctx.check()
         return (None, None, *grad.unbind(0))
 
 
@@ -120,25 +118,21 @@ class GroupedLinear(nn.Module):
         self.single_grouped_weight, self.single_grouped_bias = bool(single_grouped_weight), bool(single_grouped_bias)
         self.init_method = init_method
         self.accumulate_into_main_grad, self.delay_wgrad = bool(accumulate_into_main_grad), bool(delay_wgrad)
-        # Of the parameters of each kind, in the order of the groups.
-        self._names: Dict[str, List[str]] = {
-            kind: [kind] if single else [f"{kind}{group}" for group in range(num_groups)]
-            for kind, single in (("weight", single_grouped_weight), ("bias", single_grouped_bias))
-        }
+        self._names: Dict[str, List[str]] = {"weight": [], "bias": []}  # of parameters, in the order of the groups
         self._delayed: Deque[Delayed] = deque()
         self._wgrad_hooks: List[Callable[[], Any]] = []
         self._checked_main_grads: List[weakref.ref] = []
         weight = torch.empty((num_groups, out_features, in_features), device=device, dtype=dtype)
-        self._register("weight", weight)
+        self._register("weight", weight, single_grouped_weight)
         if bias:
-            self._register("bias", weight.new_empty((num_groups, out_features)))
+            self._register("bias", weight.new_empty((num_groups, out_features)), single_grouped_bias)
         else:
-            self._names["bias"] = []
             self.register_parameter("bias", None)
         self._settle()
         self.reset_parameters()
 
-    def _register(self, kind: str, packed: Tensor) -> None:
+    def _register(self, kind: str, packed: Tensor, single: bool) -> None:
+        self._names[kind] = [kind] if single else [f"{kind}{group}" for group in range(self.num_groups)]
         for name, tensor in zip(self._names[kind], self._by_parameter(kind, packed)):
             self.register_parameter(name, nn.Parameter(tensor))
 
@@ -158,7 +152,6 @@ class GroupedLinear(nn.Module):
     def reset_parameters(self) -> None:
         """Draws all parameters anew, group by group: the same values whatever the layout."""
         bound = 1 / math.sqrt(self.in_features)
-        # Of one parameter for all groups zip takes them one by one, too: a tensor is a sequence of its rows.
         for kind in ("weight", "bias"):
             parameters = [parameter.detach() for parameter in self._of(kind)]
             for tensor in parameters[0] if self._names[kind] == [kind] else parameters:
@@ -276,34 +269,31 @@ class GroupedLinear(nn.Module):
         self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor], wants_weight: bool, wants_bias: bool
     ) -> Tensor:
         """The same with gradients, of which some take another way than autograd's."""
-        delayed, compiling = self.delay_wgrad, torch.compiler.is_compiling()
+        delayed, compiling, watched = self.delay_wgrad, torch.compiler.is_compiling(), self._watched(x)
         if delayed:
             self._check_delay()
         else:
-            groups, names, weights = self._wanted()
-            targets = main_grads_of(names, weights) if compiling else None
-            if not compiling:  # the backward looks them up: Megatron-LM may replace buffers and reset flags until then
-                self._check_main_grads(names, weights)
+            wanted = self._wanted()
+            if compiling:
+                wanted = wanted._replace(targets=main_grads_of(wanted))
+            else:
+                self._check_main_grads(wanted)
         x = checks.autocast(x, checks.autocast_dtype(x.device.type))  # as `grouped_linear` keeps it for the backward
         splits = as_splits(splits, self.num_groups, x.shape[0], x.device)
         y = grouped_linear(x, self._packed("weight", x, True), splits, self._packed("bias", x, delayed), bias_scales)
         if delayed:
             scales = bias_scales.contiguous() if wants_bias and self.scale_bias else None
-            when, leaves = Later(self._delayed, wants_bias), [torch.empty(0, requires_grad=True, device=x.device)]
-            return WgradTap.apply(y, x if wants_weight else None, splits, scales, when, self._watched(x), *leaves)
+            leaf, later = torch.empty(0, requires_grad=True, device=x.device), Later(self._delayed, wants_bias)
+            return WgradTap.apply(y, x if wants_weight else None, splits, scales, later, watched, leaf)
         if compiling:
-            mark_added(weights)
-        when = Now(names, self.num_groups, groups, targets)
-        return WgradTap.apply(y, x, splits, None, when, self._watched(x), *weights)
+            mark_added(wanted.weights)
+        return WgradTap.apply(y, x, splits, None, wanted, watched, *wanted.weights)
 
-    def _wanted(self) -> Tuple[Optional[List[int]], List[str], List[nn.Parameter]]:
-        """Of the weights that require a gradient the groups, None if they are one; their names; and they themselves."""
+    def _wanted(self) -> Wanted:
         weights = self._of("weight")
-        wanted = [weight.requires_grad for weight in weights]
-        groups, names, weights = (
-            [*compress(each, wanted)] for each in (range(self.num_groups), self._names["weight"], weights)
-        )
-        return None if self.single_grouped_weight else groups, names, weights
+        require = [weight.requires_grad for weight in weights]
+        groups, *named = ([*compress(each, require)] for each in (range(len(weights)), self._names["weight"], weights))
+        return Wanted(*named, self.num_groups, None if self.single_grouped_weight else groups)
 
     def _check_delay(self) -> None:
         if torch.compiler.is_compiling():
@@ -314,15 +304,16 @@ class GroupedLinear(nn.Module):
                 " discard_delayed_wgrad() drops what they stored"
             )
 
-    def _check_main_grads(self, names: List[str], weights: List[nn.Parameter]) -> None:
-        """Raises what `main_grad_of` raises, but for buffers that were checked before: the backward does so again."""
+    def _check_main_grads(self, wanted: Wanted) -> None:
+        """Raises what `main_grads_of` raises, but for buffers that were checked before: the backward does so again."""
+        weights = wanted.weights
         if any(map(hasattr, weights, repeat("get_main_grad"))):  # it may make them only for the backward
             return
         buffers = [*map(getattr, weights, repeat("main_grad"), repeat(None))]
         checked = [buffer() for buffer in self._checked_main_grads]
         same = len(checked) == len(buffers) and all(map(operator.is_, buffers, checked))
         if not same or any(map(operator.is_, buffers, repeat(None))):
-            main_grads_of(names, weights)
+            main_grads_of(wanted)
             self._checked_main_grads = [*map(weakref.ref, buffers)]
 
     def need_backward_dw(self) -> bool:
@@ -361,15 +352,16 @@ class GroupedLinear(nn.Module):
     def _finish(self, delayed: Delayed) -> None:
         delayed.check()
         dy, x, splits, bias_scales = delayed[:4]
-        groups, names, weights = self._wanted()
-        if x is not None and weights:
-            targets = main_grads_of(names, weights) if self.accumulate_into_main_grad else self._grads(weights)
-            accumulate(targets, dy, x, splits, self.num_groups, groups)
-            if self.accumulate_into_main_grad:
-                mark_added(weights)
-            for weight, target in zip(weights, targets):
+        wanted = self._wanted()
+        if x is not None and wanted.weights:
+            to_main_grad = self.accumulate_into_main_grad
+            targets = main_grads_of(wanted) if to_main_grad else self._grads(wanted.weights)
+            dummies = accumulate(wanted, targets, dy, x, splits)
+            if to_main_grad:
+                mark_added(wanted.weights)
+            for weight, dummy in zip(wanted.weights, dummies):
                 if weight.grad is None:
-                    weight.grad = dummy_grad(weight, target.dummy)
+                    weight.grad = dummy
         biases = self._of("bias")
         if delayed.wants_bias and any(bias.requires_grad for bias in biases):
             dbias, _ = ops.grouped_linear_bias_backward.default(dy, splits, self.num_groups, None, bias_scales, True)

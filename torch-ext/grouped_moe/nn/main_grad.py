@@ -30,6 +30,21 @@ class MainGrad(NamedTuple):
     dummy: str = "none"
 
 
+class Wanted(NamedTuple):
+    """The weights of a layer that require a gradient, and their names.
+
+    groups: theirs, of num_groups; None if one weight is that of all groups. targets: where gradients go, by
+    `main_grads_of`; None where that is looked up in the backward, as Megatron-LM may replace buffers and reset flags
+    until then.
+    """
+
+    names: List[str]
+    weights: List[Tensor]
+    num_groups: int
+    groups: Optional[List[int]]
+    targets: Optional[List[MainGrad]] = None
+
+
 def as_one(tensors: Sequence[Tensor]) -> Optional[Tensor]:
     """(G, *shape), a view of G contiguous tensors that lie equally spaced and ascending in one storage; else None."""
     first, groups = tensors[0].detach(), len(tensors)
@@ -53,19 +68,22 @@ def as_one(tensors: Sequence[Tensor]) -> Optional[Tensor]:
     return first.as_strided((groups, *first.shape), (step // itemsize, *first.stride())) if fit else None
 
 
-def versions_of(tensors: Sequence[Optional[Tensor]]) -> List[int]:
-    """What `check_versions` compares with."""
-    return [0 if tensor is None else _compat.version_of(tensor) for tensor in tensors]
+def unchanged(
+    tensors: Sequence[Optional[Tensor]], name_of: Callable[[int], str] = "weight{}".format
+) -> Callable[[], None]:
+    """A check that raises RuntimeError, as autograd's of what it saved, if a tensor was modified in place since now."""
 
+    def versions() -> List[int]:
+        return [0 if tensor is None else _compat.version_of(tensor) for tensor in tensors]
 
-def check_versions(
-    tensors: Sequence[Optional[Tensor]], versions: Sequence[int], name_of: Callable[[int], str] = "weight{}".format
-) -> None:
-    """Raises RuntimeError, as autograd does for what it saved, if a tensor was modified since it had its version."""
-    found = versions_of(tensors)
-    if found != versions:
-        place = [*map(operator.ne, found, versions)].index(True)
-        raise RuntimeError(f"{name_of(place)}: modified in place before the gradients that depend on it were computed")
+    def check() -> None:
+        now = versions()
+        if now != then:
+            name = name_of([*map(operator.ne, now, then)].index(True))
+            raise RuntimeError(f"{name}: modified in place before the gradients that depend on it were computed")
+
+    then = versions()
+    return check
 
 
 def buffer_of(parameter: Tensor) -> Optional[Tensor]:
@@ -74,32 +92,31 @@ def buffer_of(parameter: Tensor) -> Optional[Tensor]:
     return getattr(parameter, "main_grad", None) if get is None else get()
 
 
-def main_grad_of(name: str, parameter: Tensor) -> MainGrad:
-    """Where the gradient of the parameter called `name` goes, by the attributes that Megatron-LM gives it.
+def main_grads_of(wanted: Wanted) -> List[MainGrad]:
+    """Where the gradients of weights go, by the attributes that Megatron-LM gives them.
 
-    Raises AttributeError if it has no `main_grad`, TypeError or ValueError if that has another shape or device than
-    the parameter or a dtype that can't be accumulated in; each names the parameter.
+    Raises AttributeError if one has no `main_grad`, TypeError or ValueError if that has another shape or device than
+    the weight or a dtype that can't be accumulated in; each names the weight.
     """
-    buffer = buffer_of(parameter)
+    return [*map(_main_grad_of, wanted.names, wanted.weights)]
+
+
+def _main_grad_of(name: str, weight: Tensor) -> MainGrad:
+    buffer = buffer_of(weight)
     if buffer is None:
         raise AttributeError(
             f"{name}.main_grad: expected a buffer for the gradient (accumulate_into_main_grad=True), got none"
         )
-    same = type(buffer) is Tensor and buffer.shape == parameter.shape and buffer.device == parameter.device
+    same = type(buffer) is Tensor and buffer.shape == weight.shape and buffer.device == weight.device
     if not (same and buffer.dtype in _BUFFER_DTYPES and buffer.is_contiguous()):  # most are, which takes a third
-        name, device = f"{name}.main_grad", parameter.device
-        checks.check_operand(name, buffer, parameter.shape, "of the parameter", device, None, "the parameter")
+        name = f"{name}.main_grad"
+        checks.check_operand(name, buffer, weight.shape, "of the parameter", weight.device, None, "the parameter")
         if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride())):
             raise ValueError(f"{name}: expected memory of its own for each element, got strides {buffer.stride()}")
     dummy = "none"
-    if hasattr(parameter, "grad_added_to_main_grad"):
-        dummy = "zeros" if getattr(parameter, "zero_out_wgrad", False) else "empty"
-    return MainGrad(buffer, bool(getattr(parameter, "overwrite_main_grad", False)), dummy)
-
-
-def main_grads_of(names: Sequence[str], parameters: Sequence[Tensor]) -> List[MainGrad]:
-    """`main_grad_of` of each."""
-    return [*map(main_grad_of, names, parameters)]
+    if hasattr(weight, "grad_added_to_main_grad"):
+        dummy = "zeros" if getattr(weight, "zero_out_wgrad", False) else "empty"
+    return MainGrad(buffer, bool(getattr(weight, "overwrite_main_grad", False)), dummy)
 
 
 def mark_added(weights: Sequence[Tensor]) -> None:
@@ -109,38 +126,34 @@ def mark_added(weights: Sequence[Tensor]) -> None:
             weight.grad_added_to_main_grad = True
 
 
-def dummy_grad(parameter: Tensor, dummy: str) -> Optional[Tensor]:
-    """The gradient that autograd's hooks see where the real one is in `main_grad` already."""
-    if dummy == "none":
-        return None
-    return torch.zeros_like(parameter) if dummy == "zeros" else torch.empty_like(parameter)
+def _add_products(
+    dws: Sequence[Tensor], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Sequence[int],
+    overwrite: Sequence[bool],
+) -> None:  # fmt: skip
+    """Adds dY_g^T X_g to dws[i] (., N, K) for all g from groups[i] on, or overwrites it."""
+    kernels, dy, x = backend_of(dy), unit_rows(dy), unit_rows(x)
+    with on_device(dy):
+        rows = kernels.split_rows(splits, num_groups, dy.shape[0], dy.dtype)
+        for dw, group, replace in zip(dws, groups, overwrite):
+            part = rows._replace(schedule=rows.schedule[group:], num_groups=dw.shape[0])
+            kernels.wgrad(dy, x, part, dw, accumulate=not replace)
 
 
 def _accumulate_wgrad(dw: Tensor, dy: Tensor, x: Tensor, splits: Tensor, overwrite: bool) -> None:
-    """Adds dY_g^T X_g to dw (G, N, K), or overwrites it."""
+    """`accumulate` for one buffer (G, N, K)."""
     torch.autograd.graph.increment_version(dw)
-    kernels = backend_of(dw)
-    with on_device(dw):
-        rows = kernels.split_rows(splits, dw.shape[0], dy.shape[0], dy.dtype)
-        kernels.wgrad(dy, x, rows, dw, accumulate=not overwrite)
+    _add_products([dw], dy, x, splits, dw.shape[0], [0], [overwrite])
 
 
 def _accumulate_wgrads(
     dws: Sequence[Tensor], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Sequence[int],
     overwrite: Sequence[bool],
 ) -> None:  # fmt: skip
-    """The same for one buffer (N, K) per group, of the groups that are named."""
+    """`accumulate` for one buffer (N, K) per group."""
     torch.autograd.graph.increment_version(dws)
-    dw = as_one(dws) if len(dws) == num_groups and len(set(overwrite)) == 1 else None
-    if dw is not None:
-        _accumulate_wgrad(dw, dy, x, splits, overwrite[0])
-        return
-    kernels, dy, x = backend_of(dy), unit_rows(dy), unit_rows(x)
-    with on_device(dy):
-        rows = kernels.split_rows(splits, num_groups, dy.shape[0], dy.dtype)
-        for dw, group, replace in zip(dws, groups, overwrite):
-            alone = rows._replace(schedule=rows.schedule[group:], num_groups=1)
-            kernels.wgrad(dy, x, alone, dw[None], accumulate=not replace)
+    whole = as_one(dws) if len(dws) == num_groups and len(set(overwrite)) == 1 else None
+    dws = [dw[None] for dw in dws] if whole is None else [whole]
+    _add_products(dws, dy, x, splits, num_groups, groups, overwrite)
 
 
 define_op(
@@ -158,49 +171,35 @@ define_op(
 
 
 def accumulate(
-    targets: Sequence[MainGrad], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Optional[List[int]]
-) -> None:
-    """Adds dY_g^T X_g, summed in fp32, to targets[i].buffer (N, K) for g = groups[i], or overwrites it.
+    wanted: Wanted, targets: Sequence[MainGrad], dy: Tensor, x: Tensor, splits: Tensor
+) -> List[Optional[Tensor]]:
+    """Adds dY_g^T X_g, summed in fp32, to targets[i].buffer for g = wanted.groups[i], or overwrites it.
 
-    groups None: there is one target, of all groups, (G, N, K). Buffers: of any strides and floating dtype. One launch
-    if they are those of all groups and lie in memory as one (G, N, K) tensor, else one per group.
-    dy: (rows, N), x: (rows, K), in one dtype. splits: as `as_splits` gives them. Not differentiable; arguments are not
-    checked.
+    Buffers: of any strides and floating dtype. One launch if they are those of all groups and lie in memory as one
+    (G, N, K) tensor, else one per group. dy: (rows, N), x: (rows, K), in one dtype. splits: as `as_splits` gives them.
+    Not differentiable; arguments are not checked. Returns the dummies for autograd.
     """
     buffers, overwrite = [target.buffer for target in targets], [target.overwrite for target in targets]
-    if groups is None:
+    if wanted.groups is None:
         ops.accumulate_wgrad.default(buffers[0], dy, x, splits, overwrite[0])
     else:
-        ops.accumulate_wgrads.default(buffers, dy, x, splits, num_groups, groups, overwrite)
+        ops.accumulate_wgrads.default(buffers, dy, x, splits, wanted.num_groups, wanted.groups, overwrite)
+    make = {"none": lambda weight: None, "empty": torch.empty_like, "zeros": torch.zeros_like}
+    return [make[target.dummy](weight) for weight, target in zip(wanted.weights, targets)]
 
 
 class Delayed(NamedTuple):
-    """What the gradients of the parameters are made of, for one microbatch."""
+    """What the gradients of the parameters are made of, for one microbatch.
+
+    check: raises RuntimeError if any of it was modified in place since the backward.
+    """
 
     dy: Tensor  # (rows, N)
     x: Optional[Tensor]  # (rows, K) in the dtype of dy; None if no weight wanted a gradient
     splits: Tensor  # (G,) sizes or (G + 1,) offsets
     bias_scales: Optional[Tensor]  # (rows,)
     wants_bias: bool
-    versions: List[int]
-
-    def check(self) -> None:
-        """Raises RuntimeError if any of it was modified in place since the backward."""
-        check_versions(
-            self[:4], self.versions, ("the gradient of the output", "x", "splits", "bias_scales").__getitem__
-        )
-
-
-class Now(NamedTuple):
-    """The weights' gradients are computed in the backward, into main_grad; see `accumulate`.
-
-    names: of the weights. targets: theirs; None, but under torch.compile, for what `main_grad_of` says in the backward.
-    """
-
-    names: Sequence[str]
-    num_groups: int
-    groups: Optional[List[int]]
-    targets: Optional[List[MainGrad]]
+    check: Callable[[], None]
 
 
 class Later(NamedTuple):
@@ -211,12 +210,12 @@ class Later(NamedTuple):
 
 
 class WgradTap(torch.autograd.Function):
-    """y itself, in whose backward the parameters get their gradients by another way than autograd's: `when`.
+    """y itself, in whose backward the parameters get their gradients by another way than autograd's.
 
-    y (rows, N) is of x (rows, K), in its dtype, and of parameters that it is detached from. watched: weights that must
-    not change before the backward. leaves: for `Now` the weights, which get dummies from autograd. For `Later` a tensor
-    by which the output requires a gradient where y does not: hooks of parameters would run in this backward, without a
-    gradient.
+    y (rows, N) is of x (rows, K), in its dtype, and of parameters that it is detached from. how: `Wanted`, whose
+    gradients go into main_grad in the backward, or `Later`. watched: weights that must not change before the backward.
+    leaves: the wanted weights, which get dummies from autograd. For `Later` a tensor by which the output requires a
+    gradient where y does not: hooks of parameters would run in this backward, without a gradient.
 
     torch.compile traces this function. An op with a backward, in its place, would fail with two microbatches in
     flight: what a compiled graph saves for it must not change until then, but main_grad does. What a traced function
@@ -224,27 +223,28 @@ class WgradTap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, y, x, splits, bias_scales, when, watched, *leaves):
+    def forward(ctx, y, x, splits, bias_scales, how, watched, *leaves):
         ctx.save_for_backward(x, splits, bias_scales)
-        ctx.when, ctx.leaves = when, leaves
-        ctx.watched, ctx.versions = watched, versions_of(watched)
+        ctx.how, ctx.check = how, unchanged(watched) if watched else None
         ctx.mark_dirty(y)  # or it would be a view that callers could not modify in place
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, dy: Tensor):
-        check_versions(ctx.watched, ctx.versions)
-        when, grads = ctx.when, [None] * len(ctx.leaves)
-        if isinstance(when, Later):
+        how = ctx.how
+        if ctx.check is not None:
+            ctx.check()
+        if isinstance(how, Later):
             # Detached, lest they keep the autograd graph that x hangs on.
             tensors = [None if tensor is None else tensor.detach() for tensor in (dy, *saved)]
-            when.queue.append(Delayed(*tensors, when.wants_bias, versions_of(tensors)))
+            names = "the gradient of the output", "x", "splits", "bias_scales"
+            how.queue.append(Delayed(*tensors, how.wants_bias, unchanged(tensors, names.__getitem__)))
+            dummies = [None]
         else:
-            targets = when.targets
+            targets = how.targets
             if targets is None:
-                targets = main_grads_of(when.names, ctx.leaves)
-                mark_added(ctx.leaves)
-            accumulate(targets, dy, *saved[:2], when.num_groups, when.groups)
-            grads = [dummy_grad(weight, target.dummy) for weight, target in zip(ctx.leaves, targets)]
-        return (dy, None, None, None, None, None, *grads)
+                targets = main_grads_of(how)
+                mark_added(how.weights)
+            dummies = accumulate(how, targets, dy, *saved[:2])
+        return (dy, None, None, None, None, None, *dummies)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...block import Block
 from ...common import activation as act
 from ...rows import Rows
-from .linear import groups_with_rows, in_its_dtype, rows_of, scales_of, wide_dtype
+from .linear import in_its_dtype, products, scales_of, wide_dtype
 
 _CHUNK = 256  # rows per elementwise pass: its temporaries stay in the cache
 
@@ -29,13 +29,7 @@ def up_proj(
     preact[r] = W1[e] x[r] + b1[e], of x[token of r] for routed rows. scales: (rows,), of rows in place.
     """
     weight = block.up if block.transposed else block.up.transpose(1, 2)
-    preact = x.new_empty((rows.num_rows, block.preact_width))
-    for group, start, end in groups_with_rows(rows):
-        source = rows_of(x, rows, start, end, rows.top_k > 0)
-        if block.up_bias is None:
-            torch.mm(source, weight[group], out=preact[start:end])
-        else:
-            torch.addmm(block.up_bias[group], source, weight[group], out=preact[start:end])
+    preact = products(x, weight, rows, block.up_bias, of_tokens=rows.top_k > 0)
     if not activate:
         return preact, None
     activated = x.new_empty((rows.num_rows, block.intermediate))
@@ -61,9 +55,7 @@ def down_dgrad(
     """
     wide = wide_dtype(preact)
     weight = block.down.transpose(1, 2) if block.transposed else block.down  # (E, H, I)
-    grad = preact.new_empty((rows.num_rows, block.intermediate))
-    for group, start, end in groups_with_rows(rows):
-        torch.mm(rows_of(dout, rows, start, end, rows.top_k > 0), weight[group], out=grad[start:end])
+    grad = products(dout, weight, rows, of_tokens=rows.top_k > 0)
     dpreact = preact if overwrite else torch.empty_like(preact)
     dots = preact.new_empty((1 + more_dots, rows.num_rows), dtype=wide)
     for start, end in _chunks(rows):

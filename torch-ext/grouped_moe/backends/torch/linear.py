@@ -51,6 +51,27 @@ def scales_of(scales: Tensor, rows: Rows, start: int, end: int) -> Tensor:
     return scales.reshape(-1)[slots_of(rows, start, end)] if rows.top_k else scales[start:end]
 
 
+def products(
+    x: Tensor, weight: Tensor, rows: Rows, bias: Optional[Tensor] = None, scales: Optional[Tensor] = None,
+    of_tokens: bool = False,
+) -> Tensor:  # fmt: skip
+    """y[r] = x[r] W[e] + scales[r] bias[e], (rows, N), of x[token of r] with of_tokens; rows of no group are unwritten.
+
+    x: (rows, K) or (T, K). weight: (E, K, N). bias: (E, N). scales: (rows,).
+    """
+    y, wide = x.new_empty((rows.num_rows, weight.shape[2])), wide_dtype(x)
+    for group, start, end in groups_with_rows(rows):
+        operand, out = rows_of(x, rows, start, end, of_tokens), y[start:end]
+        if bias is None:
+            torch.mm(operand, weight[group], out=out)
+            continue
+        added = bias[group]
+        if scales is not None:
+            added = torch.outer(scales[start:end].to(wide), added.to(wide)).to(x.dtype)
+        torch.addmm(added, operand, weight[group], out=out)
+    return y
+
+
 @in_its_dtype
 def gemm(
     x: Tensor, weight: Tensor, rows: Rows, *, transposed: bool = False, bias: Optional[Tensor] = None,
@@ -61,20 +82,10 @@ def gemm(
     x: (rows, K). weight: (E, N, K) or, transposed, (E, K, N). bias: (E, N). Returns (rows, N), where rows of no group
     are unwritten or, with zero_rest, 0.
     """
-    w = weight if transposed else weight.transpose(1, 2)
-    y = x.new_empty((x.shape[0], w.shape[2]))
+    y = products(x, weight if transposed else weight.transpose(1, 2), rows, bias, scales)
     if zero_rest:
         y[: rows.group_offsets[0]] = 0
         y[rows.group_offsets[-1] :] = 0
-    for group, start, end in groups_with_rows(rows):
-        if bias is None:
-            torch.mm(x[start:end], w[group], out=y[start:end])
-            continue
-        added = bias[group]
-        if scales is not None:
-            wide = wide_dtype(x)
-            added = torch.outer(scales[start:end].to(wide), added.to(wide)).to(x.dtype)
-        torch.addmm(added, x[start:end], w[group], out=y[start:end])
     return y
 
 
@@ -88,14 +99,10 @@ def wgrad(
     lhs: (rows, M), or (T, M) with lhs_of_tokens. rhs: (rows, N), the same. out: (G, M, N), any strides and dtype.
     """
     if not accumulate:
-        offsets = rows.group_offsets
-        for group in (offsets[1:] == offsets[:-1]).nonzero().squeeze(1).tolist():
-            out[group].zero_()
+        out[rows.group_offsets.diff() == 0] = 0
     for group, start, end in groups_with_rows(rows):
-        left, right = (
-            rows_of(operand, rows, start, end, of_tokens)
-            for operand, of_tokens in ((lhs, lhs_of_tokens), (rhs, rhs_of_tokens))
-        )
+        left = rows_of(lhs, rows, start, end, lhs_of_tokens)
+        right = rows_of(rhs, rows, start, end, rhs_of_tokens)
         if out.dtype != lhs.dtype:
             wide = wide_dtype(lhs)
             product = left.t().to(wide) @ right.to(wide)

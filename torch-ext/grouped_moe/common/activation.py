@@ -11,6 +11,7 @@ for gelu, and gelu_pytorch_tanh, gelu_python_tanh, gelu_new, gelu_fast, gelu_acc
 from typing import NamedTuple, Optional, Tuple, Union
 
 import torch
+from torch import Tensor
 
 ACTIVATION_NAMES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
@@ -66,7 +67,7 @@ def _with_parameters(known: Activation, given: Activation) -> Activation:
     return Activation(name, alpha, limit, up_offset)
 
 
-def activate(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
+def activate(x: Tensor, name: str, alpha: float) -> Tensor:
     """act(x), in the dtype of x."""
     if name == "silu":
         return torch.nn.functional.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
@@ -78,7 +79,7 @@ def activate(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
     return rectified if name == "relu" else rectified * rectified
 
 
-def activate_vjp(grad: torch.Tensor, x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
+def activate_vjp(grad: Tensor, x: Tensor, name: str, alpha: float) -> Tensor:
     """grad * act'(x), in the dtype of x; 0 at the kink of relu."""
     if name == "silu":
         # x sigmoid(alpha x) = silu(alpha x) / alpha
@@ -90,16 +91,14 @@ def activate_vjp(grad: torch.Tensor, x: torch.Tensor, name: str, alpha: float) -
     return torch.ops.aten.threshold_backward(grad if name == "relu" else 2.0 * x * grad, x, 0)
 
 
-def _split(preact: torch.Tensor, gated: bool, interleaved: bool) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+def _split(preact: Tensor, gated: bool, interleaved: bool) -> Tuple[Tensor, Optional[Tensor]]:
     """Views of gate and up in (..., 2 I), [gate | up] or in turn; of preact itself and nothing if not gated."""
     if not gated:
         return preact, None
     return (preact[..., ::2], preact[..., 1::2]) if interleaved else preact.chunk(2, dim=-1)
 
 
-def _operands(
-    gate: torch.Tensor, up: Optional[torch.Tensor], activation: Activation
-) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+def _operands(gate: Tensor, up: Optional[Tensor], activation: Activation) -> Tuple[Tensor, Optional[Tensor]]:
     """(x, factor) of a = act(x) * factor, None if not gated."""
     _, _, limit, up_offset = activation
     if limit is not None:
@@ -107,7 +106,7 @@ def _operands(
     return gate, up + up_offset if up_offset else up
 
 
-def forward(preact: torch.Tensor, activation: Activation, gated: bool, interleaved: bool) -> torch.Tensor:
+def forward(preact: Tensor, activation: Activation, gated: bool, interleaved: bool) -> Tensor:
     """a(preact): (R, 2 I) gated or (R, I) -> (R, I), in the dtype of preact."""
     x, factor = _operands(*_split(preact, gated, interleaved), activation)
     value = activate(x, activation.name, activation.alpha)
@@ -115,8 +114,8 @@ def forward(preact: torch.Tensor, activation: Activation, gated: bool, interleav
 
 
 def forward_and_vjp(
-    preact: torch.Tensor, grad: torch.Tensor, activation: Activation, gated: bool, interleaved: bool
-) -> Tuple[torch.Tensor, torch.Tensor]:
+    preact: Tensor, grad: Tensor, activation: Activation, gated: bool, interleaved: bool
+) -> Tuple[Tensor, Tensor]:
     """(a(preact), grad * a'(preact)): (R, I) and the shape of preact, in the dtype of preact."""
     name, alpha, limit, _ = activation
     dpreact = torch.empty_like(preact, memory_format=torch.contiguous_format)

@@ -260,7 +260,7 @@ class GroupedLinear(nn.Module):
         grad = torch.is_grad_enabled()
         if grad and (self.delay_wgrad or self.accumulate_into_main_grad):
             wanted = [any(parameter.requires_grad for parameter in self._of(kind)) for kind in ("weight", "bias")]
-            if wanted[0] if not self.delay_wgrad else any(wanted):
+            if any(wanted) if self.delay_wgrad else wanted[0]:
                 return self._forward_tapped(x, splits, bias_scales, *wanted)
         weight, bias = self._packed("weight", x, not grad), self._packed("bias", x, not grad)
         return grouped_linear(x, weight, splits, bias, bias_scales)

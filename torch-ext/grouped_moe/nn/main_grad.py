@@ -72,17 +72,14 @@ def unchanged(
     tensors: Sequence[Optional[Tensor]], name_of: Callable[[int], str] = "weight{}".format
 ) -> Callable[[], None]:
     """A check that raises RuntimeError, as autograd's of what it saved, if a tensor was modified in place since now."""
-
-    def versions() -> List[int]:
-        return [0 if tensor is None else _compat.version_of(tensor) for tensor in tensors]
+    versions = [0 if tensor is None else _compat.version_of(tensor) for tensor in tensors]
 
     def check() -> None:
-        now = versions()
-        if now != then:
-            name = name_of([*map(operator.ne, now, then)].index(True))
-            raise RuntimeError(f"{name}: modified in place before the gradients that depend on it were computed")
+        for place, (tensor, version) in enumerate(zip(tensors, versions)):
+            if tensor is not None and _compat.version_of(tensor) != version:
+                name = name_of(place)
+                raise RuntimeError(f"{name}: modified in place before the gradients that depend on it were computed")
 
-    then = versions()
     return check
 
 

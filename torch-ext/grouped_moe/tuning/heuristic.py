@@ -71,22 +71,20 @@ def rows_per_group(num_rows: int, num_groups: int) -> int:
     return min(1024, max(16, 1 << max(0, average - 1).bit_length()))
 
 
-# (block_m, two_weights) -> (block_n, block_k, num_warps, num_stages, programs_per_sm), for two-byte types.
+# By rows and whether there are two weights, for two-byte types.
 # Tall tiles reuse a gathered row tile over many columns; thin ones stream weights, so they are many and deep.
 _GEMM_TILES = {
-    (16, False): (64, 128, 4, 3, 3),
-    (32, False): (128, 64, 4, 4, 2),
-    (64, False): (128, 64, 4, 4, 2),
-    (128, False): (256, 64, 8, 3, 1),
-    (16, True): (64, 128, 4, 3, 2),
-    (32, True): (64, 64, 4, 4, 2),
-    (64, True): (64, 64, 4, 4, 2),
-    (128, True): (128, 64, 8, 3, 1),
+    (16, False): GemmConfig(16, 64, 128, 4, 3, programs_per_sm=3),
+    (32, False): GemmConfig(32, 128, 64, 4, 4, programs_per_sm=2),
+    (64, False): GemmConfig(64, 128, 64, 4, 4, programs_per_sm=2),
+    (128, False): GemmConfig(128, 256, 64, 8, 3),
+    (16, True): GemmConfig(16, 64, 128, 4, 3, programs_per_sm=2),
+    (32, True): GemmConfig(32, 64, 64, 4, 4, programs_per_sm=2),
+    (64, True): GemmConfig(64, 64, 64, 4, 4, programs_per_sm=2),
+    (128, True): GemmConfig(128, 128, 64, 8, 3),
 }
-
-
-# The same by row tile where both operands come by descriptor.
-_TMA_GEMM_TILES = {64: (256, 64, 4, 4, 1), 128: (256, 64, 8, 4, 1)}
+# By rows, where both operands come by descriptor.
+_TMA_GEMM_TILES = {64: GemmConfig(64, 256, 64, 4, 4), 128: GemmConfig(128, 256, 64, 8, 4)}
 _HOPPER_GEMM_TILES = {
     "gemm_hopper": GemmConfig(128, 128, 64, 4, 6),
     "gemm_hopper_wide": GemmConfig(128, 256, 64, 4, 4, 16),
@@ -107,23 +105,18 @@ def choose_tile(
 
 def _default_tile(block_m: int, dtype: torch.dtype, spec: DeviceSpec, weight_tiles: int = 1) -> GemmConfig:
     """The heuristic's tile of a GEMM that reads rows by pointer."""
-    block_n, block_k, num_warps, num_stages, programs = _GEMM_TILES[block_m, weight_tiles == 2]
+    tile = _GEMM_TILES[block_m, weight_tiles == 2]
     if dtype.itemsize > 2:
         # fp32 without tf32 multiplies on the plain cores: accumulators and operands must both fit the registers.
-        block_n, block_k, num_warps, num_stages = min(block_n, 64 // weight_tiles), 32, 8 if block_m == 64 else 4, 2
-    elif block_m == 128 and not spec.wide_tiles:
-        block_n //= 2
-    return GemmConfig(block_m, block_n, block_k, num_warps, num_stages, programs_per_sm=programs)
+        columns, num_warps = min(tile.block_n, 64 // weight_tiles), 8 if block_m == 64 else 4
+        return replace(tile, block_n=columns, block_k=32, num_warps=num_warps, num_stages=2)
+    return replace(tile, block_n=tile.block_n // 2) if block_m == 128 and not spec.wide_tiles else tile
 
 
 @lru_cache(maxsize=None)
 def gemm_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, tma: bool = False) -> GemmConfig:
     """Config of a grouped GEMM with N output columns. tma: both operands are read by descriptor."""
-    if tma:
-        *tile, programs = _TMA_GEMM_TILES[block_m]
-        default = GemmConfig(block_m, *tile, programs_per_sm=programs)
-    else:
-        default = _default_tile(block_m, dtype, spec)
+    default = _TMA_GEMM_TILES[block_m] if tma else _default_tile(block_m, dtype, spec)
     return _fitted("gemm_tma" if tma else "gemm", block_m, default, n, dtype, spec)
 
 
@@ -267,7 +260,10 @@ def _fitted(
     kernel: str, size: int, default: GemmConfig, n: int, dtype: torch.dtype, spec: DeviceSpec, weight_tiles: int = 1,
     m: int = 1024,
 ) -> GemmConfig:  # fmt: skip
-    """The tile of a Triton kernel for a size, tuned or by default, as far as the device has room for it."""
+    """The tile of a Triton kernel for a size, tuned or by default, as far as the device has room for it.
+
+    m, n: rows and columns of a result, of a weight gradient both.
+    """
     config = choose_tile(kernel, size, default, dtype.itemsize, spec)
     config = replace(config, block_m=min(config.block_m, _block_for(m)))
     config = _narrowed(config, n, weight_tiles, dtype.itemsize, spec.shared_memory)

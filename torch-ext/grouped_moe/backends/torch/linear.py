@@ -36,19 +36,14 @@ def groups_with_rows(rows: Rows) -> Iterator[Tuple[int, int, int]]:
             yield group, start, end
 
 
-def slots_of(rows: Rows, start: int, end: int) -> Tensor:
-    """The slots of some rows."""
-    return rows.row_to_slot[start:end]
-
-
 def rows_of(x: Tensor, rows: Rows, start: int, end: int, of_tokens: bool) -> Tensor:
     """Rows [start, end) of x, gathered if x has one row per token."""
-    return x.index_select(0, slots_of(rows, start, end) // rows.top_k) if of_tokens else x[start:end]
+    return x.index_select(0, rows.row_to_slot[start:end] // rows.top_k) if of_tokens else x[start:end]
 
 
 def scales_of(scales: Tensor, rows: Rows, start: int, end: int) -> Tensor:
     """The scales of some rows, which are per slot if rows are routed."""
-    return scales.reshape(-1)[slots_of(rows, start, end)] if rows.top_k else scales[start:end]
+    return scales.reshape(-1)[rows.row_to_slot[start:end]] if rows.top_k else scales[start:end]
 
 
 def products(
@@ -148,7 +143,7 @@ def sum_dots(dots: Tensor, rows: Rows, out: Tensor, accumulate: bool = False) ->
     first, end = int(rows.group_offsets[0]), int(rows.group_offsets[-1])
     if not accumulate:
         out.zero_()
-    index = slots_of(rows, first, end).to(torch.int64) if rows.top_k else torch.arange(first, end)
+    index = rows.row_to_slot[first:end].to(torch.int64) if rows.top_k else torch.arange(first, end)
     sums = dots[:, first:end].sum(0)
     flat = out.view(-1)
     flat[index] = (flat[index] + sums if accumulate else sums).to(out.dtype)

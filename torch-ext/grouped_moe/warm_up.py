@@ -13,6 +13,7 @@ from .common.activation import Activation
 from .common.device import spec_of
 from .integrations.transformers import capacity_of, experts_forward, local_part
 from .integrations.transformers_gate import fused_activation, post_expert
+from .integrations.transformers_load import share_of
 from .nn import GroupedLinear
 from .nn.main_grad import as_one, buffer_of
 from .tuning.heuristic import choose_block_m, rows_per_group, wide_pays
@@ -194,18 +195,6 @@ def _top_k_of(name: str, module: nn.Module, target: nn.Module) -> int:
     raise ValueError(f"top_k: expected the number of experts of a token, which neither {name!r} nor a config says")
 
 
-def _share_of(module: nn.Module) -> Optional[Tuple[int, int]]:
-    """The share of the slots with which the module's implementation was registered, as `experts_forward` takes it."""
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError:
-        return None
-    name = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    function = ALL_EXPERTS_FUNCTIONS.get(name)
-    known = isinstance(function, partial) and function.func is experts_forward
-    return function.keywords["share"] if known else None
-
-
 def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optional[int], trains: bool) -> _Layer:
     """A layer of an experts module, which is run as the implementation for transformers runs it."""
     from .backends.triton.decode import is_decode
@@ -213,7 +202,7 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
 
     top_k = _top_k_of(name, module, target) if top_k is None else top_k
     gated, transposed = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
-    interleaved, share = gated and not getattr(module, "is_concatenated", True), _share_of(module)
+    interleaved, share = gated and not getattr(module, "is_concatenated", True), share_of(module)
     up, down = map(local_part, (module.gate_up_proj if gated else module.up_proj, module.down_proj))
     activation = fused_activation(module, interleaved) if post_expert(module) is None else None
     dtype = _compute_dtype(up)

@@ -6,7 +6,7 @@ with the module's own gate (and post-expert norm) between them.
 
 from fractions import Fraction
 from functools import partial
-from typing import Iterable, Mapping, Optional, Tuple
+from typing import Iterable, Mapping, Optional
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ..grouped_linear import grouped_linear
 from ..permute import combine_rows, gather_rows
 from ..routing import route
 from .transformers_gate import check_known, check_no_operations, fused_activation, post_expert
-from .transformers_load import FP8_UNSUPPORTED, watch
+from .transformers_load import FP8_UNSUPPORTED, Share, watch
 
 
 def local_part(parameter: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def _local(experts: torch.nn.Module, name: str) -> Tensor:
     return parameter
 
 
-def capacity_of(num_slots: int, share: Tuple[int, int]) -> int:
+def capacity_of(num_slots: int, share: Share) -> int:
     """The slots' share (numerator, denominator), rounded up, or 1 without slots; integers, which may be symbolic."""
     return max(1, -(-num_slots * share[0] // share[1]))
 
@@ -46,7 +46,7 @@ def experts_forward(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    share: Optional[Tuple[int, int]] = None,
+    share: Optional[Share] = None,
 ) -> Tensor:
     """The forward of a transformers experts module; signature and attributes are transformers'.
 
@@ -89,7 +89,7 @@ def _fp8_experts_forward(self: torch.nn.Module, *args, **kwargs) -> Tensor:
     raise ValueError(FP8_UNSUPPORTED)
 
 
-def _share(capacity: object) -> Optional[Tuple[int, int]]:
+def _share(capacity: object) -> Optional[Share]:
     """A share as (numerator, denominator): the nearest fraction with a denominator up to 2^16, not rounded to 0."""
     if capacity is None:
         return None
@@ -152,5 +152,5 @@ def register_experts_implementation(name: str = "grouped_moe", capacity: Optiona
     _check_name(name, [registry for registry, _ in registries])
     for registry, function in registries:
         registry.register(name, function)
-    watch(name)
+    watch(name, share)
     return name

@@ -5,7 +5,7 @@ into modules, of which PyTorch tells through its hook on the registration of mod
 """
 
 import warnings
-from typing import Optional, Set
+from typing import Dict, Optional, Tuple
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -17,21 +17,28 @@ FP8_UNSUPPORTED = (
     "another experts_implementation, such as 'grouped_mm'"
 )
 
-_names: Set[str] = set()
+Share = Tuple[int, int]  # of the slots: numerator and denominator
+
+_shares: Dict[str, Optional[Share]] = {}
 
 
-def watch(name: str) -> None:
-    """Has models that are built with experts_implementation=`name` looked at from now on."""
-    if not _names:
+def watch(name: str, share: Optional[Share]) -> None:
+    """Has models that are built with experts_implementation=`name` looked at from now on. share: its capacity."""
+    if not _shares:
         register_module_module_registration_hook(_look_at)
-    _names.add(name)
+    _shares[name] = share
 
 
 def _implementation(module: Optional[nn.Module]) -> Optional[str]:
     """The name that the module's own config asks for, if it is one of ours."""
     config = None if module is None else module.__dict__.get("config")
     name = getattr(config, "_experts_implementation", None)
-    return name if isinstance(name, str) and name in _names else None
+    return name if isinstance(name, str) and name in _shares else None
+
+
+def share_of(module: nn.Module) -> Optional[Share]:
+    """The share with which the implementation that the module asks for was registered; None for all slots."""
+    return _shares.get(_implementation(module))
 
 
 def _goes_by_interface(module: nn.Module) -> bool:

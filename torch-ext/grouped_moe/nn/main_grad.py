@@ -123,34 +123,29 @@ def mark_added(weights: Sequence[Tensor]) -> None:
             weight.grad_added_to_main_grad = True
 
 
-def _add_products(
-    dws: Sequence[Tensor], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Sequence[int],
+def _accumulate_wgrads(
+    dws: Sequence[Tensor], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Optional[Sequence[int]],
     overwrite: Sequence[bool],
 ) -> None:  # fmt: skip
-    """Adds dY_g^T X_g to dws[i] (., N, K) for all g from groups[i] on, or overwrites it."""
-    kernels, dy, x = backend_of(dy), unit_rows(dy), unit_rows(x)
+    """Adds dY_g^T X_g to dws[i] (N, K) for g = groups[i], or overwrites it; to dws[0] (G, N, K) without groups."""
+    torch.autograd.graph.increment_version(dws)
+    whole = dws[0] if groups is None else None
+    if groups is not None and len(dws) == num_groups and len(set(overwrite)) == 1:
+        whole = as_one(dws)
+    kernels = backend_of(dy)
     with on_device(dy):
         rows = kernels.split_rows(splits, num_groups, dy.shape[0], dy.dtype)
+        if whole is not None:
+            kernels.wgrad(dy, x, rows, whole, accumulate=not overwrite[0])
+            return
+        dy, x = unit_rows(dy), unit_rows(x)
         for dw, group, replace in zip(dws, groups, overwrite):
-            part = rows._replace(schedule=rows.schedule[group:], num_groups=dw.shape[0])
-            kernels.wgrad(dy, x, part, dw, accumulate=not replace)
+            alone = rows._replace(schedule=rows.schedule[group:], num_groups=1)
+            kernels.wgrad(dy, x, alone, dw[None], accumulate=not replace)
 
 
 def _accumulate_wgrad(dw: Tensor, dy: Tensor, x: Tensor, splits: Tensor, overwrite: bool) -> None:
-    """`accumulate` for one buffer (G, N, K)."""
-    torch.autograd.graph.increment_version(dw)
-    _add_products([dw], dy, x, splits, dw.shape[0], [0], [overwrite])
-
-
-def _accumulate_wgrads(
-    dws: Sequence[Tensor], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Sequence[int],
-    overwrite: Sequence[bool],
-) -> None:  # fmt: skip
-    """`accumulate` for one buffer (N, K) per group."""
-    torch.autograd.graph.increment_version(dws)
-    whole = as_one(dws) if len(dws) == num_groups and len(set(overwrite)) == 1 else None
-    dws = [dw[None] for dw in dws] if whole is None else [whole]
-    _add_products(dws, dy, x, splits, num_groups, groups, overwrite)
+    _accumulate_wgrads([dw], dy, x, splits, dw.shape[0], None, [overwrite])
 
 
 define_op(

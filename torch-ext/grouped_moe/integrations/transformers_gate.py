@@ -31,8 +31,10 @@ _ACTIVATIONS = {
 }
 
 # What experts modules call the limit and the alpha of their gates. A gate with soft caps is ours where these are None.
-_PARAMETERS = {"limit": "limit", "swiglu_limit": "limit", "alpha": "alpha", "swiglu_alpha": "alpha"}
-_SOFTCAPS = ("gate_softcap", "up_softcap")
+_PARAMETERS = {
+    "limit": "limit", "swiglu_limit": "limit", "alpha": "alpha", "swiglu_alpha": "alpha", "gate_softcap": None,
+    "up_softcap": None,
+}  # fmt: skip
 _TRIALS = ({"limit": 0.75, "alpha": 1.3}, {"limit": 2.5, "alpha": 0.8})  # to see what a gate makes of them
 
 # Options of transformers' @use_experts_implementation that are honoured here.
@@ -143,10 +145,8 @@ def post_expert(experts: torch.nn.Module) -> Optional[Callable]:
     transformers 5.23 has an option for a norm there. A method in its place, as a later one may have, is any step. Of a
     module with both it is not clear what applies: ValueError.
     """
-    flagged, method = (
-        getattr(experts, "has_post_expert_norm", False),
-        getattr(type(experts), "_apply_post_expert", None),
-    )
+    flagged = getattr(experts, "has_post_expert_norm", False)
+    method = getattr(type(experts), "_apply_post_expert", None)
     if "_apply_post_expert" not in experts.__dict__ and (method is None or _returns_its_argument(method)):
         return experts.post_expert_norm if flagged else None
     if flagged:
@@ -156,8 +156,10 @@ def post_expert(experts: torch.nn.Module) -> Optional[Callable]:
 
 def _gate_candidates(act: Activation, limit: Optional[float] = None, alpha: Optional[float] = None) -> List[Activation]:
     """The gates that experts modules are known to compute from their activation, limit and alpha."""
-    candidates = [act] if limit is None else [act, act._replace(limit=limit)]
-    return candidates if None in (limit, alpha) else [*candidates, Activation("silu", alpha, limit, 1.0)]
+    if limit is None:
+        return [act]
+    clamped = act._replace(limit=limit)
+    return [act, clamped] if alpha is None else [act, clamped, Activation("silu", alpha, limit, 1.0)]
 
 
 @_constant
@@ -183,9 +185,7 @@ def _probe_gate(
             rows = apply_gate(SimpleNamespace(act_fn=act_fn, **values), gate_up).to(gate.dtype)
         except Exception:  # whatever it lacks in the namespace
             return None
-        expected = [
-            formulas.forward(gate_up, candidate, True, interleaved) for candidate in _gate_candidates(act, **given)
-        ]
+        expected = [formulas.forward(gate_up, each, True, interleaved) for each in _gate_candidates(act, **given)]
         # 1e-6: a gate evaluated in fp32 is the same function, another constant is not.
         found.append([rows.shape == e.shape and torch.allclose(rows, e, rtol=1e-6, atol=1e-6) for e in expected])
     matches = [all(trials) for trials in zip(*found)]
@@ -212,11 +212,11 @@ def fused_activation(experts: torch.nn.Module, interleaved: bool) -> Optional[Ac
     if "_apply_gate" in experts.__dict__:  # set on this very module, not by its class
         return None
     given, attributes = {}, []
-    for name in (*_PARAMETERS, *_SOFTCAPS):
+    for name, role in _PARAMETERS.items():
         # Not hasattr(experts, name): what a module lacks takes it long to look for.
         if not (name in experts.__dict__ or hasattr(type(experts), name)):
             continue
-        value, role = getattr(experts, name), _PARAMETERS.get(name)
+        value = getattr(experts, name)
         if value is None:
             attributes.append((name, False))
         elif role is not None:

@@ -63,8 +63,7 @@ def _sums(name: str, buffer: Optional[Tensor], shape: Tuple[int, ...], legend: s
     checks.check_tensor(name, buffer)
     if buffer.dtype != wide:
         raise TypeError(f"{name}: expected {wide}, in which the sums are, got {buffer.dtype}")
-    checks.check_shape(name, buffer, shape, legend)
-    checks.check_device(name, buffer, dy.device, "dy")
+    checks.check_operand(name, buffer, shape, legend, dy.device, wide, "dy")
     if not buffer.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {buffer.stride()}")
     if buffer.requires_grad:
@@ -90,16 +89,10 @@ def grouped_dbias_dscales(
     `grouped_linear`. dbias, dscales: buffers to add to and return, fp32, contiguous, of memory of their own; without
     them new ones. Not differentiable. Raises TypeError or ValueError that names the argument.
     """
-    for name, tensor in (("dy", dy), ("bias", bias)):
-        checks.check_tensor(name, tensor)
-    checks.check_compute_dtype("dy", dy)
-    checks.check_shape("dy", dy, (None, None), "(rows, N)")
-    checks.check_rows("dy", dy.shape[0])
+    checks.check_matrix("dy", dy, "(rows, N)")
     checks.check_scales("bias_scales", bias_scales, dy)
-    checks.check_shape("bias", bias, (None, dy.shape[1]), "(G, N)")
+    checks.check_operand("bias", bias, (None, dy.shape[1]), "(G, N)", dy.device, dy.dtype, "dy")
     checks.check_num_groups("bias", bias.shape[0])
-    checks.check_same_dtype("bias", bias, dy.dtype, "dy")
-    checks.check_device("bias", bias, dy.device, "dy")
     splits = as_splits(splits, bias.shape[0], dy.shape[0], dy.device)
     accumulate = [dbias is not None, dscales is not None]
     given = {name: buffer for name, buffer in (("dbias", dbias), ("dscales", dscales)) if buffer is not None}

@@ -51,12 +51,7 @@ def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, bias_scales
 
 
 def expert(
-    x: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Optional[Tensor] = None,
-    down_bias: Optional[Tensor] = None,
-    **kind,
+    x: Tensor, up: Tensor, down: Tensor, up_bias: Optional[Tensor] = None, down_bias: Optional[Tensor] = None, **kind
 ) -> Tensor:
     """One expert on rows x (R, H): up (2 I or I, H), down (H, I). Returns (R, H). `kind`: see `hidden`."""
     return linear(hidden(linear(x, up, up_bias), **kind), down, down_bias)
@@ -74,20 +69,15 @@ def grouped_mm_experts(
     **kind,
 ) -> Tensor:
     """The experts block by a loop over experts; sentinels are simply never visited. `kind`: see `hidden`."""
+    if transposed:
+        gate_up_proj, down_proj = gate_up_proj.mT, down_proj.mT
     out = torch.zeros_like(hidden_states)
     for e in range(gate_up_proj.shape[0]):
         tokens, ks = (top_k_index == e).nonzero(as_tuple=True)
         if tokens.numel() == 0:
             continue
-        up, down = gate_up_proj[e], down_proj[e]
-        y = expert(
-            hidden_states[tokens],
-            up.t() if transposed else up,
-            down.t() if transposed else down,
-            None if gate_up_proj_bias is None else gate_up_proj_bias[e],
-            None if down_proj_bias is None else down_proj_bias[e],
-            **kind,
-        )
+        biases = (None if bias is None else bias[e] for bias in (gate_up_proj_bias, down_proj_bias))
+        y = expert(hidden_states[tokens], gate_up_proj[e], down_proj[e], *biases, **kind)
         out = out.index_add(0, tokens, y * top_k_weights[tokens, ks, None])
     return out
 
@@ -104,14 +94,12 @@ def grouped_linear(
 
     x (rows, K), weight (G, N, K) or, transposed, (G, K, N), group_offsets (G + 1,), bias (G, N), bias_scales (rows,).
     """
-    bounds = group_offsets.tolist()
-    parts = []
+    weight, bounds = weight.mT if transposed else weight, group_offsets.tolist()
+    parts = [x.new_zeros((bounds[0], weight.shape[1]))]
     for group, (start, end) in enumerate(zip(bounds, bounds[1:])):
-        w = weight[group].t() if transposed else weight[group]
         scales = None if bias_scales is None else bias_scales[start:end]
-        parts.append(linear(x[start:end], w, None if bias is None else bias[group], scales))
-    head, tail = (x.new_zeros((rows, parts[0].shape[1])) for rows in (bounds[0], x.shape[0] - bounds[-1]))
-    return torch.cat([head, *parts, tail])
+        parts.append(linear(x[start:end], weight[group], None if bias is None else bias[group], scales))
+    return torch.cat([*parts, x.new_zeros((x.shape[0] - bounds[-1], weight.shape[1]))])
 
 
 def grouped_mlp(

@@ -1,9 +1,8 @@
 """Compiles the kernels of a model before its first batches need them: `warm_up`."""
 
-import contextlib
 import itertools
 from functools import partial
-from typing import Any, Callable, Dict, Hashable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Hashable, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +11,11 @@ from .block import Block
 from .common import checks
 from .common.activation import Activation
 from .common.device import spec_of
-from .integrations.transformers import experts_forward, local_part
+from .integrations.transformers import capacity_of, experts_forward, local_part
 from .integrations.transformers_gate import fused_activation, post_expert
+from .integrations.transformers_load import share_of
 from .nn import GroupedLinear
-from .nn.main_grad import as_one
+from .nn.main_grad import as_one, buffer_of
 from .tuning.heuristic import choose_block_m, rows_per_group, wide_pays
 
 # What modules and their configs call the number of experts that a token takes.
@@ -28,14 +28,13 @@ _TOP_K_NAMES = (
 class _Layer(NamedTuple):
     """A layer to run.
 
-    kind: equal for layers of the same kernels. classes: what of a number of tokens chooses its kernels, in training as
-    well or not; and what has to be known besides for each part of both to change but once as that number grows. run:
-    runs it on so many random tokens, forward or in training.
+    kind: equal for layers of the same kernels. choice: what of a number of tokens chooses its kernels. run: runs it on
+    so many random tokens, and trains it where gradients are enabled.
     """
 
     kind: Hashable
-    classes: Callable[[int, bool], Tuple[Hashable, Hashable]]
-    run: Callable[[int, bool], None]
+    choice: Callable[[int], Hashable]
+    run: Callable[[int], None]
 
 
 def warm_up(
@@ -62,23 +61,20 @@ def warm_up(
     Raises TypeError or ValueError that names the argument.
     """
     _check_arguments(target, num_tokens, top_k)
-    layers = {layer.kind: layer for layer in _find_layers(target, top_k)}.values()
+    layers = {layer.kind: layer for layer in _find_layers(target, top_k, backward)}.values()
     if not layers:
         return 0
     from .backends.triton.launch import COMPILED
 
     count, (first, last) = len(COMPILED), num_tokens
-    runs = [
-        (layer, tokens) for layer in layers for tokens in _fewest(partial(layer.classes, trains=backward), first, last)
-    ]
-    with _bar(len(runs), progress) as advance:
-        for layer, tokens in runs:
-            with torch.no_grad():
-                layer.run(tokens, False)
-            if backward:
-                with torch.enable_grad():
-                    layer.run(tokens, True)
-            advance()
+    runs = []
+    for layer in layers:
+        smallest = {layer.choice(tokens): tokens for tokens in range(last, first - 1, -1)}
+        runs += [(layer, tokens) for tokens in sorted(smallest.values())]
+    for layer, tokens in _with_bar(runs, progress):
+        for trains in (False, True) if backward else (False,):
+            with torch.set_grad_enabled(trains):
+                layer.run(tokens)
     return len(COMPILED) - count
 
 
@@ -96,35 +92,13 @@ def _check_arguments(target: nn.Module, num_tokens: Tuple[int, int], top_k: Opti
         raise ValueError(f"top_k: expected at least 1, got {top_k}")
 
 
-@contextlib.contextmanager
-def _bar(total: int, progress: bool) -> Iterator[Callable[[], Any]]:
-    """Yields what to call after each of so many steps."""
+def _with_bar(runs: Sequence[Any], progress: bool) -> Iterable[Any]:
+    """The runs, behind a bar."""
     try:
         from tqdm.auto import tqdm
     except ImportError:
-        progress = False
-    if not progress:
-        yield lambda: None
-        return
-    with tqdm(total=total, desc="grouped_moe: compiling") as bar:
-        yield bar.update
-
-
-def _fewest(classes: Callable[[int], Tuple[Hashable, Hashable]], first: int, last: int) -> List[int]:
-    """The smallest number for each choice of kernels from first to last."""
-    found: Dict[Hashable, int] = {}
-
-    def search(low: int, high: int) -> None:
-        """By halves: between two numbers of one class there is no other."""
-        if classes(low) == classes(high):
-            found.setdefault(classes(low)[0], low)
-            return
-        middle = (low + high) // 2
-        search(low, middle)
-        search(middle + 1, high)
-
-    search(first, last)
-    return sorted(found.values())
+        return runs
+    return tqdm(runs, desc="grouped_moe: compiling", disable=not progress)
 
 
 def _needs_kernels(tensor: Tensor) -> bool:
@@ -132,14 +106,14 @@ def _needs_kernels(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def _find_layers(target: nn.Module, top_k: Optional[int]) -> Iterator[_Layer]:
+def _find_layers(target: nn.Module, top_k: Optional[int], trains: bool) -> Iterator[_Layer]:
     """The layers of a module, those on CPU apart."""
     found = False
     for name, module in target.named_modules():
         if isinstance(module, GroupedLinear):
-            weight, make = next(module.parameters()), partial(_linear_layer, module, top_k or 1)
+            weight, make = next(module.parameters()), partial(_linear_layer, module, top_k or 1, trains)
         elif _is_experts(module):
-            weight, make = module.down_proj, partial(_experts_layer, name, module, target, top_k)
+            weight, make = module.down_proj, partial(_experts_layer, name, module, target, top_k, trains)
         else:
             continue
         found = True
@@ -170,7 +144,9 @@ def _random(like: Tensor, *shape: int, dtype: Optional[torch.dtype] = None) -> T
 
 
 def _differentiate(out: Tensor, inputs: Sequence[Optional[Tensor]]) -> None:
-    """Computes the gradients of those inputs that need one, and drops them."""
+    """Computes the gradients of those inputs that need one, where gradients are enabled, and drops them."""
+    if not torch.is_grad_enabled():
+        return
     leaves = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
     torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
 
@@ -181,20 +157,21 @@ def _describe(module: nn.Module) -> Tuple[Hashable, ...]:
     return tuple((*rest, p.shape, p.stride(), p.dtype, p.device, p.data_ptr() % 16) for *rest, p in named)
 
 
-def _rows_classes(
-    num_rows: int, num_slots: int, groups: int, shapes: Sequence[Tuple[int, int]], like: Tensor, trains: bool
-) -> Tuple[Hashable, Hashable]:
-    """`_Layer.classes` of the products of rows, which are made for so many slots. shapes: their N and K."""
-    spec, dtype = spec_of(like), _compute_dtype(like)
-    wide = tuple(wide_pays(num_rows, groups, n, k, spec) for n, k in shapes)
-    of_wgrad = rows_per_group(num_rows, groups) if trains else 0
-    streamed = num_rows <= 128 * groups  # above, `wide_pays` goes by another rule
-    return (choose_block_m(num_slots, groups, dtype), of_wgrad, wide), streamed
-
-
 def _compute_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of products with a parameter."""
     return checks.autocast_dtype(tensor.device.type) or tensor.dtype
+
+
+def _products(
+    groups: int, shapes: Sequence[Tuple[int, int]], like: Tensor, trains: bool
+) -> Callable[[int, int], Hashable]:
+    """What (rows, slots) choose of the products, which are made for so many slots. shapes: their N and K."""
+    spec, dtype = spec_of(like), _compute_dtype(like)
+    return lambda rows, slots: (
+        choose_block_m(slots, groups, dtype),
+        rows_per_group(rows, groups) if trains else 0,
+        *(wide_pays(rows, groups, n, k, spec) for n, k in shapes),
+    )
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -218,23 +195,14 @@ def _top_k_of(name: str, module: nn.Module, target: nn.Module) -> int:
     raise ValueError(f"top_k: expected the number of experts of a token, which neither {name!r} nor a config says")
 
 
-def _share_of(module: nn.Module) -> Optional[Tuple[int, int]]:
-    """The share of the slots with which the module's implementation was registered, as `experts_forward` takes it."""
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError:
-        return None
-    name = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    function = ALL_EXPERTS_FUNCTIONS.get(name)
-    known = isinstance(function, partial) and function.func is experts_forward
-    return function.keywords["share"] if known else None
-
-
-def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optional[int]) -> _Layer:
+def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optional[int], trains: bool) -> _Layer:
     """A layer of an experts module, which is run as the implementation for transformers runs it."""
+    from .backends.triton.decode import is_decode
+    from .backends.triton.routing import launches_of
+
     top_k = _top_k_of(name, module, target) if top_k is None else top_k
     gated, transposed = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
-    interleaved, share = gated and not getattr(module, "is_concatenated", True), _share_of(module)
+    interleaved, share = gated and not getattr(module, "is_concatenated", True), share_of(module)
     up, down = map(local_part, (module.gate_up_proj if gated else module.up_proj, module.down_proj))
     activation = fused_activation(module, interleaved) if post_expert(module) is None else None
     dtype = _compute_dtype(up)
@@ -243,84 +211,71 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
     # Without memory: under autocast the weights would be copied.
     like = [torch.empty_like(t, device="meta", dtype=dtype) for t in (up, down)]
     block = Block(*like, None, None, activation or Activation(), gated, interleaved, transposed, False)
-    shapes = (h, i), (h, p), (p, h), (i, h)
+    products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, trains)
 
-    def num_rows(num_tokens: int) -> int:
+    def num_rows(num_slots: int) -> int:
+        return num_slots if share is None or activation is None else min(num_slots, capacity_of(num_slots, share))
+
+    def choice(num_tokens: int) -> Hashable:
         slots = num_tokens * top_k
-        return slots if share is None or activation is None else min(slots, max(1, -(-slots * share[0] // share[1])))
+        rows, decode = num_rows(slots), activation is not None and is_decode(block, num_tokens, top_k)
+        return decode if decode and not trains else (decode, launches_of(slots), rows < slots, products(rows, slots))
 
-    def classes(num_tokens: int, trains: bool) -> Tuple[Hashable, Hashable]:
-        from .backends.triton.decode import is_decode
-        from .backends.triton.routing import launches_of
-
-        slots, rows = num_tokens * top_k, num_rows(num_tokens)
-        decode = activation is not None and is_decode(block, num_tokens, top_k)
-        products, streamed = _rows_classes(rows, slots, e, shapes, up, trains)
-        if decode and not trains:
-            return decode, streamed
-        return (decode, launches_of(slots), rows < slots, products), streamed
-
-    def run(num_tokens: int, trains: bool) -> None:
+    def run(num_tokens: int) -> None:
         twin, generator = _twin(module, module.__dict__), torch.Generator(up.device).manual_seed(0)
         ids = torch.randint(e, (num_tokens, top_k), device=up.device, generator=generator)
-        ids.view(-1)[num_rows(num_tokens) :] = e  # sentinels, for which there is no room
+        ids.view(-1)[num_rows(ids.numel()) :] = e  # sentinels, for which there is no room
         for weights_dtype in {up.dtype, dtype, torch.float32}:
             x, weights = _random(up, num_tokens, h), _random(up, num_tokens, top_k, dtype=weights_dtype)
             out = experts_forward(twin, x, ids, weights, share)
-            if trains:
-                _differentiate(out, (x, weights, *twin._parameters.values()))
+            _differentiate(out, (x, weights, *twin._parameters.values()))
 
     flags = type(module), gated, interleaved, transposed, getattr(module, "has_bias", False), activation, top_k, share
-    return _Layer((*flags, _describe(module)), classes, run)
+    return _Layer((*flags, _describe(module)), choice, run)
 
 
-def _linear_layer(module: GroupedLinear, top_k: int) -> _Layer:
+def _linear_layer(module: GroupedLinear, top_k: int, trains: bool) -> _Layer:
     """A layer of a linear module, with as many rows as tokens and top_k times as many."""
-    weight, (n, k) = next(module.parameters()), (module.out_features, module.in_features)
-    groups = module.num_groups
+    weight, n, k, groups = next(module.parameters()), module.out_features, module.in_features, module.num_groups
+    products = _products(groups, ((n, k), (k, n)), weight, trains)
 
-    def classes(num_tokens: int, trains: bool) -> Tuple[Hashable, Hashable]:
-        numbers = num_tokens, num_tokens * top_k
-        both = [_rows_classes(rows, rows, groups, ((n, k), (k, n)), weight, trains) for rows in numbers]
-        return tuple(zip(*both))
+    def choice(num_tokens: int) -> Hashable:
+        return products(num_tokens, num_tokens), products(num_tokens * top_k, num_tokens * top_k)
 
-    def run(num_tokens: int, trains: bool) -> None:
+    def run(num_tokens: int) -> None:
         for num_rows in {num_tokens, num_tokens * top_k}:
-            _run_linear(module, num_rows, weight, trains)
+            _run_linear(module, num_rows, weight)
 
     flags = module.scale_bias, module.accumulate_into_main_grad, module.delay_wgrad
     buffers = (_main_grad_of(weight),) if module.accumulate_into_main_grad else ()
-    return _Layer((*flags, n, k, groups, *((b.dtype, b.stride()) for b in buffers), _describe(module)), classes, run)
+    return _Layer((*flags, n, k, groups, *((b.dtype, b.stride()) for b in buffers), _describe(module)), choice, run)
 
 
 def _main_grad_of(weight: Tensor) -> Tensor:
     """The buffer of a weight, or one like the weight in fp32 where there is none yet."""
-    get = getattr(weight, "get_main_grad", None)
-    buffer = getattr(weight, "main_grad", None) if get is None else get()
+    buffer = buffer_of(weight)
     return torch.empty_like(weight, device="meta", dtype=torch.float32) if buffer is None else buffer
 
 
-def _run_linear(module: GroupedLinear, num_rows: int, weight: Tensor, trains: bool) -> None:
+def _run_linear(module: GroupedLinear, num_rows: int, weight: Tensor) -> None:
     """Runs it with splits of each kind, or trains it with scales of each dtype, in each way to keep gradients."""
-    twin, groups = _twin(module, module._state()), module.num_groups
+    twin, groups, trains = _twin(module, module._state()), module.num_groups, torch.is_grad_enabled()
     sizes = torch.full((groups,), -(-num_rows // groups), device=weight.device)
     offsets = (torch.arange(groups + 1, device=weight.device) * sizes[0]).clamp(max=num_rows)
-    kinds = [splits.to(dtype) for splits in (sizes, offsets) for dtype in (torch.int64, torch.int32)]
+    kinds = [sizes] if trains else [s.to(dtype) for s in (sizes, offsets) for dtype in (torch.int64, torch.int32)]
     to_main_grad = trains and module.accumulate_into_main_grad
     # Without main_grad the first delayed gradient is written, others are added to it.
     overwrites = {False, hasattr(weight, "overwrite_main_grad")} if to_main_grad else range(1 + module.delay_wgrad)
-    for scales_dtype, overwrite in itertools.product(
-        {weight.dtype, torch.float32} if module.scale_bias else {None}, overwrites
-    ):
+    scales_dtypes = {weight.dtype, torch.float32} if module.scale_bias else {None}
+    for scales_dtype, overwrite, splits in itertools.product(scales_dtypes, overwrites, kinds):
         if to_main_grad:
             _give_main_grads(module, twin, overwrite)
-        for splits in kinds[:1] if trains else kinds:
-            x = _random(weight, num_rows, module.in_features)
-            scales = None if scales_dtype is None else _random(weight, num_rows, dtype=scales_dtype)
-            y = twin.forward(x, splits, scales)
-            if trains:
-                _differentiate(y, (x, scales, *twin._parameters.values()))
-                twin.backward_dw()
+        x = _random(weight, num_rows, module.in_features)
+        scales = None if scales_dtype is None else _random(weight, num_rows, dtype=scales_dtype)
+        y = twin.forward(x, splits, scales)
+        if trains:
+            _differentiate(y, (x, scales, *twin._parameters.values()))
+            twin.backward_dw()
 
 
 def _give_main_grads(module: GroupedLinear, twin: GroupedLinear, overwrite: bool) -> None:

@@ -11,6 +11,7 @@ for gelu, and gelu_pytorch_tanh, gelu_python_tanh, gelu_new, gelu_fast, gelu_acc
 from typing import NamedTuple, Optional, Tuple, Union
 
 import torch
+from torch import Tensor
 
 ACTIVATION_NAMES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
@@ -27,10 +28,10 @@ class Activation(NamedTuple):
     up_offset: float = 0.0
 
 
-_ALIASES = {
-    "swish": Activation("silu"),
-    "quick_gelu": Activation("silu", alpha=1.702),
-    "gelu_python": Activation("gelu"),
+# By each name that callers may use, transformers' own among them.
+_KNOWN = {
+    **{name: Activation(name) for name in ACTIVATION_NAMES},
+    **{"swish": Activation("silu"), "quick_gelu": Activation("silu", alpha=1.702), "gelu_python": Activation("gelu")},
     **dict.fromkeys(
         ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), Activation("gelu_tanh")
     ),
@@ -39,30 +40,34 @@ _ALIASES = {
 
 def as_activation(activation: Union[str, Activation], gated: bool, interleaved: bool) -> Activation:
     """Checks and completes what a caller gave. Raises TypeError and ValueError that name the argument."""
-    if isinstance(activation, str):
-        activation = Activation(activation)
-    elif not isinstance(activation, Activation):
+    if not isinstance(activation, (str, Activation)):
         raise TypeError(f"activation: expected a name or an Activation, got {type(activation).__name__}")
-    name, alpha, limit, up_offset = activation
-    for field, value in (("alpha", alpha), ("limit", limit), ("up_offset", up_offset)):
-        if not isinstance(value, (int, float)) and not (field == "limit" and value is None):
-            raise TypeError(f"activation: expected a number as {field}, got {type(value).__name__}")
-    alias = _ALIASES.get(name) if isinstance(name, str) else None
-    if alias is not None and 1.0 in (alpha, alias.alpha):
-        name, alpha = alias.name, alpha * alias.alpha
-        activation = Activation(name, alpha, limit, up_offset)
-    elif name not in ACTIVATION_NAMES and alias is None:
+    name = activation if isinstance(activation, str) else activation.name
+    known = _KNOWN.get(name) if isinstance(name, str) else None
+    if known is None:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATION_NAMES)}, got {name!r}")
-    if alpha != 1.0 and name != "silu":
-        raise ValueError(f"activation: alpha applies to silu only, got alpha={alpha} with {name!r}")
-    if not gated and (interleaved or up_offset):
+    activation = known if isinstance(activation, str) else _with_parameters(known, activation)
+    if not gated and (interleaved or activation.up_offset):
         raise ValueError("gated: expected True with interleaved or an activation with up_offset, got False")
-    if limit is not None and not limit > 0:
-        raise ValueError(f"activation: limit must be positive or None, got {limit}")
     return activation
 
 
-def activate(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
+def _with_parameters(known: Activation, given: Activation) -> Activation:
+    """The known activation of that name with the parameters that are given."""
+    name, alpha, limit, up_offset = given
+    for field, value in (("alpha", alpha), ("limit", 1.0 if limit is None else limit), ("up_offset", up_offset)):
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"activation: expected a number as {field}, got {type(value).__name__}")
+    if 1.0 in (alpha, known.alpha):
+        name, alpha = known.name, alpha * known.alpha
+    if alpha != 1.0 and name != "silu":
+        raise ValueError(f"activation: alpha applies to silu only, got alpha={alpha} with {name!r}")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"activation: limit must be positive or None, got {limit}")
+    return Activation(name, alpha, limit, up_offset)
+
+
+def activate(x: Tensor, name: str, alpha: float) -> Tensor:
     """act(x), in the dtype of x."""
     if name == "silu":
         return torch.nn.functional.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
@@ -74,7 +79,7 @@ def activate(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
     return rectified if name == "relu" else rectified * rectified
 
 
-def activate_vjp(grad: torch.Tensor, x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
+def activate_vjp(grad: Tensor, x: Tensor, name: str, alpha: float) -> Tensor:
     """grad * act'(x), in the dtype of x; 0 at the kink of relu."""
     if name == "silu":
         # x sigmoid(alpha x) = silu(alpha x) / alpha
@@ -86,45 +91,43 @@ def activate_vjp(grad: torch.Tensor, x: torch.Tensor, name: str, alpha: float) -
     return torch.ops.aten.threshold_backward(grad if name == "relu" else 2.0 * x * grad, x, 0)
 
 
-def split_gate_up(preact: torch.Tensor, interleaved: bool) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Views of gate and up in (..., 2 I): [gate | up], or gate and up in turn."""
-    if interleaved:
-        return preact[..., ::2], preact[..., 1::2]
-    gate, up = preact.chunk(2, dim=-1)
-    return gate, up
-
-
-def forward(preact: torch.Tensor, activation: Activation, gated: bool, interleaved: bool) -> torch.Tensor:
-    """a(preact): (R, 2 I) gated or (R, I) -> (R, I), in the dtype of preact."""
-    name, alpha, limit, up_offset = activation
+def _split(preact: Tensor, gated: bool, interleaved: bool) -> Tuple[Tensor, Optional[Tensor]]:
+    """Views of gate and up in (..., 2 I), [gate | up] or in turn; of preact itself and nothing if not gated."""
     if not gated:
-        return activate(preact if limit is None else preact.clamp(max=limit), name, alpha)
-    gate, up = split_gate_up(preact, interleaved)
+        return preact, None
+    return (preact[..., ::2], preact[..., 1::2]) if interleaved else preact.chunk(2, dim=-1)
+
+
+def _operands(gate: Tensor, up: Optional[Tensor], activation: Activation) -> Tuple[Tensor, Optional[Tensor]]:
+    """(x, factor) of a = act(x) * factor, None if not gated."""
+    _, _, limit, up_offset = activation
     if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return activate(gate, name, alpha) * (up + up_offset if up_offset else up)
+        gate, up = gate.clamp(max=limit), up if up is None else up.clamp(-limit, limit)
+    return gate, up + up_offset if up_offset else up
+
+
+def forward(preact: Tensor, activation: Activation, gated: bool, interleaved: bool) -> Tensor:
+    """a(preact): (R, 2 I) gated or (R, I) -> (R, I), in the dtype of preact."""
+    x, factor = _operands(*_split(preact, gated, interleaved), activation)
+    value = activate(x, activation.name, activation.alpha)
+    return value if factor is None else value * factor
 
 
 def forward_and_vjp(
-    preact: torch.Tensor, grad: torch.Tensor, activation: Activation, gated: bool, interleaved: bool
-) -> Tuple[torch.Tensor, torch.Tensor]:
+    preact: Tensor, grad: Tensor, activation: Activation, gated: bool, interleaved: bool
+) -> Tuple[Tensor, Tensor]:
     """(a(preact), grad * a'(preact)): (R, I) and the shape of preact, in the dtype of preact."""
-    name, alpha, limit, up_offset = activation
-    if not gated:
-        clamped = preact if limit is None else preact.clamp(max=limit)
-        dpreact = activate_vjp(grad, clamped, name, alpha)
-        return activate(clamped, name, alpha), dpreact if limit is None else dpreact.masked_fill_(preact > limit, 0.0)
-    gate, up = split_gate_up(preact, interleaved)
-    clamped, shifted = gate, up
-    if limit is not None:
-        clamped, shifted = gate.clamp(max=limit), up.clamp(-limit, limit)
-    shifted = shifted + up_offset if up_offset else shifted
-    value = activate(clamped, name, alpha)
+    name, alpha, limit, _ = activation
     dpreact = torch.empty_like(preact, memory_format=torch.contiguous_format)
-    d_gate, d_up = split_gate_up(dpreact, interleaved)
-    d_gate.copy_(activate_vjp(grad * shifted, clamped, name, alpha))
-    torch.mul(value, grad, out=d_up)
+    (gate, up), (d_gate, d_up) = (_split(tensor, gated, interleaved) for tensor in (preact, dpreact))
+    x, factor = _operands(gate, up, activation)
+    value = activate(x, name, alpha)
+    d_gate.copy_(activate_vjp(grad if factor is None else grad * factor, x, name, alpha))
     if limit is not None:
         d_gate.masked_fill_(gate > limit, 0.0)
-        d_up.masked_fill_((up > limit) | (up < -limit), 0.0)
-    return value.mul_(shifted), dpreact
+    if gated:
+        torch.mul(value, grad, out=d_up)
+        value.mul_(factor)
+        if limit is not None:
+            d_up.masked_fill_(up.abs() > limit, 0.0)
+    return value, dpreact

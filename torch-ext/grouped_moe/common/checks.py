@@ -1,19 +1,18 @@
 """Checks of arguments. Every error names the argument, what came and what was expected, before anything is launched."""
 
-from functools import lru_cache
 from typing import Optional, Sequence
 
 import torch
-
-from . import _compat
+from torch import Tensor
 
 MAX_EXPERTS = 1024
 MAX_SLOTS = 2**31 - 129  # kernels count them, and up to 128 past the last one, in int32
 
-_ACCELERATOR_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DENSE = torch.strided
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "meta")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_CPU_DTYPES = (*_DTYPES, torch.float64)
 _INDEX_DTYPES = (torch.int32, torch.int64)
-_CPU_DTYPES = _ACCELERATOR_DTYPES + (torch.float64,)
 
 
 def check_flags(**flags: object) -> None:
@@ -25,199 +24,58 @@ def check_flags(**flags: object) -> None:
 
 def check_tensor(name: str, value: object) -> None:
     """Raises TypeError unless value is a dense tensor."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
-    if value.layout != torch.strided:
+    if value.layout is not _DENSE:
         raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout}")
 
 
-def check_no_operations(name: str, tensor: torch.Tensor) -> None:
-    """Raises TypeError for a parameter of a subclass with operations of its own, as those for quantization have.
-
-    torchao's for FP8 training replace one operation, which is never called here, and pass for plain in all others.
-    """
-    kind = type(tensor)
-    if kind is not torch.nn.Parameter and kind is not torch.Tensor and _has_operations(kind):
-        raise TypeError(
-            f"{name}: expected a plain tensor or a DTensor, got {kind.__name__}, whose own operations (quantization, "
-            "FP8 training) are not supported; leave this parameter out of the conversion, dequantize it, or choose "
-            "another experts_implementation, such as 'grouped_mm'"
-        )
-
-
-@torch.compiler.assume_constant_result
-def _has_operations(kind: type) -> bool:
-    return _overrides_operations(kind)
-
-
-@lru_cache(maxsize=None)
-def _overrides_operations(kind: type) -> bool:
-    """Whether a class of tensors, but PyTorch's own for tracing and sharding, overrides what operations do."""
-    if _compat.is_transparent(kind):
-        return False
-    # Tensor's keeps the class of results; Parameter's does nothing.
-    function, *plain = (
-        getattr(each.__torch_function__, "__func__", each.__torch_function__)
-        for each in (kind, torch.Tensor, torch.nn.Parameter)
-    )
-    return function not in plain or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-
-
-def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[Optional[int]], legend: str) -> None:
-    """Raises ValueError unless tensor has this shape, None standing for any extent; legend spells it for the reader."""
-    if tensor.shape == shape:
-        return
-    if tensor.dim() == len(shape):
-        for have, want in zip(tensor.shape, shape):
-            if want is not None and have != want:
-                break
-        else:
-            return
+def wrong_shape(name: str, tensor: Tensor, shape: Sequence[Optional[int]], legend: str) -> ValueError:
+    """The error for a tensor of another shape, in which None stands for any extent; legend spells it for the reader."""
     wanted = ", ".join("?" if want is None else str(want) for want in shape)
-    raise ValueError(f"{name}: expected shape {legend} = ({wanted}), got {tuple(tensor.shape)}")
+    return ValueError(f"{name}: expected shape {legend} = ({wanted}), got {tuple(tensor.shape)}")
 
 
-def check_device(name: str, tensor: torch.Tensor, device: torch.device, owner: str) -> None:
+def check_shape(name: str, tensor: Tensor, shape: Sequence[Optional[int]], legend: str) -> None:
+    """Raises `wrong_shape` unless tensor has this shape."""
+    found = tensor.shape
+    if found == shape:
+        return
+    if len(found) != len(shape) or any(want is not None and have != want for have, want in zip(found, shape)):
+        raise wrong_shape(name, tensor, shape, legend)
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device, owner: str) -> None:
     """Raises ValueError unless tensor is on the device of the argument `owner`."""
     if tensor.device != device:
         raise ValueError(f"{name}: expected on {device} like {owner}, got {tensor.device}")
 
 
-def check_same_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype, owner: str) -> None:
+def check_same_dtype(name: str, tensor: Tensor, dtype: torch.dtype, owner: str) -> None:
     """Raises TypeError unless tensor has the dtype of the argument `owner`."""
-    if tensor.dtype != dtype:
+    if tensor.dtype is not dtype:
         raise TypeError(f"{name}: expected {dtype} like {owner}, got {tensor.dtype}")
 
 
-def check_compute_dtype(name: str, tensor: torch.Tensor) -> None:
+def check_compute_dtype(name: str, tensor: Tensor) -> None:
     """Raises TypeError unless the kernels compute in the dtype of tensor: bf16, fp16, fp32; on CPU fp64, too.
 
     Raises ValueError for devices that the package has no kernels for.
     """
-    if tensor.device.type not in _DEVICE_TYPES:
+    if tensor.is_cpu:
+        dtypes = _CPU_DTYPES
+    elif tensor.is_cuda or tensor.device.type in _DEVICE_TYPES:  # the type is a new string, which takes the host longer
+        dtypes = _DTYPES
+    else:
         raise ValueError(f"{name}: expected on one of {', '.join(_DEVICE_TYPES)}, got {tensor.device}")
-    dtypes = _CPU_DTYPES if tensor.device.type == "cpu" else _ACCELERATOR_DTYPES
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: expected one of {', '.join(map(str, dtypes))}, got {tensor.dtype}")
 
 
-def check_index_dtype(name: str, tensor: torch.Tensor) -> None:
+def check_index_dtype(name: str, tensor: Tensor) -> None:
     """Raises TypeError unless tensor is int32 or int64."""
     if tensor.dtype not in _INDEX_DTYPES:
         raise TypeError(f"{name}: expected torch.int32 or torch.int64, got {tensor.dtype}")
-
-
-def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
-    """The dtype to compute in under an active autocast, else None."""
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta: asking would raise
-        return None
-    return torch.get_autocast_dtype(device_type)
-
-
-def autocast(tensor: Optional[torch.Tensor], dtype: Optional[torch.dtype]) -> Optional[torch.Tensor]:
-    """tensor as `F.linear` would see it under autocast: floating point is cast, fp64 and what is no tensor stay."""
-    if dtype is None or not isinstance(tensor, torch.Tensor):
-        return tensor
-    return tensor if tensor.dtype == torch.float64 or not tensor.is_floating_point() else tensor.to(dtype)
-
-
-def check_routing(top_k_index: torch.Tensor, num_experts: int, owner: str = "num_experts") -> None:
-    """Raises TypeError or ValueError that names top_k_index, or the argument `owner` that gives the experts."""
-    check_tensor("top_k_index", top_k_index)
-    check_index_dtype("top_k_index", top_k_index)
-    if top_k_index.dim() != 2 or top_k_index.shape[1] == 0:
-        raise ValueError(f"top_k_index: expected shape (T, top_k) with top_k > 0, got {tuple(top_k_index.shape)}")
-    num_slots = top_k_index.shape[0] * top_k_index.shape[1]
-    if num_slots > MAX_SLOTS:
-        raise ValueError(f"top_k_index: expected at most {MAX_SLOTS} slots, got {num_slots}")
-    if not isinstance(num_experts, (int, torch.SymInt)):
-        raise TypeError(f"{owner}: expected an int, got {type(num_experts).__name__}")
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ValueError(f"{owner}: expected 1 to {MAX_EXPERTS} experts, got {num_experts}")
-
-
-def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed) -> None:
-    """Raises TypeError or ValueError that names what of the weights, or of x, named `owner`, is at fault."""
-    named = {owner: x, "gate_up_proj": up, "down_proj": down}
-    named.update({"gate_up_proj_bias": up_bias, "down_proj_bias": down_bias})
-    named = {name: tensor for name, tensor in named.items() if tensor is not None or "bias" not in name}
-    for name, tensor in named.items():
-        check_tensor(name, tensor)
-    check_compute_dtype(owner, x)
-    check_shape(owner, x, (None, None), "(T, H)" if owner == "hidden_states" else "(rows, H)")
-    check_shape("gate_up_proj", up, (None, None, None), "(E, 2 I, H), (E, I, H) or transposed")
-    check_rows(owner, x.shape[0])
-    h, num_experts = x.shape[1], up.shape[0]
-    check_num_groups("gate_up_proj", num_experts, "experts")
-    p = up.shape[2] if transposed else up.shape[1]
-    if gated and p % 2:
-        raise ValueError(f"gate_up_proj: expected an even number of gate and up columns, got {tuple(up.shape)}")
-    i = p // 2 if gated else p
-    if h == 0 or i == 0:
-        raise ValueError(f"gate_up_proj: expected H and I above 0, got {tuple(up.shape)}")
-    p_legend = "2 I" if gated else "I"
-    if transposed:
-        check_shape("gate_up_proj", up, (num_experts, h, p), f"(E, H, {p_legend})")
-        check_shape("down_proj", down, (num_experts, i, h), "(E, I, H)")
-    else:
-        check_shape("gate_up_proj", up, (num_experts, p, h), f"(E, {p_legend}, H)")
-        check_shape("down_proj", down, (num_experts, h, i), "(E, H, I)")
-    if up_bias is not None:
-        check_shape("gate_up_proj_bias", up_bias, (num_experts, p), f"(E, {p_legend})")
-    if down_bias is not None:
-        check_shape("down_proj_bias", down_bias, (num_experts, h), "(E, H)")
-    for name, tensor in named.items():
-        check_device(name, tensor, x.device, owner)
-        check_same_dtype(name, tensor, x.dtype, owner)
-
-
-def is_right_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed) -> bool:
-    """Whether `check_block` would pass, for blocks without biases of plain tensors: in a fourth of its time."""
-    if not (type(x) is type(top_k_index) is type(top_k_weights) is torch.Tensor and up_bias is None is down_bias):
-        return False
-    if not (isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor)):
-        return False
-    if not (x.dim() == 2 and top_k_index.dim() == 2 and up.dim() == 3):
-        return False
-    (num_tokens, h), (slots_of, top_k), (num_experts, *up_shape) = x.shape, top_k_index.shape, up.shape
-    p = up_shape[1 if transposed else 0]
-    i, odd = (p // 2, p % 2) if gated else (p, 0)  # torch.compile of PyTorch 2.11 knows no divmod of symbols
-    device, dtype, dense = x.device, x.dtype, torch.strided
-    return (
-        dense is x.layout is up.layout is down.layout is top_k_index.layout is top_k_weights.layout
-        and num_tokens == slots_of
-        and top_k_weights.shape == top_k_index.shape
-        and up_shape == ([h, p] if transposed else [p, h])
-        and down.shape == ((num_experts, i, h) if transposed else (num_experts, h, i))
-        and not odd
-        and h > 0 < i
-        and top_k > 0
-        and 1 <= num_experts <= MAX_EXPERTS
-        and num_tokens * top_k <= MAX_SLOTS
-        and dtype is up.dtype is down.dtype
-        and dtype in _ACCELERATOR_DTYPES
-        and top_k_weights.dtype in _ACCELERATOR_DTYPES
-        and top_k_index.dtype in _INDEX_DTYPES
-        and device == up.device == down.device == top_k_index.device == top_k_weights.device
-        and device.type in _DEVICE_TYPES
-    )
-
-
-def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed) -> None:
-    """Raises TypeError or ValueError that names the argument of `grouped_mm_experts` at fault."""
-    if is_right_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed):
-        return
-    if gated and (up_bias is None) != (down_bias is None):
-        missing = "gate_up_proj_bias" if up_bias is None else "down_proj_bias"
-        raise ValueError(f"{missing}: expected with the other bias; a gated block takes both biases or none")
-    check_tensor("top_k_weights", top_k_weights)
-    check_experts("hidden_states", x, up, down, up_bias, down_bias, gated, transposed)
-    check_routing(top_k_index, up.shape[0], "gate_up_proj")
-    check_compute_dtype("top_k_weights", top_k_weights)
-    check_shape("top_k_index", top_k_index, (x.shape[0], None), "(T, top_k)")
-    check_shape("top_k_weights", top_k_weights, tuple(top_k_index.shape), "(T, top_k)")
-    check_device("top_k_index", top_k_index, x.device, "hidden_states")
-    check_device("top_k_weights", top_k_weights, x.device, "hidden_states")
 
 
 def check_capacity(name: str, capacity: object) -> None:
@@ -230,12 +88,18 @@ def check_capacity(name: str, capacity: object) -> None:
         raise ValueError(f"{name}: expected above 0, got {capacity}")
 
 
-def check_scales(name: str, scales: torch.Tensor, x: torch.Tensor) -> None:
-    """Raises TypeError or ValueError unless scales has one factor per row of x, in a floating dtype."""
-    check_tensor(name, scales)
-    check_compute_dtype(name, scales)
-    check_shape(name, scales, (x.shape[0],), "(rows,)")
-    check_device(name, scales, x.device, "x")
+def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
+    """The dtype to compute in under an active autocast, else None."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta: asking would raise
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def autocast(tensor: Optional[Tensor], dtype: Optional[torch.dtype]) -> Optional[Tensor]:
+    """tensor as `F.linear` would see it under autocast: floating point is cast, fp64 and what is no tensor stay."""
+    if dtype is None or not isinstance(tensor, Tensor):
+        return tensor
+    return tensor if tensor.dtype == torch.float64 or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def check_num_groups(name: str, groups: int, what: str = "groups") -> None:
@@ -244,53 +108,124 @@ def check_num_groups(name: str, groups: int, what: str = "groups") -> None:
         raise ValueError(f"{name}: expected 1 to {MAX_EXPERTS} {what}, got {groups}")
 
 
-def check_rows(name: str, rows: int) -> None:
-    """Raises ValueError that names the argument unless row numbers fit in int32."""
-    if rows >= 2**31:
-        raise ValueError(f"{name}: expected fewer than 2^31 rows, got {rows}")
+def check_matrix(name: str, x: Tensor, legend: str) -> None:
+    """Raises TypeError or ValueError unless x is (rows, columns) of a dtype to compute in, with rows that fit int32."""
+    check_tensor(name, x)
+    check_compute_dtype(name, x)
+    if x.dim() != 2:
+        raise wrong_shape(name, x, (None, None), legend)
+    if x.shape[0] >= 2**31:
+        raise ValueError(f"{name}: expected fewer than 2^31 rows, got {x.shape[0]}")
 
 
-def is_right_linear(x, weight, bias, bias_scales, transposed) -> bool:
-    """Whether `check_linear` would pass, for a layer without a bias: in a fourth of its time."""
-    if not (bias is None is bias_scales and x.dim() == 2 and weight.dim() == 3):
-        return False
-    (rows, depth), (groups, n, k), dtype, device = x.shape, weight.shape, x.dtype, x.device
+def check_operand(
+    name: str,
+    tensor: Tensor,
+    shape: Sequence[Optional[int]],
+    legend: str,
+    device: torch.device,
+    dtype: Optional[torch.dtype],
+    owner: str,
+) -> None:
+    """Raises TypeError or ValueError unless tensor has this shape, and device and dtype of the argument `owner`.
+
+    dtype None: any that kernels compute in.
+    """
+    check_tensor(name, tensor)
+    if tensor.shape != shape:
+        check_shape(name, tensor, shape, legend)
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected on {device} like {owner}, got {tensor.device}")
+    if tensor.dtype is not dtype:
+        if dtype is not None:
+            raise TypeError(f"{name}: expected {dtype} like {owner}, got {tensor.dtype}")
+        check_compute_dtype(name, tensor)
+
+
+def check_scales(name: str, scales: Tensor, x: Tensor) -> None:
+    """Raises TypeError or ValueError unless scales has one factor per row of x, in a floating dtype."""
+    check_operand(name, scales, (x.shape[0],), "(rows,)", x.device, None, "x")
+
+
+def check_ids(top_k_index: Tensor) -> None:
+    """Raises TypeError or ValueError unless they are the expert ids of the slots, of as many as kernels can count."""
+    check_tensor("top_k_index", top_k_index)
+    check_index_dtype("top_k_index", top_k_index)
+    if top_k_index.dim() != 2 or top_k_index.shape[1] == 0:
+        raise ValueError(f"top_k_index: expected shape (T, top_k) with top_k > 0, got {tuple(top_k_index.shape)}")
+    if top_k_index.numel() > MAX_SLOTS:
+        raise ValueError(f"top_k_index: expected at most {MAX_SLOTS} slots, got {top_k_index.numel()}")
+
+
+def check_routing(top_k_index: Tensor, num_experts: int) -> None:
+    """Raises TypeError or ValueError that names the argument of `route` at fault."""
+    check_ids(top_k_index)
+    if not isinstance(num_experts, (int, torch.SymInt)):
+        raise TypeError(f"num_experts: expected an int, got {type(num_experts).__name__}")
+    check_num_groups("num_experts", num_experts, "experts")
+
+
+def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed) -> None:
+    """Raises TypeError or ValueError that names what of the weights, or of x, named `owner`, is at fault."""
+    check_matrix(owner, x, "(T, H)" if owner == "hidden_states" else "(rows, H)")
+    check_tensor("gate_up_proj", up)
+    if up.dim() != 3:
+        raise wrong_shape("gate_up_proj", up, (None, None, None), "(E, 2 I, H), (E, I, H) or transposed")
+    h, (e, p, k) = x.shape[1], up.shape
     if transposed:
-        n, k = k, n
-    return (
-        depth == k > 0 < n
-        and rows < 2**31
-        and 1 <= groups <= MAX_EXPERTS
-        and dtype is weight.dtype
-        and dtype in _ACCELERATOR_DTYPES
-        and device == weight.device
-        and device.type in _DEVICE_TYPES
-    )
+        p, k = k, p
+    check_num_groups("gate_up_proj", e, "experts")
+    if gated and p % 2:
+        raise ValueError(f"gate_up_proj: expected an even number of gate and up columns, got {tuple(up.shape)}")
+    i, p_legend = (p // 2, "2 I") if gated else (p, "I")
+    if h == 0 or i == 0:
+        raise ValueError(f"gate_up_proj: expected H and I above 0, got {tuple(up.shape)}")
+    device, dtype = x.device, x.dtype
+    if transposed:
+        check_operand("gate_up_proj", up, (e, h, p), f"(E, H, {p_legend})", device, dtype, owner)
+        check_operand("down_proj", down, (e, i, h), "(E, I, H)", device, dtype, owner)
+    else:
+        check_operand("gate_up_proj", up, (e, p, h), f"(E, {p_legend}, H)", device, dtype, owner)
+        check_operand("down_proj", down, (e, h, i), "(E, H, I)", device, dtype, owner)
+    if up_bias is not None:
+        check_operand("gate_up_proj_bias", up_bias, (e, p), f"(E, {p_legend})", device, dtype, owner)
+    if down_bias is not None:
+        check_operand("down_proj_bias", down_bias, (e, h), "(E, H)", device, dtype, owner)
+
+
+def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed) -> None:
+    """Raises TypeError or ValueError that names the argument of `grouped_mm_experts` at fault."""
+    if gated and (up_bias is None) != (down_bias is None):
+        missing = "gate_up_proj_bias" if up_bias is None else "down_proj_bias"
+        raise ValueError(f"{missing}: expected with the other bias; a gated block takes both biases or none")
+    check_experts("hidden_states", x, up, down, up_bias, down_bias, gated, transposed)
+    check_ids(top_k_index)
+    shape, device = top_k_index.shape, x.device
+    if shape[0] != x.shape[0]:
+        raise wrong_shape("top_k_index", top_k_index, (x.shape[0], None), "(T, top_k)")
+    check_device("top_k_index", top_k_index, device, "hidden_states")
+    check_operand("top_k_weights", top_k_weights, shape, "(T, top_k)", device, None, "hidden_states")
 
 
 def check_linear(x, weight, bias, bias_scales, transposed) -> None:
     """Raises TypeError or ValueError that names the argument of `grouped_linear` at fault."""
-    if is_right_linear(x, weight, bias, bias_scales, transposed):
-        return
-    check_compute_dtype("x", x)
-    check_shape("x", x, (None, None), "(rows, K)")
-    check_rows("x", x.shape[0])
-    k = x.shape[1]
-    if transposed:
-        check_shape("weight", weight, (None, k, None), "(G, K, N)")
-    else:
-        check_shape("weight", weight, (None, None, k), "(G, N, K)")
-    groups, n = weight.shape[0], weight.shape[2 if transposed else 1]
+    check_matrix("x", x, "(rows, K)")
+    depth, k = x.shape[1], None
+    if weight.dim() == 3:
+        groups, n, k = weight.shape
+        if transposed:
+            n, k = k, n
+    if k != depth:
+        shape, legend = ((None, depth, None), "(G, K, N)") if transposed else ((None, None, depth), "(G, N, K)")
+        raise wrong_shape("weight", weight, shape, legend)
     check_num_groups("weight", groups)
     if k == 0 or n == 0:
         raise ValueError(f"weight: expected N and K above 0, got {tuple(weight.shape)}")
+    check_device("weight", weight, x.device, "x")
+    check_same_dtype("weight", weight, x.dtype, "x")
     if bias is None and bias_scales is not None:
         raise ValueError("bias_scales: expected None without a bias, which they scale")
     if bias is not None:
-        check_shape("bias", bias, (groups, n), "(G, N)")
+        check_operand("bias", bias, (groups, n), "(G, N)", x.device, x.dtype, "x")
     if bias_scales is not None:
         check_scales("bias_scales", bias_scales, x)
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            check_same_dtype(name, tensor, x.dtype, "x")
-            check_device(name, tensor, x.device, "x")

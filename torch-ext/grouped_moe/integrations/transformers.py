@@ -18,8 +18,8 @@ from ..operands import LoRA
 from ..permute import combine_rows, gather_rows
 from ..routing import route
 from .peft import factors_in_place, watch_wrappers
-from .transformers_gate import check_known, fused_activation, post_expert
-from .transformers_load import FP8_UNSUPPORTED, watch
+from .transformers_gate import check_known, check_no_operations, fused_activation, post_expert
+from .transformers_load import FP8_UNSUPPORTED, Share, watch
 
 
 def local_part(parameter: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def _local(experts: torch.nn.Module, name: str) -> Tensor:
     Raises TypeError for a tensor with operations of its own, which the block would not call.
     """
     parameter = local_part(getattr(experts, name))
-    checks.check_no_operations(name, parameter)
+    check_no_operations(name, parameter)
     return parameter
 
 
@@ -46,11 +46,8 @@ def _weight(
     return (_local(experts, name), lora) if in_place is None else in_place
 
 
-def _capacity(top_k_index: Tensor, share: Optional[Tuple[int, int]]) -> Optional[int]:
+def capacity_of(num_slots: int, share: Share) -> int:
     """The slots' share (numerator, denominator), rounded up, or 1 without slots; integers, which may be symbolic."""
-    if share is None:
-        return None
-    num_slots = top_k_index.shape[0] * top_k_index.shape[1]
     return max(1, -(-num_slots * share[0] // share[1]))
 
 
@@ -59,7 +56,7 @@ def experts_forward(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    share: Optional[Tuple[int, int]] = None,
+    share: Optional[Share] = None,
     gate_up_lora: Optional[LoRA] = None,
     down_lora: Optional[LoRA] = None,
 ) -> Tensor:
@@ -88,7 +85,8 @@ def experts_forward(
         out = grouped_mm_experts(
             x, top_k_index, top_k_weights, up, down, gate_up_proj_bias=up_bias, down_proj_bias=down_bias,
             gate_up_lora=gate_up_lora, down_lora=down_lora, activation=activation, gated=gated,
-            interleaved=interleaved, transposed=transposed, capacity=_capacity(top_k_index, share),
+            interleaved=interleaved, transposed=transposed,
+            capacity=None if share is None else capacity_of(top_k_index.numel(), share),
         )  # fmt: skip
         return out.to(hidden_states.dtype)
     routing = route(top_k_index, self.num_experts)
@@ -105,7 +103,7 @@ def _fp8_experts_forward(self: torch.nn.Module, *args, **kwargs) -> Tensor:
     raise ValueError(FP8_UNSUPPORTED)
 
 
-def _share(capacity: object) -> Optional[Tuple[int, int]]:
+def _share(capacity: object) -> Optional[Share]:
     """A share as (numerator, denominator): the nearest fraction with a denominator up to 2^16, not rounded to 0."""
     if capacity is None:
         return None
@@ -170,6 +168,6 @@ def register_experts_implementation(name: str = "grouped_moe", capacity: Optiona
     _check_name(name, [registry for registry, _ in registries])
     for registry, function in registries:
         registry.register(name, function)
-    watch(name)
+    watch(name, share)
     watch_wrappers()
     return name

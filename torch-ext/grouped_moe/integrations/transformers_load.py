@@ -5,7 +5,7 @@ into modules, of which PyTorch tells through its hook on the registration of mod
 """
 
 import warnings
-from typing import Optional, Set
+from typing import Dict, Optional, Tuple
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -17,31 +17,33 @@ FP8_UNSUPPORTED = (
     "another experts_implementation, such as 'grouped_mm'"
 )
 
-_names: Set[str] = set()
+Share = Tuple[int, int]  # of the slots: numerator and denominator
+
+_shares: Dict[str, Optional[Share]] = {}
 
 
-def watch(name: str) -> None:
-    """Has models that are built with experts_implementation=`name` looked at from now on."""
-    if not _names:
+def watch(name: str, share: Optional[Share]) -> None:
+    """Has models that are built with experts_implementation=`name` looked at from now on. share: its capacity."""
+    if not _shares:
         register_module_module_registration_hook(_look_at)
-    _names.add(name)
+    _shares[name] = share
 
 
 def implementation_of(module: Optional[nn.Module]) -> Optional[str]:
     """The name that the module's own config asks for, if it is one of ours."""
     config = None if module is None else module.__dict__.get("config")
     name = getattr(config, "_experts_implementation", None)
-    return name if isinstance(name, str) and name in _names else None
+    return name if isinstance(name, str) and name in _shares else None
+
+
+def share_of(module: nn.Module) -> Optional[Share]:
+    """The share with which the implementation that the module asks for was registered; None for all slots."""
+    return _shares.get(implementation_of(module))
 
 
 def goes_by_interface(module: nn.Module) -> bool:
     """Whether its class is under transformers' @use_experts_implementation, which writes its options on each module."""
     return "is_transposed" in module.__dict__
-
-
-def _looks_like_experts(path: str, module: nn.Module) -> bool:
-    kind = type(module).__name__
-    return path.rpartition(".")[2] == "experts" or ("Experts" in kind and "Shared" not in kind)
 
 
 def _is_fp8(experts: nn.Module) -> bool:
@@ -62,12 +64,11 @@ def _look_at(parent: nn.Module, name: str, module: Optional[nn.Module]) -> None:
         check_known(module)
     # The child that a quantizer replaces still has the config that its successor may lack.
     asked = implementation_of(parent) or implementation_of(parent._modules.get(name))
-    if asked is None:
-        return
-    children = list(module.named_modules(prefix=name))
+    children = list(module.named_modules(prefix=name)) if asked is not None else []
     if any(goes_by_interface(child) for _, child in children):
         return
-    for kind in {type(child).__name__ for path, child in children if _looks_like_experts(path, child)}:
+    kinds = [(path.rpartition(".")[2], type(child).__name__) for path, child in children]
+    for kind in {kind for last, kind in kinds if last == "experts" or ("Experts" in kind and "Shared" not in kind)}:
         warnings.warn(
             f"grouped_moe: experts_implementation={asked!r} has no effect on {kind}, which does not go by "
             "transformers' ExpertsInterface and keeps its own code",

@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections import deque
 from itertools import compress, repeat
-from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
+from typing import Any, Callable, Deque, Dict, Iterable, List, Optional
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,15 @@ from ..operands import LoRA
 from ..splits import Splits, as_splits
 from .main_grad import (
     Delayed,
-    DelayWgrad,
+    Later,
     MainGrad,
-    MainGradTap,
+    Wanted,
+    WgradTap,
     accumulate,
     as_one,
-    check_weights,
-    dummy_grad,
     main_grads_of,
     mark_added,
-    versions_of,
+    unchanged,
 )
 
 
@@ -36,12 +35,12 @@ class _Pack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, packed: Tensor, watched: List[Tensor], *weights: Tensor) -> Tensor:
-        ctx.watched, ctx.versions = watched, versions_of(watched)
+        ctx.check = unchanged(watched)
         return packed.view_as(packed)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        check_weights(ctx.watched, ctx.versions)
+        ctx.check()
         return (None, None, *grad.unbind(0))
 
 
@@ -53,8 +52,7 @@ def _check_arguments(num_groups, in_features, out_features, bias, scale_bias, dt
             raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
-    if num_groups > checks.MAX_EXPERTS:
-        raise ValueError(f"num_groups: expected 1 to {checks.MAX_EXPERTS}, got {num_groups}")
+    checks.check_num_groups("num_groups", num_groups)
     if scale_bias and not bias:
         raise ValueError("scale_bias: expected False without a bias, got True")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -121,35 +119,33 @@ class GroupedLinear(nn.Module):
         self.single_grouped_weight, self.single_grouped_bias = bool(single_grouped_weight), bool(single_grouped_bias)
         self.init_method = init_method
         self.accumulate_into_main_grad, self.delay_wgrad = bool(accumulate_into_main_grad), bool(delay_wgrad)
-        self._discrete_names = {kind: [f"{kind}{group}" for group in range(num_groups)] for kind in ("weight", "bias")}
+        self._names: Dict[str, List[str]] = {"weight": [], "bias": []}  # of parameters, in the order of the groups
         self._delayed: Deque[Delayed] = deque()
         self._wgrad_hooks: List[Callable[[], Any]] = []
         self._checked_main_grads: List[weakref.ref] = []
         weight = torch.empty((num_groups, out_features, in_features), device=device, dtype=dtype)
-        self._register("weight", weight)
+        self._register("weight", weight, single_grouped_weight)
         if bias:
-            self._register("bias", weight.new_empty((num_groups, out_features)))
+            self._register("bias", weight.new_empty((num_groups, out_features)), single_grouped_bias)
         else:
             self.register_parameter("bias", None)
         self._settle()
         self.reset_parameters()
 
-    def _register(self, kind: str, packed: Tensor) -> None:
-        names = self._names(kind)
-        for name, tensor in zip(names, [packed] if names == [kind] else packed):
+    def _register(self, kind: str, packed: Tensor, single: bool) -> None:
+        self._names[kind] = [kind] if single else [f"{kind}{group}" for group in range(self.num_groups)]
+        for name, tensor in zip(self._names[kind], self._by_parameter(kind, packed)):
             self.register_parameter(name, nn.Parameter(tensor))
 
-    def _names(self, kind: str) -> List[str]:
-        """Of the parameters of a kind, "weight" or "bias", in the order of the groups."""
-        if kind == "bias" and not self.use_bias:
-            return []
-        single = self.single_grouped_weight if kind == "weight" else self.single_grouped_bias
-        return [kind] if single else self._discrete_names[kind]
+    def _by_parameter(self, kind: str, packed: Tensor) -> Iterable[Tensor]:
+        """Of a tensor for all groups what belongs to each of the parameters of a kind, "weight" or "bias"."""
+        return [packed] if self._names[kind] == [kind] else packed
 
     def _of(self, kind: str) -> List[nn.Parameter]:
-        names, parameters = self._names(kind), self._parameters
+        """The parameters of a kind."""
+        names = self._names[kind]
         try:
-            return [*map(parameters.__getitem__, names)]
+            return [*map(self._parameters.__getitem__, names)]
         except KeyError:  # wrappers put properties and plain tensors in their place
             return [getattr(self, name) for name in names]
 
@@ -157,14 +153,15 @@ class GroupedLinear(nn.Module):
     def reset_parameters(self) -> None:
         """Draws all parameters anew, group by group: the same values whatever the layout."""
         bound = 1 / math.sqrt(self.in_features)
-        weights, biases = ([p.detach() for p in self._of(kind)] for kind in ("weight", "bias"))
-        for weight in weights[0] if self.single_grouped_weight else weights:
-            if self.init_method is None:
-                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-            else:
-                self.init_method(weight)
-        for bias in biases[0] if self.use_bias and self.single_grouped_bias else biases:
-            nn.init.uniform_(bias, -bound, bound)
+        for kind in ("weight", "bias"):
+            parameters = [parameter.detach() for parameter in self._of(kind)]
+            for tensor in parameters[0] if self._names[kind] == [kind] else parameters:
+                if kind == "bias":
+                    nn.init.uniform_(tensor, -bound, bound)
+                elif self.init_method is None:
+                    nn.init.kaiming_uniform_(tensor, a=math.sqrt(5))
+                else:
+                    self.init_method(tensor)
 
     def _settle(self) -> None:
         """Makes discrete weights views of one storage again, and marks parameters whose gradients are delayed."""
@@ -196,7 +193,7 @@ class GroupedLinear(nn.Module):
         state = self._state()
         if not self.single_grouped_weight:
             state["_parameters"] = parameters = dict(self._parameters)
-            for name, weight in zip(self._names("weight"), self._of("weight")):
+            for name, weight in zip(self._names["weight"], self._of("weight")):
                 parameters[name] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
                 parameters[name].__dict__.update(weight.__dict__)
         return state
@@ -214,7 +211,7 @@ class GroupedLinear(nn.Module):
         state_dict = dict(state_dict)
         state_dict.pop(f"{prefix}_extra_state", None)
         for kind in ("weight", "bias"):
-            names = [prefix + name for name in self._names(kind)]
+            names = [prefix + name for name in self._names[kind]]
             one, many = prefix + kind, [f"{prefix}{kind}{group}" for group in range(self.num_groups)]
             if names == [one] and one not in state_dict and all(key in state_dict for key in many):
                 if len({state_dict[key].shape for key in many}) == 1:
@@ -233,10 +230,11 @@ class GroupedLinear(nn.Module):
 
     def _packed(self, kind: str, x: Tensor, detached: bool = False) -> Optional[Tensor]:
         """(G, N, K) or (G, N): the parameters of a kind as one tensor, differentiable unless detached. x: the input."""
-        if self.single_grouped_weight if kind == "weight" else self.single_grouped_bias or not self.use_bias:
-            parameter = getattr(self, kind)
-            return parameter.detach() if detached and parameter is not None else parameter
         parameters = self._of(kind)
+        if not parameters:
+            return None
+        if self._names[kind] == [kind]:
+            return parameters[0].detach() if detached else parameters[0]
         packed = None if torch.compiler.is_compiling() or kind == "bias" else as_one(parameters)
         if packed is None:
             return torch.stack([p.detach() for p in parameters] if detached else parameters)
@@ -264,59 +262,55 @@ class GroupedLinear(nn.Module):
         if bias_scales is not None and not self.scale_bias:
             raise ValueError("bias_scales: expected None without scale_bias=True, got a value")
         checks.check_tensor("x", x)
-        checks.check_shape("x", x, (None, self.in_features), "(rows, in_features)")
+        if x.dim() != 2 or x.shape[1] != self.in_features:
+            raise checks.wrong_shape("x", x, (None, self.in_features), "(rows, in_features)")
         low_rank = {"lora": lora, "adapter_index": adapter_index}
         grad = torch.is_grad_enabled()
         if grad and (self.delay_wgrad or self.accumulate_into_main_grad):
-            weights_wanted = any(weight.requires_grad for weight in self._of("weight"))
-            bias_wanted = any(bias.requires_grad for bias in self._of("bias"))
-            if self.delay_wgrad and (weights_wanted or bias_wanted):
-                return self._forward_delayed(x, splits, bias_scales, weights_wanted, bias_wanted, **low_rank)
-            if self.accumulate_into_main_grad and weights_wanted:
-                return self._forward_main_grad(x, splits, bias_scales, **low_rank)
+            wanted = [any(parameter.requires_grad for parameter in self._of(kind)) for kind in ("weight", "bias")]
+            if any(wanted) if self.delay_wgrad else wanted[0]:
+                return self._forward_tapped(x, splits, bias_scales, *wanted, **low_rank)
         weight, bias = self._packed("weight", x, not grad), self._packed("bias", x, not grad)
         return grouped_linear(x, weight, splits, bias, bias_scales, **low_rank)
 
-    def _wanted(self) -> Tuple[Optional[List[int]], List[str], List[nn.Parameter]]:
-        """Of the weights that require a gradient the groups, None if they are one; their names; and they themselves."""
-        names, weights = self._names("weight"), self._of("weight")
-        groups = [group for group, weight in enumerate(weights) if weight.requires_grad]
-        if len(groups) < len(weights):
-            names, weights = ([each[group] for group in groups] for each in (names, weights))
-        return None if self.single_grouped_weight else groups, names, weights
-
-    def _forward_main_grad(self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor], **low_rank) -> Tensor:
-        (groups, names, weights), compiling = self._wanted(), torch.compiler.is_compiling()
-        targets = main_grads_of(names, weights) if compiling else None
-        if not compiling:  # the backward looks them up: Megatron-LM may replace buffers and reset flags until then
-            self._check_main_grads(names, weights)
-        x, splits = self._as_saved(x, splits)
-        packed = self._packed("weight", x, True), self._packed("bias", x)
-        y = grouped_linear(x, packed[0], splits, packed[1], bias_scales, **low_rank)
-        if compiling:
-            mark_added(weights)
-        return MainGradTap.apply(y, x, splits, targets, names, self.num_groups, groups, self._watched(x), *weights)
-
-    def _check_main_grads(self, names: List[str], weights: List[nn.Parameter]) -> None:
-        """Raises what `main_grad_of` raises, but for buffers that were checked before: the backward does so again."""
-        if any(map(hasattr, weights, repeat("get_main_grad"))):  # it may make them only for the backward
-            return
-        buffers = [*map(getattr, weights, repeat("main_grad"), repeat(None))]
-        checked = [buffer() for buffer in self._checked_main_grads]
-        same = len(checked) == len(buffers) and all(map(operator.is_, buffers, checked))
-        if not same or any(map(operator.is_, buffers, repeat(None))):
-            main_grads_of(names, weights)
-            self._checked_main_grads = [*map(weakref.ref, buffers)]
-
-    def _as_saved(self, x: Tensor, splits: Splits) -> Tuple[Tensor, Tensor]:
-        """x and splits as `grouped_linear` keeps them for the backward."""
-        x = checks.autocast(x, checks.autocast_dtype(x.device.type))
-        return x, as_splits(splits, self.num_groups, x.shape[0], x.device)
-
-    def _forward_delayed(
-        self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor], weights: bool, bias: bool, **low_rank
+    def _forward_tapped(
+        self,
+        x: Tensor,
+        splits: Splits,
+        bias_scales: Optional[Tensor],
+        wants_weight: bool,
+        wants_bias: bool,
+        **low_rank: object,
     ) -> Tensor:
-        """weights, bias: whether their gradients are wanted."""
+        """The same with gradients, of which some take another way than autograd's."""
+        delayed, compiling, watched = self.delay_wgrad, torch.compiler.is_compiling(), self._watched(x)
+        if delayed:
+            self._check_delay()
+        else:
+            wanted = self._wanted()
+            if compiling:
+                wanted = wanted._replace(targets=main_grads_of(wanted))
+            else:
+                self._check_main_grads(wanted)
+        x = checks.autocast(x, checks.autocast_dtype(x.device.type))  # as `grouped_linear` keeps it for the backward
+        splits = as_splits(splits, self.num_groups, x.shape[0], x.device)
+        packed = self._packed("weight", x, True), self._packed("bias", x, delayed)
+        y = grouped_linear(x, packed[0], splits, packed[1], bias_scales, **low_rank)
+        if delayed:
+            scales = bias_scales.contiguous() if wants_bias and self.scale_bias else None
+            leaf, later = torch.empty(0, requires_grad=True, device=x.device), Later(self._delayed, wants_bias)
+            return WgradTap.apply(y, x if wants_weight else None, splits, scales, later, watched, leaf)
+        if compiling:
+            mark_added(wanted.weights)
+        return WgradTap.apply(y, x, splits, None, wanted, watched, *wanted.weights)
+
+    def _wanted(self) -> Wanted:
+        weights = self._of("weight")
+        require = [weight.requires_grad for weight in weights]
+        groups, *named = ([*compress(each, require)] for each in (range(len(weights)), self._names["weight"], weights))
+        return Wanted(*named, self.num_groups, None if self.single_grouped_weight else groups)
+
+    def _check_delay(self) -> None:
         if torch.compiler.is_compiling():
             raise RuntimeError("delay_wgrad: torch.compile can't delay gradients; call this module outside of it")
         if len(self._delayed) >= _MAX_DELAYED:
@@ -324,12 +318,18 @@ class GroupedLinear(nn.Module):
                 f"delay_wgrad: {_MAX_DELAYED} backwards wait for backward_dw(), which has to be called once for each;"
                 " discard_delayed_wgrad() drops what they stored"
             )
-        x, splits = self._as_saved(x, splits)
-        packed = self._packed("weight", x, True), self._packed("bias", x, True)
-        y = grouped_linear(x, packed[0], splits, packed[1], bias_scales, **low_rank)
-        anchor = torch.empty(0, requires_grad=True, device=x.device)
-        saved = (x if weights else None, splits, bias_scales.contiguous() if bias and self.scale_bias else None)
-        return DelayWgrad.apply(y, anchor, *saved, bias, self._delayed, self._watched(x))
+
+    def _check_main_grads(self, wanted: Wanted) -> None:
+        """Raises what `main_grads_of` raises, but for buffers that were checked before: the backward does so again."""
+        weights = wanted.weights
+        if any(map(hasattr, weights, repeat("get_main_grad"))):  # it may make them only for the backward
+            return
+        buffers = [*map(getattr, weights, repeat("main_grad"), repeat(None))]
+        checked = [buffer() for buffer in self._checked_main_grads]
+        same = len(checked) == len(buffers) and all(map(operator.is_, buffers, checked))
+        if not same or any(map(operator.is_, buffers, repeat(None))):
+            main_grads_of(wanted)
+            self._checked_main_grads = [*map(weakref.ref, buffers)]
 
     def need_backward_dw(self) -> bool:
         """Whether gradients of parameters are left to `backward_dw`: with delay_wgrad, unless all are frozen."""
@@ -366,34 +366,30 @@ class GroupedLinear(nn.Module):
     @torch.no_grad()
     def _finish(self, delayed: Delayed) -> None:
         delayed.check()
-        if delayed.x is not None and any(weight.requires_grad for weight in self._of("weight")):
-            self._finish_weights(delayed)
-        if delayed.wants_bias and any(bias.requires_grad for bias in self._of("bias")):
-            self._finish_biases(delayed)
-
-    def _finish_biases(self, delayed: Delayed) -> None:
-        dbias, _ = ops.grouped_linear_bias_backward.default(
-            delayed.dy, delayed.splits, self.num_groups, None, delayed.bias_scales, True
-        )
-        for bias, grad in zip(self._of("bias"), [dbias] if self.single_grouped_bias else dbias):
-            if bias.requires_grad:
-                bias.grad = grad.to(bias.dtype) if bias.grad is None else bias.grad.add_(grad)
-
-    def _finish_weights(self, delayed: Delayed) -> None:
-        groups, names, weights = self._wanted()
-        targets = main_grads_of(names, weights) if self.accumulate_into_main_grad else self._grads(weights)
-        accumulate(targets, delayed.dy, delayed.x, delayed.splits, self.num_groups, groups)
-        if self.accumulate_into_main_grad:
-            mark_added(weights)
-        for weight, target in zip(weights, targets):
-            if weight.grad is None:
-                weight.grad = dummy_grad(weight, target.dummy)
+        dy, x, splits, bias_scales = delayed[:4]
+        wanted = self._wanted()
+        if x is not None and wanted.weights:
+            to_main_grad = self.accumulate_into_main_grad
+            targets = main_grads_of(wanted) if to_main_grad else self._grads(wanted.weights)
+            dummies = accumulate(wanted, targets, dy, x, splits)
+            if to_main_grad:
+                mark_added(wanted.weights)
+            for weight, dummy in zip(wanted.weights, dummies):
+                if weight.grad is None:
+                    weight.grad = dummy
+        biases = self._of("bias")
+        if delayed.wants_bias and any(bias.requires_grad for bias in biases):
+            dbias, _ = ops.grouped_linear_bias_backward.default(dy, splits, self.num_groups, None, bias_scales, True)
+            for bias, grad in zip(biases, self._by_parameter("bias", dbias)):
+                if bias.requires_grad:
+                    bias.grad = grad.to(bias.dtype) if bias.grad is None else bias.grad.add_(grad)
 
     def _grads(self, weights: List[nn.Parameter]) -> List[MainGrad]:
-        """Their `.grad`; where there is none it is made, to be overwritten."""
+        """Their `.grad`. Those that are missing are made, in one piece, to be overwritten."""
         missing = [weight.grad is None for weight in weights]
-        groups = self.num_groups if self.single_grouped_weight else sum(missing)
-        new = weights[0].new_empty((groups if any(missing) else 0, self.out_features, self.in_features))
-        for weight, grad in zip(compress(weights, missing), [new] if self.single_grouped_weight else new):
-            weight.grad = grad
+        if any(missing):
+            groups = self.num_groups if self.single_grouped_weight else sum(missing)
+            made = weights[0].new_empty((groups, self.out_features, self.in_features))
+            for weight, grad in zip(compress(weights, missing), self._by_parameter("weight", made)):
+                weight.grad = grad
         return [MainGrad(weight.grad, is_missing) for weight, is_missing in zip(weights, missing)]

@@ -1,8 +1,7 @@
 """Weight gradients that take another way than autograd's: into `main_grad`, as Megatron-LM has it, or later."""
 
-import itertools
 import operator
-from typing import Deque, Iterable, List, NamedTuple, Optional, Sequence
+from typing import Callable, Deque, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +13,8 @@ from ..common.autograd import define_op, once_differentiable
 from ..common.device import on_device
 from ..rows import unit_rows
 
-_SHAPE, _DTYPE = map(operator.attrgetter, ("shape", "dtype"))
 _BUFFER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SHAPE, _DTYPE = map(operator.attrgetter, ("shape", "dtype"))
 
 
 class MainGrad(NamedTuple):
@@ -31,6 +30,21 @@ class MainGrad(NamedTuple):
     dummy: str = "none"
 
 
+class Wanted(NamedTuple):
+    """The weights of a layer that require a gradient, and their names.
+
+    groups: theirs, of num_groups; None if one weight is that of all groups. targets: where gradients go, by
+    `main_grads_of`; None where that is looked up in the backward, as Megatron-LM may replace buffers and reset flags
+    until then.
+    """
+
+    names: List[str]
+    weights: List[Tensor]
+    num_groups: int
+    groups: Optional[List[int]]
+    targets: Optional[List[MainGrad]] = None
+
+
 def as_one(tensors: Sequence[Tensor]) -> Optional[Tensor]:
     """(G, *shape), a view of G contiguous tensors that lie equally spaced and ascending in one storage; else None."""
     first, groups = tensors[0].detach(), len(tensors)
@@ -41,72 +55,65 @@ def as_one(tensors: Sequence[Tensor]) -> Optional[Tensor]:
     # By functions in C, as there may be a thousand.
     starts, itemsize = [*map(Tensor.data_ptr, tensors)], first.element_size()
     step = starts[1] - starts[0]
-    if step < max(1, first.numel() * itemsize) or step % itemsize:
-        return None
-    if starts != [*range(starts[0], starts[0] + groups * step, step)] or not all(map(Tensor.is_contiguous, tensors)):
-        return None
-    if {*map(_SHAPE, tensors)} != {first.shape} or {*map(_DTYPE, tensors)} != {first.dtype}:
-        return None
-    # An address between two of one storage is of that storage, too.
-    end = (first.storage_offset() + first.numel()) * itemsize + (groups - 1) * step
-    if end > first.untyped_storage().nbytes():
-        return None
-    return first.as_strided((groups, *first.shape), (step // itemsize, *first.stride()))
+    end = first.storage_offset() * itemsize + (groups - 1) * step + first.nbytes
+    fit = (
+        step >= max(1, first.nbytes)
+        and step % itemsize == 0
+        and starts == [*range(starts[0], starts[0] + groups * step, step)]
+        and end <= first.untyped_storage().nbytes()  # an address between two of one storage is of that storage, too
+        and all(map(Tensor.is_contiguous, tensors))
+        and {*map(_SHAPE, tensors)} == {first.shape}
+        and {*map(_DTYPE, tensors)} == {first.dtype}
+    )
+    return first.as_strided((groups, *first.shape), (step // itemsize, *first.stride())) if fit else None
 
 
-def versions_of(tensors: Sequence[Optional[Tensor]]) -> List[int]:
-    """What `check_versions` compares with."""
-    return [0 if tensor is None else _compat.version_of(tensor) for tensor in tensors]
+def unchanged(
+    tensors: Sequence[Optional[Tensor]], name_of: Callable[[int], str] = "weight{}".format
+) -> Callable[[], None]:
+    """A check that raises RuntimeError, as autograd's of what it saved, if a tensor was modified in place since now."""
+    versions = [0 if tensor is None else _compat.version_of(tensor) for tensor in tensors]
+
+    def check() -> None:
+        for place, (tensor, version) in enumerate(zip(tensors, versions)):
+            if tensor is not None and _compat.version_of(tensor) != version:
+                name = name_of(place)
+                raise RuntimeError(f"{name}: modified in place before the gradients that depend on it were computed")
+
+    return check
 
 
-def check_versions(names: Iterable[str], tensors: Sequence[Optional[Tensor]], versions: Sequence[int]) -> None:
-    """Raises RuntimeError, as autograd does for what it saved, if a tensor was modified since it had its version."""
-    found = versions_of(tensors)
-    if found == versions:
-        return
-    for name, now, then in zip(names, found, versions):
-        if now != then:
-            raise RuntimeError(f"{name}: modified in place before the gradients that depend on it were computed")
-
-
-def check_weights(weights: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """`check_versions` of all the discrete weights."""
-    names = map("weight{}".format, itertools.count())  # made only for an error
-    check_versions(names, weights, versions)
-
-
-def main_grad_of(name: str, parameter: Tensor) -> MainGrad:
-    """Where the gradient of the parameter called `name` goes, by the attributes that Megatron-LM gives it.
-
-    Raises AttributeError if it has no `main_grad`, TypeError or ValueError if that has another shape or device than
-    the parameter or a dtype that can't be accumulated in; each names the parameter.
-    """
+def buffer_of(parameter: Tensor) -> Optional[Tensor]:
+    """The attribute `main_grad` of a parameter, or what its method `get_main_grad()` returns; None without either."""
     get = getattr(parameter, "get_main_grad", None)
-    buffer = getattr(parameter, "main_grad", None) if get is None else get()
-    known = type(buffer) is Tensor and buffer.shape == parameter.shape and buffer.device == parameter.device
-    if not (known and buffer.dtype in _BUFFER_DTYPES and buffer.is_contiguous()):  # most are, which takes a third
-        _check_buffer(f"{name}.main_grad", buffer, parameter)
-    dummy = "none"
-    if hasattr(parameter, "grad_added_to_main_grad"):
-        dummy = "zeros" if getattr(parameter, "zero_out_wgrad", False) else "empty"
-    return MainGrad(buffer, bool(getattr(parameter, "overwrite_main_grad", False)), dummy)
+    return getattr(parameter, "main_grad", None) if get is None else get()
 
 
-def main_grads_of(names: Sequence[str], parameters: Sequence[Tensor]) -> List[MainGrad]:
-    """`main_grad_of` of each."""
-    return [*map(main_grad_of, names, parameters)]
+def main_grads_of(wanted: Wanted) -> List[MainGrad]:
+    """Where the gradients of weights go, by the attributes that Megatron-LM gives them.
+
+    Raises AttributeError if one has no `main_grad`, TypeError or ValueError if that has another shape or device than
+    the weight or a dtype that can't be accumulated in; each names the weight.
+    """
+    return [*map(_main_grad_of, wanted.names, wanted.weights)]
 
 
-def _check_buffer(name: str, buffer: object, parameter: Tensor) -> None:
-    """Raises what `main_grad_of` raises."""
+def _main_grad_of(name: str, weight: Tensor) -> MainGrad:
+    buffer = buffer_of(weight)
     if buffer is None:
-        raise AttributeError(f"{name}: expected a buffer for the gradient (accumulate_into_main_grad=True), got none")
-    checks.check_tensor(name, buffer)
-    checks.check_shape(name, buffer, parameter.shape, "of the parameter")
-    checks.check_device(name, buffer, parameter.device, "the parameter")
-    checks.check_compute_dtype(name, buffer)
-    if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride())):
-        raise ValueError(f"{name}: expected memory of its own for each element, got strides {buffer.stride()}")
+        raise AttributeError(
+            f"{name}.main_grad: expected a buffer for the gradient (accumulate_into_main_grad=True), got none"
+        )
+    same = type(buffer) is Tensor and buffer.shape == weight.shape and buffer.device == weight.device
+    if not (same and buffer.dtype in _BUFFER_DTYPES and buffer.is_contiguous()):  # most are, which takes a third
+        name = f"{name}.main_grad"
+        checks.check_operand(name, buffer, weight.shape, "of the parameter", weight.device, None, "the parameter")
+        if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride())):
+            raise ValueError(f"{name}: expected memory of its own for each element, got strides {buffer.stride()}")
+    dummy = "none"
+    if hasattr(weight, "grad_added_to_main_grad"):
+        dummy = "zeros" if getattr(weight, "zero_out_wgrad", False) else "empty"
+    return MainGrad(buffer, bool(getattr(weight, "overwrite_main_grad", False)), dummy)
 
 
 def mark_added(weights: Sequence[Tensor]) -> None:
@@ -116,38 +123,29 @@ def mark_added(weights: Sequence[Tensor]) -> None:
             weight.grad_added_to_main_grad = True
 
 
-def dummy_grad(parameter: Tensor, dummy: str) -> Optional[Tensor]:
-    """The gradient that autograd's hooks see where the real one is in `main_grad` already."""
-    if dummy == "none":
-        return None
-    return torch.zeros_like(parameter) if dummy == "zeros" else torch.empty_like(parameter)
-
-
-def _accumulate_wgrad(dw: Tensor, dy: Tensor, x: Tensor, splits: Tensor, overwrite: bool) -> None:
-    """Adds dY_g^T X_g to dw (G, N, K), or overwrites it."""
-    torch.autograd.graph.increment_version(dw)
-    kernels = backend_of(dw)
-    with on_device(dw):
-        rows = kernels.split_rows(splits, dw.shape[0], dy.shape[0], dy.dtype)
-        kernels.wgrad(dy, x, rows, dw, accumulate=not overwrite)
-
-
 def _accumulate_wgrads(
-    dws: Sequence[Tensor], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Sequence[int],
+    dws: Sequence[Tensor], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Optional[Sequence[int]],
     overwrite: Sequence[bool],
 ) -> None:  # fmt: skip
-    """The same for one buffer (N, K) per group, of the groups that are named."""
+    """Adds dY_g^T X_g to dws[i] (N, K) for g = groups[i], or overwrites it; to dws[0] (G, N, K) without groups."""
     torch.autograd.graph.increment_version(dws)
-    dw = as_one(dws) if len(dws) == num_groups and len(set(overwrite)) == 1 else None
-    if dw is not None:
-        _accumulate_wgrad(dw, dy, x, splits, overwrite[0])
-        return
-    kernels, dy, x = backend_of(dy), unit_rows(dy), unit_rows(x)
+    whole = dws[0] if groups is None else None
+    if groups is not None and len(dws) == num_groups and len(set(overwrite)) == 1:
+        whole = as_one(dws)
+    kernels = backend_of(dy)
     with on_device(dy):
         rows = kernels.split_rows(splits, num_groups, dy.shape[0], dy.dtype)
+        if whole is not None:
+            kernels.wgrad(dy, x, rows, whole, accumulate=not overwrite[0])
+            return
+        dy, x = unit_rows(dy), unit_rows(x)
         for dw, group, replace in zip(dws, groups, overwrite):
             alone = rows._replace(schedule=rows.schedule[group:], num_groups=1)
             kernels.wgrad(dy, x, alone, dw[None], accumulate=not replace)
+
+
+def _accumulate_wgrad(dw: Tensor, dy: Tensor, x: Tensor, splits: Tensor, overwrite: bool) -> None:
+    _accumulate_wgrads([dw], dy, x, splits, dw.shape[0], None, [overwrite])
 
 
 define_op(
@@ -165,28 +163,51 @@ define_op(
 
 
 def accumulate(
-    targets: Sequence[MainGrad], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Optional[List[int]]
-) -> None:
-    """Adds dY_g^T X_g, summed in fp32, to targets[i].buffer (N, K) for g = groups[i], or overwrites it.
+    wanted: Wanted, targets: Sequence[MainGrad], dy: Tensor, x: Tensor, splits: Tensor
+) -> List[Optional[Tensor]]:
+    """Adds dY_g^T X_g, summed in fp32, to targets[i].buffer for g = wanted.groups[i], or overwrites it.
 
-    groups None: there is one target, of all groups, (G, N, K). Buffers: of any strides and floating dtype. One launch
-    if they are those of all groups and lie in memory as one (G, N, K) tensor, else one per group.
-    dy: (rows, N), x: (rows, K), in one dtype. splits: as `as_splits` gives them. Not differentiable; arguments are not
-    checked.
+    Buffers: of any strides and floating dtype. One launch if they are those of all groups and lie in memory as one
+    (G, N, K) tensor, else one per group. dy: (rows, N), x: (rows, K), in one dtype. splits: as `as_splits` gives them.
+    Not differentiable; arguments are not checked. Returns the dummies for autograd.
     """
     buffers, overwrite = [target.buffer for target in targets], [target.overwrite for target in targets]
-    if groups is None:
+    if wanted.groups is None:
         ops.accumulate_wgrad.default(buffers[0], dy, x, splits, overwrite[0])
     else:
-        ops.accumulate_wgrads.default(buffers, dy, x, splits, num_groups, groups, overwrite)
+        ops.accumulate_wgrads.default(buffers, dy, x, splits, wanted.num_groups, wanted.groups, overwrite)
+    make = {"none": lambda weight: None, "empty": torch.empty_like, "zeros": torch.zeros_like}
+    return [make[target.dummy](weight) for weight, target in zip(wanted.weights, targets)]
 
 
-class MainGradTap(torch.autograd.Function):
-    """y itself, in whose backward the weights get their gradients in main_grad, and dummies from autograd.
+class Delayed(NamedTuple):
+    """What the gradients of the parameters are made of, for one microbatch.
 
-    y (rows, N) is of x (rows, K), in its dtype, and of weights that it is detached from. targets, num_groups, groups:
-    see `accumulate`; targets None, outside of torch.compile: what `main_grad_of` says of the weights, called `names`,
-    at the time of the backward. watched: weights that must not change before it. weights: those that targets are of.
+    check: raises RuntimeError if any of it was modified in place since the backward.
+    """
+
+    dy: Tensor  # (rows, N)
+    x: Optional[Tensor]  # (rows, K) in the dtype of dy; None if no weight wanted a gradient
+    splits: Tensor  # (G,) sizes or (G + 1,) offsets
+    bias_scales: Optional[Tensor]  # (rows,)
+    wants_bias: bool
+    check: Callable[[], None]
+
+
+class Later(NamedTuple):
+    """A backward appends a `Delayed` to the queue. wants_bias: whether a bias wants a gradient."""
+
+    queue: Deque[Delayed]
+    wants_bias: bool
+
+
+class WgradTap(torch.autograd.Function):
+    """y itself, in whose backward the parameters get their gradients by another way than autograd's.
+
+    y (rows, N) is of x (rows, K), in its dtype, and of parameters that it is detached from. how: `Wanted`, whose
+    gradients go into main_grad in the backward, or `Later`. watched: weights that must not change before the backward.
+    leaves: the wanted weights, which get dummies from autograd. For `Later` a tensor by which the output requires a
+    gradient where y does not: hooks of parameters would run in this backward, without a gradient.
 
     torch.compile traces this function. An op with a backward, in its place, would fail with two microbatches in
     flight: what a compiled graph saves for it must not change until then, but main_grad does. What a traced function
@@ -194,72 +215,28 @@ class MainGradTap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, y, x, splits, targets, names, num_groups, groups, watched, *weights):
-        ctx.save_for_backward(x, splits)
-        ctx.names = names
-        ctx.targets, ctx.num_groups, ctx.groups, ctx.weights = targets, num_groups, groups, weights
-        ctx.watched, ctx.versions = watched, versions_of(watched)
-        ctx.mark_dirty(y)  # or it would be a view that callers could not modify in place
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, saved, dy: Tensor):
-        check_weights(ctx.watched, ctx.versions)
-        targets = ctx.targets
-        if targets is None:
-            targets = main_grads_of(ctx.names, ctx.weights)
-            mark_added(ctx.weights)
-        accumulate(targets, dy, *saved, ctx.num_groups, ctx.groups)
-        dummies = [dummy_grad(weight, target.dummy) for weight, target in zip(ctx.weights, targets)]
-        return (dy, None, None, None, None, None, None, None, *dummies)
-
-
-class Delayed(NamedTuple):
-    """What the gradients of the parameters are made of, for one microbatch."""
-
-    dy: Tensor  # (rows, N)
-    x: Optional[Tensor]  # (rows, K) in the dtype of dy; None if no weight wanted a gradient
-    splits: Tensor  # (G,) sizes or (G + 1,) offsets
-    bias_scales: Optional[Tensor]  # (rows,)
-    wants_bias: bool
-    versions: List[int]
-
-    def check(self) -> None:
-        """Raises RuntimeError if any of it was modified in place since the backward."""
-        check_versions(("the gradient of the output", "x", "splits", "bias_scales"), self[:4], self.versions)
-
-
-class DelayWgrad(torch.autograd.Function):
-    """y itself, whose backward puts a `Delayed` into the queue.
-
-    `anchor` makes the output require a gradient where y does not. It is not the parameters, whose own hooks would
-    then run in this backward, without a gradient. watched: weights that must not change before the backward.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        y: Tensor,
-        anchor: Tensor,
-        x: Optional[Tensor],
-        splits: Tensor,
-        bias_scales: Optional[Tensor],
-        wants_bias: bool,
-        queue: Deque[Delayed],
-        watched: List[Tensor],
-    ) -> Tensor:
+    def forward(ctx, y, x, splits, bias_scales, how, watched, *leaves):
         ctx.save_for_backward(x, splits, bias_scales)
-        ctx.wants_bias, ctx.queue = wants_bias, queue
-        ctx.watched, ctx.versions = watched, versions_of(watched)
+        ctx.how, ctx.check = how, unchanged(watched) if watched else None
         ctx.mark_dirty(y)  # or it would be a view that callers could not modify in place
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, dy: Tensor):
-        check_weights(ctx.watched, ctx.versions)
-        # Detached, lest they keep the autograd graph that x hangs on.
-        tensors = [None if tensor is None else tensor.detach() for tensor in (dy, *saved)]
-        ctx.queue.append(Delayed(*tensors, ctx.wants_bias, versions_of(tensors)))
-        return (dy,) + (None,) * 7
+        how = ctx.how
+        if ctx.check is not None:
+            ctx.check()
+        if isinstance(how, Later):
+            # Detached, lest they keep the autograd graph that x hangs on.
+            tensors = [None if tensor is None else tensor.detach() for tensor in (dy, *saved)]
+            names = "the gradient of the output", "x", "splits", "bias_scales"
+            how.queue.append(Delayed(*tensors, how.wants_bias, unchanged(tensors, names.__getitem__)))
+            dummies = [None]
+        else:
+            targets = how.targets
+            if targets is None:
+                targets = main_grads_of(how)
+                mark_added(how.weights)
+            dummies = accumulate(how, targets, dy, *saved[:2])
+        return (dy, None, None, None, None, None, *dummies)

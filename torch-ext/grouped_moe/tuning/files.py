@@ -15,55 +15,48 @@ import math
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Dict, FrozenSet, NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 from ..common.device import DeviceSpec
 
 CONFIGS = Path(__file__).parent.parent / "configs"  # not resolved: the Hub's cache has links to files elsewhere
 
-_ROW_TILES = frozenset((16, 32, 64, 128))
-_ROW_CLASSES = frozenset((16, 32, 64, 128, 256, 512, 1024))
+_REQUIRED = ("block_n", "block_k", "num_warps", "num_stages")
+_POWERS = ("block_m", "block_n", "block_k", "num_warps")
+DEFAULTS = {"group_m": 8, "programs_per_sm": 1}
 
 
 class _Kind(NamedTuple):
-    """What the entries of a kernel may be."""
+    """What the entries of a kernel may be.
 
-    sizes: FrozenSet[int]
-    wgrad: bool = False  # which has a block_m of its own
-    hopper: bool = False  # in Gluon: null is an entry, warps and rows are given
-    least_stages: int = 1
-    columns: int = 0  # of a tile, if they are the kernel's
+    fixed: values that a kernel in Gluon has to have, since its warps would wait for each other for ever; for such a one
+    null is an entry. least: of fields that may be less than 1 or have to be more.
+    """
+
+    sizes: Tuple[int, ...] = (16, 32, 64, 128)
+    required: Tuple[str, ...] = _REQUIRED
+    fixed: Dict[str, int] = {}
+    least: Dict[str, int] = {}
 
 
-_GEMM, _WGRAD = _Kind(_ROW_TILES), _Kind(_ROW_CLASSES, wgrad=True)
+_GEMM = _Kind()
+_HOPPER_GEMM = _Kind((128,), fixed={"num_warps": 4, "block_n": 128}, least={"num_stages": 2})
+_HOPPER_GEMM_WIDE = _HOPPER_GEMM._replace(fixed={"num_warps": 4, "block_n": 256})
+# A weight gradient has a block_m of its own. programs_per_sm 0: one program per tile.
+_WGRAD = _Kind((16, 32, 64, 128, 256, 512, 1024), ("block_m", *_REQUIRED), least={"programs_per_sm": 0})
+_HOPPER_WGRAD = _WGRAD._replace(fixed={"block_m": 128, "num_warps": 4}, least={**_WGRAD.least, "num_stages": 2})
 # tma: weights, or in gemm and wgrad both operands, by descriptor. gated: gate and up, tiles of block_n columns of each.
 # interleaved: gate and up in turn. gathered: one operand by row indices. hopper: in Gluon. wide: of tiles that both of
 # its consumers share. fp32: results in fp32.
 KERNELS = {
-    "gemm": _GEMM,
-    "gemm_tma": _GEMM,
-    "gemm_hopper": _Kind(frozenset((128,)), hopper=True, least_stages=2, columns=128),
-    "gemm_hopper_wide": _Kind(frozenset((128,)), hopper=True, least_stages=2, columns=256),
-    "up_proj": _GEMM,
-    "up_proj_tma": _GEMM,
-    "up_proj_gated": _GEMM,
-    "up_proj_gated_tma": _GEMM,
-    "down_dgrad": _GEMM,
-    "down_dgrad_interleaved": _GEMM,
-    "down_dgrad_tma": _GEMM,
-    "down_dgrad_tma_interleaved": _GEMM,
-    "wgrad": _WGRAD,
-    "wgrad_gathered": _WGRAD,
-    "wgrad_tma": _WGRAD,
-    **{
-        f"wgrad_hopper{suffix}": _Kind(_ROW_CLASSES, wgrad=True, hopper=True, least_stages=2)
-        for suffix in ("", "_fp32", "_gathered", "_gathered_fp32")
-    },
+    **dict.fromkeys(("gemm", "gemm_tma"), _GEMM),
+    "gemm_hopper": _HOPPER_GEMM,
+    "gemm_hopper_wide": _HOPPER_GEMM_WIDE,
+    **{f"up_proj{suffix}": _GEMM for suffix in ("", "_tma", "_gated", "_gated_tma")},
+    **{f"down_dgrad{suffix}": _GEMM for suffix in ("", "_interleaved", "_tma", "_tma_interleaved")},
+    **{f"wgrad{suffix}": _WGRAD for suffix in ("", "_gathered", "_tma")},
+    **{f"wgrad_hopper{suffix}": _HOPPER_WGRAD for suffix in ("", "_fp32", "_gathered", "_gathered_fp32")},
 }
-
-_REQUIRED = ("block_n", "block_k", "num_warps", "num_stages")
-_POWERS = ("block_m", "block_n", "block_k", "num_warps")
-DEFAULTS = {"group_m": 8, "programs_per_sm": 1}
 
 Tile = Dict[str, int]
 Tiles = Dict[Tuple[str, int], Optional[Tile]]
@@ -105,11 +98,9 @@ def _distance(spec: DeviceSpec, table: Table) -> float:
 def read_table(path: Path) -> Table:
     """The table in a file. Raises ValueError that names the file and the key that is wrong."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return _read_content(json.loads(path.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as error:
         raise ValueError(f"{path.name}: not JSON: {error}") from None
-    try:
-        return _read_content(content)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from None
 
@@ -118,21 +109,22 @@ def _read_content(content: Any) -> Table:
     _expect(isinstance(content, dict), "the file", "an object", content)
     for key in content:
         _expect(key in Table._fields, "its keys", ", ".join(Table._fields), key)
-    _expect(isinstance(content.get("device"), str), "device", "a name", content.get("device"))
-    capability = content.get("capability")
-    pair = isinstance(capability, list) and len(capability) == 2 and all(type(part) is int for part in capability)
+    device, capability, num_sms, bandwidth, kernels = map(content.get, Table._fields)
+    _expect(isinstance(device, str), "device", "a name", device)
+    pair = isinstance(capability, list) and [*map(type, capability)] == [int, int]
     _expect(pair, "capability", "major and minor", capability)
-    for key in ("num_sms", "bandwidth"):
-        value = content.get(key)
+    for key, value in (("num_sms", num_sms), ("bandwidth", bandwidth)):
         _expect(type(value) is int and value > 0, key, "an integer above 0", value)
-    kernels = content.get("tiles")
     _expect(isinstance(kernels, dict), "tiles", "an object", kernels)
-    tiles = {
-        (kernel, int(size)): _read_tile(kernel, size, tile)
-        for kernel, sizes in kernels.items()
-        for size, tile in _read_kernel(kernel, sizes).items()
-    }
-    return Table(content["device"], tuple(capability), content["num_sms"], content["bandwidth"], tiles)
+    tiles: Tiles = {}
+    for kernel, sizes in kernels.items():
+        _expect(kernel in KERNELS, "tiles", f"one of {', '.join(KERNELS)}", kernel)
+        _expect(isinstance(sizes, dict), f"tiles.{kernel}", "an object", sizes)
+        known = [*map(str, KERNELS[kernel].sizes)]
+        for size, tile in sizes.items():
+            _expect(size in known, f"tiles.{kernel}", f"one of {', '.join(known)}", size)
+            tiles[kernel, int(size)] = _read_tile(f"tiles.{kernel}.{size}", KERNELS[kernel], int(size), tile)
+    return Table(device, tuple(capability), num_sms, bandwidth, tiles)
 
 
 def _expect(holds: bool, key: str, expected: str, got: Any) -> None:
@@ -140,34 +132,21 @@ def _expect(holds: bool, key: str, expected: str, got: Any) -> None:
         raise ValueError(f"{key}: expected {expected}, got {got!r}")
 
 
-def _read_kernel(kernel: str, sizes: Any) -> Dict[str, Any]:
-    _expect(kernel in KERNELS, "tiles", f"one of {', '.join(KERNELS)}", kernel)
-    _expect(isinstance(sizes, dict), f"tiles.{kernel}", "an object", sizes)
-    known = [str(size) for size in sorted(KERNELS[kernel].sizes)]
-    for size in sizes:
-        _expect(size in known, f"tiles.{kernel}", f"one of {', '.join(known)}", size)
-    return sizes
-
-
-def _read_tile(kernel: str, size: str, tile: Any) -> Optional[Tile]:
+def _read_tile(key: str, kind: _Kind, size: int, tile: Any) -> Optional[Tile]:
     """The tile with all its fields; block_m is the size where rows per tile are."""
-    key, kind = f"tiles.{kernel}.{size}", KERNELS[kernel]
-    if tile is None and kind.hopper:
+    if tile is None and kind.fixed:
         return None
     _expect(isinstance(tile, dict), key, "an object", tile)
-    required = ("block_m", *_REQUIRED) if kind.wgrad else _REQUIRED
-    for field in required:
+    for field in kind.required:
         _expect(field in tile, key, f"the field {field}", sorted(tile))
-    if kind.hopper:  # other values would wait for each other for ever
-        for field, wanted in (("block_m", 128), ("num_warps", 4)):
-            _expect(tile.get(field, wanted) == wanted, f"{key}.{field}", str(wanted), tile.get(field))
-    columns = kind.columns or tile["block_n"]
-    _expect(tile["block_n"] == columns, f"{key}.block_n", str(columns), tile["block_n"])
+    fields = (*kind.required, *DEFAULTS)
+    for field in tile:
+        _expect(field in fields, key, f"the fields {', '.join(fields)}", field)
+    for field, wanted in kind.fixed.items():
+        _expect(tile[field] == wanted, f"{key}.{field}", str(wanted), tile[field])
     for field, value in tile.items():
-        _expect(field in required or field in DEFAULTS, key, f"the fields {', '.join((*required, *DEFAULTS))}", field)
-        least = kind.least_stages if field == "num_stages" else 1
-        least = 0 if kind.wgrad and field == "programs_per_sm" else least  # 0: one program per tile
+        least = kind.least.get(field, 1)
         _expect(type(value) is int and value >= least, f"{key}.{field}", f"an integer, {least} or more", value)
         if field in _POWERS:
             _expect(value & (value - 1) == 0, f"{key}.{field}", "a power of two", value)
-    return {"block_m": int(size), **DEFAULTS, **tile}
+    return {"block_m": size, **DEFAULTS, **tile}

@@ -71,34 +71,32 @@ def rows_per_group(num_rows: int, num_groups: int) -> int:
     return min(1024, max(16, 1 << max(0, average - 1).bit_length()))
 
 
-# (block_m, two_weights) -> (block_n, block_k, num_warps, num_stages, programs_per_sm), for two-byte types.
+# By rows and whether there are two weights, for two-byte types.
 # Tall tiles reuse a gathered row tile over many columns; thin ones stream weights, so they are many and deep.
 _GEMM_TILES = {
-    (16, False): (64, 128, 4, 3, 3),
-    (32, False): (128, 64, 4, 4, 2),
-    (64, False): (128, 64, 4, 4, 2),
-    (128, False): (256, 64, 8, 3, 1),
-    (16, True): (64, 128, 4, 3, 2),
-    (32, True): (64, 64, 4, 4, 2),
-    (64, True): (64, 64, 4, 4, 2),
-    (128, True): (128, 64, 8, 3, 1),
+    (16, False): GemmConfig(16, 64, 128, 4, 3, programs_per_sm=3),
+    (32, False): GemmConfig(32, 128, 64, 4, 4, programs_per_sm=2),
+    (64, False): GemmConfig(64, 128, 64, 4, 4, programs_per_sm=2),
+    (128, False): GemmConfig(128, 256, 64, 8, 3),
+    (16, True): GemmConfig(16, 64, 128, 4, 3, programs_per_sm=2),
+    (32, True): GemmConfig(32, 64, 64, 4, 4, programs_per_sm=2),
+    (64, True): GemmConfig(64, 64, 64, 4, 4, programs_per_sm=2),
+    (128, True): GemmConfig(128, 128, 64, 8, 3),
 }
-
-
+# By rows, where both operands come by descriptor.
+_TMA_GEMM_TILES = {64: GemmConfig(64, 256, 64, 4, 4), 128: GemmConfig(128, 256, 64, 8, 4)}
+_HOPPER_GEMM_TILES = {
+    "gemm_hopper": GemmConfig(128, 128, 64, 4, 6),
+    "gemm_hopper_wide": GemmConfig(128, 256, 64, 4, 4, 16),
+}
 _LONG_K = 4096  # from where on wide tiles can pay
 THIN = 64  # columns of a weight gradient up to which it is one of streaming its other operand
-
-# The same by row tile where both operands come by descriptor.
-_TMA_GEMM_TILES = {
-    64: (256, 64, 4, 4, 1),
-    128: (256, 64, 8, 4, 1),
-}
 
 
 def choose_tile(
     kernel: str, size: int, default: Optional[GemmConfig], itemsize: int, spec: DeviceSpec
 ) -> Optional[GemmConfig]:
-    """The device's tuned tile of one of `tuned.KERNELS` for a size, or else the default. itemsize: of the operands."""
+    """The device's tuned tile of one of `files.KERNELS` for a size, or else the default. itemsize: of the operands."""
     tiles = tiles_of(spec) if itemsize == 2 else {}
     if (kernel, size) not in tiles:
         return default
@@ -108,25 +106,19 @@ def choose_tile(
 
 def _default_tile(block_m: int, dtype: torch.dtype, spec: DeviceSpec, weight_tiles: int = 1) -> GemmConfig:
     """The heuristic's tile of a GEMM that reads rows by pointer."""
-    block_n, block_k, num_warps, num_stages, programs = _GEMM_TILES[block_m, weight_tiles == 2]
+    tile = _GEMM_TILES[block_m, weight_tiles == 2]
     if dtype.itemsize > 2:
         # fp32 without tf32 multiplies on the plain cores: accumulators and operands must both fit the registers.
-        block_n, block_k, num_warps, num_stages = min(block_n, 64 // weight_tiles), 32, 8 if block_m == 64 else 4, 2
-    elif block_m == 128 and not spec.wide_tiles:
-        block_n //= 2
-    return GemmConfig(block_m, block_n, block_k, num_warps, num_stages, programs_per_sm=programs)
+        columns, num_warps = min(tile.block_n, 64 // weight_tiles), 8 if block_m == 64 else 4
+        return replace(tile, block_n=columns, block_k=32, num_warps=num_warps, num_stages=2)
+    return replace(tile, block_n=tile.block_n // 2) if block_m == 128 and not spec.wide_tiles else tile
 
 
 @lru_cache(maxsize=None)
 def gemm_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, tma: bool = False) -> GemmConfig:
     """Config of a grouped GEMM with N output columns. tma: both operands are read by descriptor."""
-    if tma:
-        block_n, block_k, num_warps, num_stages, programs = _TMA_GEMM_TILES[block_m]
-        default = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, programs_per_sm=programs)
-    else:
-        default = _default_tile(block_m, dtype, spec)
-    config = choose_tile("gemm_tma" if tma else "gemm", block_m, default, dtype.itemsize, spec)
-    return _fit(config, n, 1, dtype.itemsize, spec)
+    default = _TMA_GEMM_TILES[block_m] if tma else _default_tile(block_m, dtype, spec)
+    return _fitted("gemm_tma" if tma else "gemm", block_m, default, n, dtype, spec)
 
 
 @lru_cache(maxsize=None)
@@ -139,15 +131,11 @@ def hopper_gemm_config(block_m: int, n: int, k: int, spec: DeviceSpec, wide: boo
     """
     if block_m != 128 or n <= 64:
         return None
-    tiles = {"gemm_hopper": GemmConfig(128, 128, 64, 4, 6)}
+    kernels = ["gemm_hopper"]
     if k >= _LONG_K:
-        wide_tile = {"gemm_hopper_wide": GemmConfig(128, 256, 64, 4, 4, 16)}
-        tiles = {**wide_tile, **tiles} if wide else {**tiles, **wide_tile}
-    for kernel, default in tiles.items():
-        config = choose_tile(kernel, block_m, default, 2, spec)
-        if config is not None:
-            return config
-    return None
+        kernels.insert(0 if wide else 1, "gemm_hopper_wide")
+    configs = (choose_tile(kernel, block_m, _HOPPER_GEMM_TILES[kernel], 2, spec) for kernel in kernels)
+    return next((config for config in configs if config is not None), None)
 
 
 def wide_pays(rows: int, num_groups: int, n: int, k: int, spec: DeviceSpec) -> bool:
@@ -172,7 +160,22 @@ def up_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, gated:
     if tma:
         default = replace(default, num_stages=4, group_m=16)
     kernel = "up_proj" + ("_gated" if gated else "") + ("_tma" if tma else "")
-    return _fit(choose_tile(kernel, block_m, default, dtype.itemsize, spec), n, weight_tiles, dtype.itemsize, spec)
+    return _fitted(kernel, block_m, default, n, dtype, spec, weight_tiles)
+
+
+@lru_cache(maxsize=None)
+def hopper_up_config(block_m: int, width: int) -> Optional[GemmConfig]:
+    """Config of an up-projection by the Gluon kernel for Hopper, of so many columns, those of gate and up together.
+
+    None: not by that one. num_warps: of each of its two consumers.
+    """
+    return GemmConfig(128, 128, 64, 4, 6) if block_m == 128 and width >= 128 else None
+
+
+@lru_cache(maxsize=None)
+def hopper_gathered_up_config(block_m: int, width: int) -> Optional[GemmConfig]:
+    """The same of rows that are gathered, whose two consumers share a tile."""
+    return GemmConfig(128, 256, 64, 4, 4, 16) if block_m == 128 and width > 128 else None
 
 
 @lru_cache(maxsize=None)
@@ -185,21 +188,26 @@ def dgrad_config(
     descriptor.
     """
     default = _default_tile(block_m, dtype, spec)
-    kernel = "down_dgrad_tma"
-    if tma and interleaved:
+    if not tma:
+        # Stages stay those of the wide tile.
+        default = _narrowed(default, n, 1, dtype.itemsize, spec.shared_memory)
+        columns = 128 if spec.wide_tiles and not interleaved else 64
+        columns = 32 if spec.warp_size == 64 and dtype.itemsize > 2 else columns
+        default = replace(default, block_n=min(default.block_n, columns))
+    elif interleaved:
         # At 256 columns what such a tile needs besides its accumulator does not fit the registers.
         default = replace(default, block_n=min(default.block_n, 128), num_stages=4)
-        kernel = "down_dgrad_tma_interleaved"
-    elif not tma:
-        # Stages stay those of the wide tile.
-        default = _fit(default, n, 1, dtype.itemsize, replace(spec, warp_size=32))
-        if spec.warp_size == 64 and dtype.itemsize > 2:
-            columns = 32
-        else:
-            columns = 128 if spec.wide_tiles and not interleaved else 64
-        default = replace(default, block_n=min(default.block_n, columns))
-        kernel = "down_dgrad_interleaved" if interleaved else "down_dgrad"
-    return _fit(choose_tile(kernel, block_m, default, dtype.itemsize, spec), n, 1, dtype.itemsize, spec)
+    kernel = "down_dgrad" + ("_tma" if tma else "") + ("_interleaved" if interleaved else "")
+    return _fitted(kernel, block_m, default, n, dtype, spec)
+
+
+@lru_cache(maxsize=None)
+def hopper_dgrad_config(block_m: int, n: int) -> Optional[GemmConfig]:
+    """The same by the Gluon kernel for Hopper, None: not by that one. Its ring leaves room for boxes of pre-activation.
+
+    Four m tiles in turn suit weights larger than the L2 cache, by measurement (benchmarks/NOTES.md).
+    """
+    return GemmConfig(128, 128, 64, 4, 5, 4) if block_m == 128 and n > 64 else None
 
 
 @lru_cache(maxsize=None)
@@ -224,9 +232,9 @@ def wgrad_config(
     else:
         default = GemmConfig(128, 256 if spec.wide_tiles else 128, 64, 8, 3, programs_per_sm=0)
     kernel = "wgrad_tma" if tma else "wgrad_gathered" if gathered else "wgrad"
-    config = default if n <= THIN else choose_tile(kernel, rows, default, dtype.itemsize, spec)
-    config = replace(config, block_m=min(config.block_m, _block_for(m)))
-    config = _fit(config, n, 1, dtype.itemsize, spec)
+    if n <= THIN:
+        kernel = "wgrad_thin"  # which no file has
+    config = _fitted(kernel, rows, default, n, dtype, spec, m=m)
     # On NVIDIA a load that waits for its row indices starts two iterations late: so many stages buffer nothing.
     return replace(config, num_stages=config.num_stages + 2) if gathered and spec.warp_size == 32 else config
 
@@ -242,13 +250,10 @@ def hopper_wgrad_config(
     """
     if gathered and (m % 8 or n % 8):
         return None  # threads copy 8 elements at a time
-    group_m = 1 if rows <= 128 else 8
-    if out_itemsize > 2:
-        default = None if gathered and rows < 128 else GemmConfig(128, 256, 32, 4, 4, group_m)
-    else:
-        default = GemmConfig(128, 256, 32, 4, 6, group_m)
-    kernel = "wgrad_hopper" + ("_gathered" if gathered else "") + ("_fp32" if out_itemsize > 2 else "")
-    return choose_tile(kernel, rows, default, 2, spec)
+    wide = out_itemsize > 2
+    default = GemmConfig(128, 256, 32, 4, 4 if wide else 6, 1 if rows <= 128 else 8)
+    kernel = "wgrad_hopper" + ("_gathered" if gathered else "") + ("_fp32" if wide else "")
+    return choose_tile(kernel, rows, None if wide and gathered and rows < 128 else default, 2, spec)
 
 
 def _block_for(extent: int) -> int:
@@ -256,10 +261,27 @@ def _block_for(extent: int) -> int:
     return max(16, 1 << max(0, extent - 1).bit_length())
 
 
-def _fit(config: GemmConfig, n: int, weight_tiles: int, itemsize: int, spec: DeviceSpec) -> GemmConfig:
+def _fitted(
+    kernel: str, size: int, default: GemmConfig, n: int, dtype: torch.dtype, spec: DeviceSpec, weight_tiles: int = 1,
+    m: int = 1024,
+) -> GemmConfig:  # fmt: skip
+    """The tile of a Triton kernel for a size, tuned or by default, as far as the device has room for it.
+
+    m, n: rows and columns of a result, of a weight gradient both.
+    """
+    config = choose_tile(kernel, size, default, dtype.itemsize, spec)
+    config = replace(config, block_m=min(config.block_m, _block_for(m)))
+    config = _narrowed(config, n, weight_tiles, dtype.itemsize, spec.shared_memory)
+    return replace(config, num_warps=max(1, config.num_warps // 2)) if spec.warp_size == 64 else config
+
+
+def _narrowed(config: GemmConfig, n: int, weight_tiles: int, itemsize: int, shared_memory: int) -> GemmConfig:
     """Narrows the tile to N columns, then drops stages, then columns, until its buffers fit the shared memory."""
     config = replace(config, block_n=min(config.block_n, _block_for(n)))
-    while _buffer_bytes(config, weight_tiles, itemsize) > spec.shared_memory:
+    while True:
+        columns = config.block_m + weight_tiles * config.block_n
+        if config.num_stages * config.block_k * columns * itemsize <= shared_memory:
+            return config
         if config.num_stages > 2:
             config = replace(config, num_stages=config.num_stages - 1)
         elif config.block_n > 32:
@@ -267,47 +289,9 @@ def _fit(config: GemmConfig, n: int, weight_tiles: int, itemsize: int, spec: Dev
         elif config.block_k > 16:
             config = replace(config, block_k=config.block_k // 2)
         else:
-            raise RuntimeError(f"no tile fits {spec.shared_memory} bytes of shared memory")
-    if spec.warp_size == 64:
-        config = replace(config, num_warps=max(1, config.num_warps // 2))
-    return config
-
-
-def _buffer_bytes(config: GemmConfig, weight_tiles: int, itemsize: int) -> int:
-    columns = weight_tiles * config.block_n
-    return config.num_stages * config.block_k * (config.block_m + columns) * itemsize
+            raise RuntimeError(f"no tile fits {shared_memory} bytes of shared memory")
 
 
 def persistent_grid(config: GemmConfig, max_m_tiles: int, n: int, spec: DeviceSpec) -> Tuple[int, int, int]:
     """One program per tile, up to what the device holds at once."""
     return max(1, min(max_m_tiles * -(-n // config.block_n), spec.num_sms * config.programs_per_sm)), 1, 1
-
-
-@lru_cache(maxsize=None)
-def hopper_up_config(block_m: int, width: int) -> Optional[GemmConfig]:
-    """Config of an up-projection by the Gluon kernel for Hopper, of so many columns, those of gate and up together.
-
-    None: not by that one. num_warps: of each of its two consumers.
-    """
-    if block_m != 128 or width < 128:
-        return None
-    return GemmConfig(128, 128, 64, 4, 6)
-
-
-@lru_cache(maxsize=None)
-def hopper_gathered_up_config(block_m: int, width: int) -> Optional[GemmConfig]:
-    """The same of rows that are gathered, whose two consumers share a tile."""
-    if block_m != 128 or width <= 128:
-        return None
-    return GemmConfig(128, 256, 64, 4, 4, 16)
-
-
-@lru_cache(maxsize=None)
-def hopper_dgrad_config(block_m: int, n: int) -> Optional[GemmConfig]:
-    """The same of the down-projection's dgrad, of N columns. Its ring leaves room for boxes of the pre-activation.
-
-    Four m tiles in turn suit weights larger than the L2 cache, by measurement (benchmarks/NOTES.md).
-    """
-    if block_m != 128 or n <= 64:
-        return None
-    return GemmConfig(128, 128, 64, 4, 5, 4)

@@ -9,7 +9,7 @@ from ...block import Block
 from ...common import activation as act
 from ...operands import LowRank
 from ...rows import Rows
-from .linear import add_low_rank, groups_with_rows, in_its_dtype, rows_of, scales_of, wide_dtype
+from .linear import in_its_dtype, products, scales_of, wide_dtype
 
 _CHUNK = 256  # rows per elementwise pass: its temporaries stay in the cache
 
@@ -31,15 +31,9 @@ def up_proj(
     preact[r] = W1[e] x[r] + b1[e], of x[token of r] for routed rows. scales: (rows,), of rows in place. low_rank: what
     is added to the product.
     """
-    weight = block.up if block.transposed else block.up.transpose(1, 2)
-    preact = x.new_empty((rows.num_rows, block.preact_width))
-    for group, start, end in groups_with_rows(rows):
-        source = rows_of(x, rows, start, end, rows.top_k > 0)
-        if block.up_bias is None:
-            torch.mm(source, weight[group], out=preact[start:end])
-        else:
-            torch.addmm(block.up_bias[group], source, weight[group], out=preact[start:end])
-        add_low_rank(preact, low_rank, block.transposed, group, start, end)
+    preact = products(
+        x, block.up, rows, transposed=block.transposed, bias=block.up_bias, of_tokens=rows.top_k > 0, low_rank=low_rank
+    )
     if not activate:
         return preact, None
     activated = x.new_empty((rows.num_rows, block.intermediate))
@@ -65,11 +59,9 @@ def down_dgrad(
     added to g.
     """
     wide = wide_dtype(preact)
-    weight = block.down.transpose(1, 2) if block.transposed else block.down  # (E, H, I)
-    grad = preact.new_empty((rows.num_rows, block.intermediate))
-    for group, start, end in groups_with_rows(rows):
-        torch.mm(rows_of(dout, rows, start, end, rows.top_k > 0), weight[group], out=grad[start:end])
-        add_low_rank(grad, low_rank, not block.transposed, group, start, end)
+    grad = products(
+        dout, block.down, rows, transposed=not block.transposed, of_tokens=rows.top_k > 0, low_rank=low_rank
+    )
     dpreact = preact if overwrite else torch.empty_like(preact)
     dots = preact.new_empty((1 + more_dots, rows.num_rows), dtype=wide)
     for start, end in _chunks(rows):

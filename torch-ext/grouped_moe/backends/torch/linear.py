@@ -37,19 +37,40 @@ def groups_with_rows(rows: Rows) -> Iterator[Tuple[int, int, int]]:
             yield group, start, end
 
 
-def slots_of(rows: Rows, start: int, end: int) -> Tensor:
-    """The slots of some rows."""
-    return rows.row_to_slot[start:end]
-
-
 def rows_of(x: Tensor, rows: Rows, start: int, end: int, of_tokens: bool) -> Tensor:
     """Rows [start, end) of x, gathered if x has one row per token."""
-    return x.index_select(0, slots_of(rows, start, end) // rows.top_k) if of_tokens else x[start:end]
+    return x.index_select(0, rows.row_to_slot[start:end] // rows.top_k) if of_tokens else x[start:end]
 
 
 def scales_of(scales: Tensor, rows: Rows, start: int, end: int) -> Tensor:
     """The scales of some rows, which are per slot if rows are routed."""
-    return scales.reshape(-1)[slots_of(rows, start, end)] if rows.top_k else scales[start:end]
+    return scales.reshape(-1)[rows.row_to_slot[start:end]] if rows.top_k else scales[start:end]
+
+
+def products(
+    x: Tensor, weight: Tensor, rows: Rows, *, transposed: bool, bias: Optional[Tensor] = None,
+    scales: Optional[Tensor] = None, of_tokens: bool = False, low_rank: Optional[LowRank] = None,
+) -> Tensor:  # fmt: skip
+    """y[r] = W[e] x[r] + scales[r] bias[e], (rows, N), of x[token of r] with of_tokens; rows of no group are unwritten.
+
+    x: (rows, K) or (T, K). weight: (E, N, K) or, transposed, (E, K, N). bias: (E, N). scales: (rows,). low_rank: what
+    is added to the product.
+    """
+    weight = weight if transposed else weight.transpose(1, 2)
+    y, wide = x.new_empty((rows.num_rows, weight.shape[2])), wide_dtype(x)
+    for group, start, end in groups_with_rows(rows):
+        operand, out = rows_of(x, rows, start, end, of_tokens), y[start:end]
+        if bias is None:
+            torch.mm(operand, weight[group], out=out)
+        else:
+            added = bias[group]
+            if scales is not None:
+                added = torch.outer(scales[start:end].to(wide), added.to(wide)).to(x.dtype)
+            torch.addmm(added, operand, weight[group], out=out)
+        if low_rank is not None:
+            factor = low_rank.weight[group]
+            out.addmm_(low_rank.rows[start:end], factor if transposed else factor.t())
+    return y
 
 
 @in_its_dtype
@@ -62,31 +83,11 @@ def gemm(
     x: (rows, K). weight: (E, N, K) or, transposed, (E, K, N). bias: (E, N). low_rank: what is added to the product.
     Returns (rows, N), where rows of no group are unwritten or, with zero_rest, 0.
     """
-    w = weight if transposed else weight.transpose(1, 2)
-    y = x.new_empty((x.shape[0], w.shape[2]))
+    y = products(x, weight, rows, transposed=transposed, bias=bias, scales=scales, low_rank=low_rank)
     if zero_rest:
         y[: rows.group_offsets[0]] = 0
         y[rows.group_offsets[-1] :] = 0
-    for group, start, end in groups_with_rows(rows):
-        if bias is None:
-            torch.mm(x[start:end], w[group], out=y[start:end])
-        else:
-            added = bias[group]
-            if scales is not None:
-                wide = wide_dtype(x)
-                added = torch.outer(scales[start:end].to(wide), added.to(wide)).to(x.dtype)
-            torch.addmm(added, x[start:end], w[group], out=y[start:end])
-        add_low_rank(y, low_rank, transposed, group, start, end)
     return y
-
-
-def add_low_rank(
-    y: Tensor, low_rank: Optional[LowRank], transposed: bool, group: int, start: int, end: int
-) -> None:  # fmt: skip
-    """Adds the low-rank part of a product to the rows of a group, if there is one."""
-    if low_rank is not None:
-        weight = low_rank.weight[group]
-        y[start:end].addmm_(low_rank.rows[start:end], weight if transposed else weight.t())
 
 
 @in_its_dtype
@@ -98,13 +99,12 @@ def project(
     x: (rows, K) or (T, K). weight: (E, R, K) or, transposed, (E, K, R). Returns (rows, R). With `rows.adapters`,
     z[r, c] is 0 unless the row's adapter is c // rank.
     """
-    w = weight if transposed else weight.transpose(1, 2)
-    z, columns = x.new_empty((rows.num_rows, w.shape[2])), torch.arange(w.shape[2]) // rank
-    for group, start, end in groups_with_rows(rows):
-        torch.mm(rows_of(x, rows, start, end, of_tokens), w[group], out=z[start:end])
+    z = products(x, weight, rows, transposed=transposed, of_tokens=of_tokens)
+    columns = torch.arange(z.shape[1]) // rank
+    for _, start, end in groups_with_rows(rows):
         z[start:end] *= scaling
         if rows.adapters is not None:
-            tokens = slots_of(rows, start, end) // rows.top_k if rows.top_k else slice(start, end)
+            tokens = rows.row_to_slot[start:end] // rows.top_k if rows.top_k else slice(start, end)
             z[start:end].masked_fill_(rows.adapters[tokens, None] != columns, 0.0)
     return z
 
@@ -119,14 +119,10 @@ def wgrad(
     lhs: (rows, M), or (T, M) with lhs_of_tokens. rhs: (rows, N), the same. out: (G, M, N), any strides and dtype.
     """
     if not accumulate:
-        offsets = rows.group_offsets
-        for group in (offsets[1:] == offsets[:-1]).nonzero().squeeze(1).tolist():
-            out[group].zero_()
+        out[rows.group_offsets.diff() == 0] = 0
     for group, start, end in groups_with_rows(rows):
-        left, right = (
-            rows_of(operand, rows, start, end, of_tokens)
-            for operand, of_tokens in ((lhs, lhs_of_tokens), (rhs, rhs_of_tokens))
-        )
+        left = rows_of(lhs, rows, start, end, lhs_of_tokens)
+        right = rows_of(rhs, rows, start, end, rhs_of_tokens)
         if out.dtype != lhs.dtype:
             wide = wide_dtype(lhs)
             product = left.t().to(wide) @ right.to(wide)
@@ -172,7 +168,7 @@ def sum_dots(dots: Tensor, rows: Rows, out: Tensor, accumulate: bool = False) ->
     first, end = int(rows.group_offsets[0]), int(rows.group_offsets[-1])
     if not accumulate:
         out.zero_()
-    index = slots_of(rows, first, end).to(torch.int64) if rows.top_k else torch.arange(first, end)
+    index = rows.row_to_slot[first:end].to(torch.int64) if rows.top_k else torch.arange(first, end)
     sums = dots[:, first:end].sum(0)
     flat = out.view(-1)
     flat[index] = (flat[index] + sums if accumulate else sums).to(out.dtype)

@@ -35,7 +35,8 @@ LAYOUTS = ("offset1", "offset8", "padded1", "padded16", "apart", "strided", "tra
 MODES = (*["grad"] * 6, "retain", "no_grad", "no_grad", "inference", "replay", "replay")
 CONTEXTS = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
-WEIGHTS = ("gate_up_proj", "down_proj", *BIASES, "weight", "bias")
+FACTORS = tuple(f"{name}_{factor}" for name in ("gate_up_proj", "down_proj", "weight") for factor in "ab")
+WEIGHTS = ("gate_up_proj", "down_proj", *BIASES, "weight", "bias", *FACTORS)
 BLOCK_INPUTS = ("hidden_states", "x", "gate_up_proj", "gate_up_proj_bias")  # what a pre-activation is made of
 
 

@@ -1,26 +1,59 @@
 """The public ops as functions that draw a case: tensors, routings, options, how it is called and what is right."""
 
 import contextlib
-from typing import Dict, List
+from typing import Dict, List, Sequence
 
 import torch
-from fuzz_cases import BIASES, CONTEXTS, Case, expect, is_sentinel, per_group
+from fuzz_cases import BIASES, CONTEXTS, Case, PerGroup, expect, is_sentinel, per_group
 from torch import Tensor
 
+SCALING = 0.5  # of low-rank pairs
 MODULE_FLAGS = ("single_grouped_weight", "single_grouped_bias", "accumulate_into_main_grad", "delay_wgrad")
+
+
+def draw_pairs(case: Case, weights: Dict[str, str], transposed: bool) -> None:
+    """Draws a LoRA for some of the weights or for none. weights: names of arguments, and those of their pairs."""
+    draw, experts = case.draw, case.layer.E
+    chosen = [] if case.exact else case.choose("adapted", [], [], [name for name in weights if draw.chance(0.8)])
+    rank, dtype = case.choose("rank", 1, 4, 8, 20), draw.one(case.dtype, torch.float32)
+    for name in chosen:
+        n, k = case.values[name].shape[1:][:: -1 if transposed else 1]
+        for factor, extents in (("a", (rank, k)), ("b", (n, rank))):
+            case.values[f"{name}_{factor}"] = draw.normal(experts, *extents) / extents[1] ** 0.5
+            case.dtypes[f"{name}_{factor}"] = dtype
+    case.pairs = {name: weights[name] for name in chosen}
+
+
+def with_pairs(case: Case, package, tensors: Dict[str, Tensor]) -> dict:
+    """The tensors as arguments of the package."""
+    found = dict(tensors)
+    for name, argument in case.pairs.items():
+        found[argument] = package.LoRA(found.pop(f"{name}_a"), found.pop(f"{name}_b"), SCALING)
+    return found
+
+
+def merged(case: Case, tensors: Dict[str, Sequence[Tensor]], transposed: bool) -> dict:
+    """The tensors as arguments of the reference: the sums of weights and pairs."""
+    found = dict(tensors)
+    for name in case.pairs:
+        factors = zip(found[name], found.pop(f"{name}_a"), found.pop(f"{name}_b"))
+        sums = [w + SCALING * ((b @ a).t() if transposed else b @ a) for w, a, b in factors]
+        found[name] = PerGroup(torch.stack(sums))
+    return found
 
 
 def draw_experts(case: Case) -> None:
     draw, layer, tokens = case.draw, case.layer, case.draw_tokens()
     case.draw_block("hidden_states", tokens, (), BIASES, *([] if layer.gated else [BIASES[:1], BIASES[1:]]))
     case.draw_scales("top_k_weights", tokens, layer.top_k)
+    draw_pairs(case, {"gate_up_proj": "gate_up_lora", "down_proj": "down_lora"}, layer.transposed)
     local = max(int((~is_sentinel(ids, layer.E)).sum()) for ids in case.routings)
     capacity = case.choose("capacity", None, None, max(1, local), local + draw.randint(1, 40))
     case.call = lambda package, tensors, routings: package.grouped_mm_experts(
-        top_k_index=routings[0], capacity=capacity, **tensors, **case.block_options(package)
+        top_k_index=routings[0], capacity=capacity, **with_pairs(case, package, tensors), **case.block_options(package)
     )
     case.want = lambda reference, tensors, routings: reference.grouped_mm_experts(
-        top_k_index=routings[0], **tensors, **case.block_options()
+        top_k_index=routings[0], **merged(case, tensors, layer.transposed), **case.block_options()
     )
 
 
@@ -84,11 +117,12 @@ def draw_linear(case: Case, discrete: bool = False) -> None:
         case.values["bias"] = draw.normal(layer.E, layer.I)
     if bias == "scaled":
         case.draw_scales("bias_scales", rows)
+    draw_pairs(case, {} if discrete else {"weight": "lora"}, transposed)
     case.call = lambda package, tensors, routings: package.grouped_linear(
-        splits=case.splits(package, routings[0]), transposed=transposed, **tensors
+        splits=case.splits(package, routings[0]), transposed=transposed, **with_pairs(case, package, tensors)
     )
     case.want = lambda reference, tensors, routings: reference.grouped_linear(
-        group_offsets=case.offsets(routings[0]), transposed=transposed, **tensors
+        group_offsets=case.offsets(routings[0]), transposed=transposed, **merged(case, tensors, transposed)
     )
 
 

@@ -3,7 +3,7 @@
 Legend as in the package: rows (of groups and of none), G groups, H hidden, I intermediate.
 """
 
-from typing import Dict, NamedTuple, Optional, Tuple
+from typing import Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
 from cases import BY_ID, Case, make_inputs
@@ -17,13 +17,13 @@ NAMES = (*PER_ROW, *PER_GROUP)
 
 
 class Mlp(NamedTuple):
-    """One grouped MLP. kind: a row of `cases.CASES`. sizes: rows of each group; head, tail: rows of no group.
+    """One grouped MLP. kind: a case, or the id of one. sizes: rows of each group; head, tail: rows of no group.
 
     scales: "", "activation", "bias", "two" or, the very same tensor for both, "same".
     """
 
     id: str
-    kind: str = "silu-bias"
+    kind: Union[str, Case] = "silu-bias"
     scales: str = "two"
     sizes: Tuple[int, ...] = (7, 0, 19, 5)
     tail: int = 6
@@ -36,9 +36,11 @@ class Mlp(NamedTuple):
     @property
     def case(self) -> Case:
         """The kind, with a token per row and a routing weight per row and scale."""
-        return BY_ID[self.kind]._replace(T=self.rows, top_k=2, E=len(self.sizes), sentinels=0.0)
+        kind = self.kind if isinstance(self.kind, Case) else BY_ID[self.kind]
+        return kind._replace(T=self.rows, top_k=2, E=len(self.sizes), sentinels=0.0)
 
 
+TALL = (150, 0, 260, 90)
 MLPS = [
     Mlp("no-scales", scales=""),
     Mlp("activation-scales", scales="activation"),
@@ -67,18 +69,12 @@ MLPS = [
     Mlp("one-group", "gpt-oss", sizes=(33,)),
     Mlp("one-row", "relu2-not-gated", sizes=(0, 1), tail=0),
     Mlp("first-and-last-empty", "gpt-oss", "same", sizes=(0, 0, 21, 0, 3, 0)),
-    Mlp("tall-wide", "tall-wide", "activation", sizes=(150, 0, 260, 90)),
-    Mlp("tall-wide-bias", "tall-wide-bias-limit-recompute", "two", sizes=(150, 0, 260, 90), head=11),
-    Mlp("tall-wide-interleaved", "tall-wide-interleaved", "activation", sizes=(150, 0, 260, 90)),
-    Mlp("tall-wide-not-gated", "tall-wide-not-gated", "activation", sizes=(150, 0, 260, 90)),
-    Mlp(
-        "tall-wide-not-gated-transposed",
-        "tall-wide-not-gated-transposed-bias-limit-recompute",
-        "two",
-        sizes=(150, 0, 260, 90),
-        head=11,
-    ),  # fmt: skip
-    Mlp("tall-wide-gpt-oss", "tall-wide-gpt-oss", "two", sizes=(150, 0, 260, 90), head=11),
+    Mlp("tall-wide", "tall-wide", "activation", sizes=TALL),
+    Mlp("tall-wide-bias", "tall-wide-bias-limit-recompute", "two", sizes=TALL, head=11),
+    Mlp("tall-wide-interleaved", "tall-wide-interleaved", "activation", sizes=TALL),
+    Mlp("tall-wide-not-gated", "tall-wide-not-gated", "activation", sizes=TALL),
+    Mlp("tall-wide-not-gated-transposed", "tall-wide-not-gated-transposed-bias-limit-recompute", "two", TALL, head=11),
+    Mlp("tall-wide-gpt-oss", "tall-wide-gpt-oss", "two", sizes=TALL, head=11),
     Mlp("odd-extents", "odd-extents", "activation"),
     Mlp("extents-of-one", "extents-of-one", "activation"),
     Mlp("aligned-extents", "aligned-extents", "activation", sizes=(64, 16, 128), tail=32),

@@ -1,11 +1,11 @@
 """GroupedLinear modules of every form, their inputs, and what the reference makes of them."""
 
-from typing import Dict, NamedTuple, Optional
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import pytest
 import torch
 from compare import assert_close
-from torch import Tensor
+from torch import Tensor, nn
 
 SIZES = (7, 0, 19, 5)
 HEAD, TAIL = 3, 6
@@ -18,6 +18,7 @@ by_place = pytest.mark.parametrize("place", PLACES)
 by_single = pytest.mark.parametrize("single", [True, False], ids=["single", "discrete"])
 by_delay = pytest.mark.parametrize("delay", [False, True], ids=["now", "later"])
 by_overwrite = pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
+by_main = pytest.mark.parametrize("main", [False, True], ids=["grad", "main_grad"])
 
 
 class Form(NamedTuple):
@@ -35,19 +36,16 @@ class Form(NamedTuple):
         return "-".join(names)
 
 
+LAYOUTS = [Form(weight, bias, "scaled") for weight in (True, False) for bias in (True, False)]
 FORMS = [
+    *LAYOUTS,
     Form(),
-    Form(kind="scaled"),
     Form(kind="none"),
     Form(False, False),
-    Form(False, False, "scaled"),
-    Form(False, True, "scaled"),
-    Form(True, False, "scaled"),
     Form(False, kind="none"),
     Form(kind="scaled", dtype=torch.bfloat16),
     Form(False, False, "scaled", torch.bfloat16),
 ]
-LAYOUTS = [Form(weight, bias, "scaled") for weight in (True, False) for bias in (True, False)]
 by_form = pytest.mark.parametrize("form", FORMS, ids=str)
 by_layout = pytest.mark.parametrize("form", LAYOUTS, ids=str)
 
@@ -61,22 +59,30 @@ class Batch(NamedTuple):
     dy: Tensor
 
 
-def make_module(grouped_moe, form: Form, device: str, **options):
+def make_module(grouped_moe, form: Form, device: str, shape=(G, K, N), **options):
     """A module of this form; the same parameters whatever the layout, for one state of the generator."""
     return grouped_moe.GroupedLinear(
-        G, K, N, bias=form.kind != "none", scale_bias=form.kind == "scaled", single_grouped_weight=form.weight,
+        *shape, bias=form.kind != "none", scale_bias=form.kind == "scaled", single_grouped_weight=form.weight,
         single_grouped_bias=form.bias, dtype=form.dtype, device=device, **options,
     )  # fmt: skip
 
 
-def make_batch(form: Form, device: str, rows: int = ROWS) -> Batch:
-    """Rows of no group before the first and after the last. Scales are fp32, x is of the module's dtype."""
+def make_batch(form: Form, device: str, rows: int = ROWS, rest: float = NAN) -> Batch:
+    """Rows of no group, filled with rest, before the first and after the last. Scales are fp32."""
     x, dy, scales = torch.randn(rows, K), torch.randn(rows, N), torch.randn(rows)
     offsets = torch.tensor((HEAD, *SIZES)).cumsum(0)
     if rows != ROWS:
         offsets = torch.linspace(HEAD, rows - TAIL, G + 1).long()
+    for tensor in (x, dy, scales):
+        tensor[:HEAD], tensor[rows - TAIL :] = rest, rest
     x, dy = x.to(device, form.dtype), dy.to(device, form.dtype)
     return Batch(x, offsets.to(device), scales.to(device) if form.kind == "scaled" else None, dy)
+
+
+def without_groups(batch: Batch, rows: int) -> Batch:
+    """The first rows of a batch, NaN, and none of them of a group."""
+    x, scales, dy = (None if t is None else t[:rows] * NAN for t in (batch.x, batch.scales, batch.dy))
+    return Batch(x, torch.zeros_like(batch.offsets), scales, dy)
 
 
 def leaves(batch: Batch) -> Batch:
@@ -85,25 +91,40 @@ def leaves(batch: Batch) -> Batch:
     return batch._replace(x=batch.x.detach().clone().requires_grad_(), scales=scales)
 
 
+def parameters(module, kind: str) -> List[nn.Parameter]:
+    """Those of a kind, "weight" or "bias"."""
+    return [parameter for name, parameter in module.named_parameters() if name.startswith(kind)]
+
+
 def packed(module, kind: str, get=lambda parameter: parameter.detach()) -> Optional[Tensor]:
     """(G, N, K) or (G, N): get(parameter) of all parameters of a kind. None where get gives None or there is none."""
-    named = {name: get(p) for name, p in module.named_parameters() if name.startswith(kind)}
-    if not named or any(tensor is None for tensor in named.values()):
+    tensors = [get(parameter) for parameter in parameters(module, kind)]
+    if not tensors or any(tensor is None for tensor in tensors):
         return None
-    return named[kind] if kind in named else torch.stack([named[f"{kind}{group}"] for group in range(G)])
+    return tensors[0] if getattr(module, f"single_grouped_{kind}") else torch.stack(tensors)
 
 
 def is_packed(module) -> bool:
     """Whether discrete weights are views of one (G, N, K) storage."""
-    starts = [getattr(module, f"weight{group}").data_ptr() for group in range(G)]
+    weights = parameters(module, "weight")
     step = N * K * module.weight0.element_size()
-    one_storage = len({getattr(module, f"weight{group}").untyped_storage().data_ptr() for group in range(G)}) == 1
+    one_storage = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    starts = [weight.data_ptr() for weight in weights]
     return one_storage and starts == [starts[0] + group * step for group in range(G)]
 
 
+def grads(module, kind: str) -> Optional[Tensor]:
+    return packed(module, kind, lambda p: p.grad)
+
+
+def main_grads(module) -> Optional[Tensor]:
+    return packed(module, "weight", lambda p: p.main_grad)
+
+
 def parameter_grads(module) -> Dict[str, Tensor]:
-    """{"weight", "bias"}: gradients, where there are such parameters."""
-    found = {kind: grads(module, kind) for kind in ("weight", "bias")}
+    """{"weight", "bias"}: gradients, where there are any, those of weights where the module puts them."""
+    weight = main_grads(module) if module.accumulate_into_main_grad else grads(module, "weight")
+    found = {"weight": weight, "bias": grads(module, "bias")}
     return {kind: grad for kind, grad in found.items() if grad is not None}
 
 
@@ -112,62 +133,72 @@ def run(module, batch: Batch) -> Dict[str, Tensor]:
     batch = leaves(batch)
     y = module(batch.x, batch.offsets, batch.scales)
     y.backward(batch.dy)
-    grads = {"y": y.detach(), "x": batch.x.grad}
-    return grads if batch.scales is None else {**grads, "scales": batch.scales.grad}
+    got = {"y": y.detach(), "x": batch.x.grad}
+    return got if batch.scales is None else {**got, "scales": batch.scales.grad}
 
 
-def reference(grouped_moe, module, batch: Batch) -> Dict[str, Tensor]:
-    """Output and every gradient in fp64, of what the module holds now."""
+def step(module, batch: Batch) -> Dict[str, Tensor]:
+    """As `run`, with the gradients of the parameters, also if they are delayed."""
+    got = run(module, batch)
+    module.backward_dw()
+    return {**got, **parameter_grads(module)}
+
+
+def reference(grouped_moe, module, batch: Batch, start: Optional[Tensor] = None) -> Dict[str, Tensor]:
+    """Output and every gradient in fp64, of what the module holds now. start: what is in main_grad before."""
     tensors = {"x": batch.x, "scales": batch.scales, "weight": packed(module, "weight"), "bias": packed(module, "bias")}
     wide = {k: None if t is None else t.detach().double().requires_grad_() for k, t in tensors.items()}
     y = grouped_moe.reference.grouped_linear(wide["x"], wide["weight"], batch.offsets, wide["bias"], wide["scales"])
     y.backward(batch.dy.double())
-    return {"y": y.detach(), **{name: t.grad for name, t in wide.items() if t is not None}}
+    want = {"y": y.detach(), **{name: t.grad for name, t in wide.items() if t is not None}}
+    return want if start is None else {**want, "weight": want["weight"] + start.double()}
 
 
-def assert_matches(got: Dict[str, Optional[Tensor]], want: Dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Every entry of got, within the tolerances of dtype; the scales' gradient within those of its own."""
+def assert_matches(got: Dict[str, Optional[Tensor]], want: Dict[str, Tensor], dtype=None) -> None:
+    """Every entry of got, within the tolerances of its own dtype or, but for the scales' gradient, of the one given."""
     for name, tensor in got.items():
         assert tensor is not None, name
-        tolerance = tensor.dtype if name == "scales" else dtype
+        tolerance = tensor.dtype if dtype is None or name == "scales" else dtype
         assert_close(name, tensor, want[name], tolerance, inner_products=name == "scales")
 
 
-def form_of(place, dtype=FLOAT, kind="scaled"):
+def form_of(place: str, dtype=FLOAT, kind: str = "scaled") -> Form:
     """Of a module whose main_grads lie like this: in one tensor for the two first places, else in one per group."""
     single = place in PLACES[:2]
     return Form(single, single, kind, dtype)
 
 
-def give_main_grads(module, place, dtype=FLOAT, value=None, **attributes):
+def give_main_grads(module, place: str, dtype=FLOAT, value=None, **attributes) -> Tensor:
     """Gives every weight these attributes and a main_grad, random unless a value is given. Returns a copy of all."""
-    weights = [p for name, p in module.named_parameters() if name.startswith("weight")]
-    shape, device = (G, N, K), weights[0].device
+    weights = parameters(module, "weight")
+    (groups, n, k), device = (module.num_groups, module.out_features, module.in_features), weights[0].device
     if place == "single":
-        buffers = [torch.empty(shape, dtype=dtype, device=device)]
+        buffers = [torch.empty((groups, n, k), dtype=dtype, device=device)]
     elif place == "transposed":
-        buffers = [torch.empty((G, K, N), dtype=dtype, device=device).transpose(1, 2)]
+        buffers = [torch.empty((groups, k, n), dtype=dtype, device=device).transpose(1, 2)]
     elif place == "apart":
-        buffers = [torch.empty(shape[1:], dtype=dtype, device=device) for _ in weights]
+        buffers = [torch.empty((n, k), dtype=dtype, device=device) for _ in weights]
     else:
-        flat = torch.full((G, N + (place == "padded"), K), NAN, dtype=dtype, device=device)
-        buffers = [flat[G - 1 - group if place == "descending" else group, :N] for group in range(G)]
+        flat = torch.full((groups, n + (place == "padded"), k), NAN, dtype=dtype, device=device)
+        buffers = [flat[groups - 1 - group if place == "descending" else group, :n] for group in range(groups)]
     for weight, buffer in zip(weights, buffers):
         weight.main_grad = buffer.normal_() if value is None else buffer.fill_(value)
         for name, attribute in attributes.items():
             setattr(weight, name, attribute)
-    return packed(module, "weight", lambda p: p.main_grad.clone())
+    return main_grads(module).clone()
 
 
-def main_grads(module):
-    return packed(module, "weight", lambda p: p.main_grad)
+def main_grad_layer(
+    grouped_moe, device, place, delay=False, dtype=FLOAT, main_dtype=FLOAT, **attributes
+) -> Tuple[nn.Module, Batch, Tensor]:
+    """(a module that accumulates into main_grads, a batch for it, a copy of main_grads). See `give_main_grads`."""
+    form = form_of(place, dtype)
+    module = make_module(grouped_moe, form, device, accumulate_into_main_grad=True, delay_wgrad=delay)
+    before = give_main_grads(module, place, main_dtype, **attributes)
+    return module, make_batch(form, device), before
 
 
-def grads(module, kind):
-    return packed(module, kind, lambda p: p.grad)
-
-
-def wanted_main_grad(before, overwrite, *references):
+def wanted_main_grad(before: Tensor, overwrite: bool, *references: Dict[str, Tensor]) -> Tensor:
     """fp64, after one microbatch or more."""
     total = references[-1]["weight"] if overwrite else sum(r["weight"] for r in references)
     return total if overwrite else before.double() + total

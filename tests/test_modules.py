@@ -2,18 +2,25 @@
 
 import copy
 
+import group_splits
 import pytest
 import torch
 from compare import assert_bitwise
 from linear_modules import (
     LAYOUTS,
+    ROWS,
     SIZES,
     G,
     K,
     N,
     assert_matches,
+    by_delay,
     by_form,
     by_layout,
+    by_main,
+    by_single,
+    form_of,
+    give_main_grads,
     is_packed,
     make_batch,
     make_module,
@@ -21,6 +28,8 @@ from linear_modules import (
     parameter_grads,
     reference,
     run,
+    step,
+    without_groups,
 )
 from poison import poisoned_allocations
 
@@ -28,15 +37,19 @@ from poison import poisoned_allocations
 @pytest.mark.kernels_ci
 @by_form
 def test_matches_reference(grouped_moe, device, form):
-    module, batch = make_module(grouped_moe, form, device), make_batch(form, device)
+    """Next to NaN, whether rows have a group or not; gradients add up over backwards."""
+    module, first, second = make_module(grouped_moe, form, device), make_batch(form, device), make_batch(form, device)
+    want, other = (reference(grouped_moe, module, batch) for batch in (first, second))
     with poisoned_allocations():
-        got = {**run(module, batch), **parameter_grads(module)}
-    want = reference(grouped_moe, module, batch)
-    assert got.keys() == want.keys()
-    assert_matches(got, want, form.dtype)
+        got = step(module, first)
+        assert got.keys() == want.keys()
+        assert_matches(got, want)
+        got = {**step(module, second), **step(module, without_groups(first, ROWS))}
+    assert_matches(parameter_grads(module), {kind: want[kind] + other[kind] for kind in parameter_grads(module)})
+    assert not any(tensor.any() for name, tensor in got.items() if name not in ("weight", "bias"))
 
 
-@pytest.mark.parametrize("single", [True, False], ids=["single", "discrete"])
+@by_single
 def test_one_group(grouped_moe, device, single):
     """nn.Linear on the rows of the group."""
     options = {"single_grouped_weight": single, "single_grouped_bias": single, "device": device}
@@ -55,45 +68,53 @@ def test_one_group(grouped_moe, device, single):
     assert_matches({"y": y}, {"y": want.double()}, torch.float32)
 
 
-def test_gradients_add_up(grouped_moe, device):
-    """Over two backwards, in discrete parameters, whose gradients are views of one tensor."""
-    module = make_module(grouped_moe, LAYOUTS[-1], device)
-    batches = [make_batch(LAYOUTS[-1], device) for _ in range(2)]
-    want = [reference(grouped_moe, module, batch) for batch in batches]
-    for batch in batches:
-        run(module, batch)
-    for kind, grad in parameter_grads(module).items():
-        assert_matches({kind: grad}, {kind: want[0][kind] + want[1][kind]}, torch.float32)
+@pytest.mark.parametrize("place", ["single", "packed", "apart"])
+@by_main
+@by_delay
+def test_splits(grouped_moe, device, delay, main, place):
+    """In every form, and wrong ones as what they are clamped to."""
+    form, sizes = form_of(place), torch.tensor(SIZES, device=device)
+    module = make_module(grouped_moe, form, device, accumulate_into_main_grad=main, delay_wgrad=delay)
+    batch = make_batch(form, device, rest=1.0)
+    every = [(splits, (0, *SIZES)) for splits in group_splits.forms(grouped_moe, sizes).values()]
+    every = [(splits, torch.tensor(right).cumsum(0)) for splits, right in every]
+    for wrong in group_splits.WRONG.values():
+        every.append((torch.tensor(wrong, device=device), torch.tensor(group_splits.clamped(wrong, ROWS))))
+    for splits, right in every:
+        module.zero_grad()
+        before = give_main_grads(module, place)
+        want = reference(grouped_moe, module, batch._replace(offsets=right), before if main else None)
+        assert_matches(step(module, batch._replace(offsets=splits)), want)
 
 
-@by_layout
-def test_splits_in_every_form(grouped_moe, device, form):
-    module, batch = make_module(grouped_moe, form, device), make_batch(form, device)
-    sizes = torch.tensor(SIZES, device=device)
-    offsets = torch.tensor((0, *SIZES), device=device).cumsum(0)
-    want = module(batch.x, offsets, batch.scales)
-    kinds = [sizes, sizes.int(), list(SIZES), grouped_moe.GroupSizes(sizes), grouped_moe.GroupOffsets(offsets)]
-    for splits in kinds:
-        assert_bitwise("y", module(batch.x, splits, batch.scales), want)
-
-
-@pytest.mark.parametrize("frozen", ["weight", "bias", "weight1", "bias1", "both", "x"])
-@by_layout
-def test_frozen(grouped_moe, device, form, frozen):
-    """What is not frozen has the same gradient to the bit, the rest has none."""
-    module, batch = make_module(grouped_moe, form, device), make_batch(form, device)
-    run(module, batch)
-    full = {name: p.grad for name, p in module.named_parameters()}
+@pytest.mark.parametrize("frozen", ["nothing", "weight", "bias", "both", "x", "weight1", "bias1"])
+@by_delay
+@by_form
+def test_frozen(grouped_moe, device, form, delay, frozen):
+    """What is not frozen has the same gradient to the bit, the rest has none, and hooks of parameters run in time."""
+    module, batch = make_module(grouped_moe, form, device, delay_wgrad=delay), make_batch(form, device)
+    want = reference(grouped_moe, module, batch)
+    assert_matches(step(module, batch), want)
+    full = {name: parameter.grad for name, parameter in module.named_parameters()}
     module.zero_grad()
+    hooked = []
     for name, parameter in module.named_parameters():
-        if name == frozen or frozen == "both" or name[:-1] == frozen:
-            parameter.requires_grad_(False)
-    if frozen == "x":
-        module(batch.x, batch.offsets, batch.scales).backward(batch.dy)
-    else:
-        assert_matches(run(module, batch), reference(grouped_moe, module, batch), form.dtype)
+        assert hasattr(parameter, "skip_backward_post_hook") == delay
+        parameter.register_hook(lambda grad, name=name: hooked.append(name))
+        parameter.requires_grad_(frozen not in (name, name.rstrip("0123456789"), "both"))
+    wanted = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    with poisoned_allocations():
+        if frozen != "x":
+            assert_matches(run(module, batch), want)
+        elif wanted:
+            module(batch.x, batch.offsets, batch.scales).backward(batch.dy)
+        assert sorted(hooked) == ([] if delay else sorted(wanted))
+        assert not delay or all(parameter.grad is None for parameter in module.parameters())
+        assert module.need_backward_dw() == (delay and bool(wanted))
+        module.backward_dw()
+    assert module.discard_delayed_wgrad() == 0
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
+        if name in wanted:
             assert_bitwise(name, parameter.grad, full[name])
         else:
             assert parameter.grad is None, name
@@ -101,11 +122,15 @@ def test_frozen(grouped_moe, device, form, frozen):
 
 @by_layout
 def test_no_grad(grouped_moe, device, form):
+    """Of what the parameters hold now."""
     module, batch = make_module(grouped_moe, form, device), make_batch(form, device)
-    with torch.no_grad():
-        y = module(batch.x, batch.offsets, batch.scales)
-    assert not y.requires_grad
-    assert_matches({"y": y}, reference(grouped_moe, module, batch), form.dtype)
+    for _ in range(2):
+        with torch.no_grad():
+            y = module(batch.x, batch.offsets, batch.scales)
+        assert not y.requires_grad
+        assert_matches({"y": y}, reference(grouped_moe, module, batch))
+        for parameter in module.parameters():
+            parameter.detach().mul_(-3)
 
 
 @by_layout
@@ -202,10 +227,13 @@ def test_no_copy_of_packed_weights(grouped_moe):
     assert largest() >= N * K * G
 
 
+@pytest.mark.parametrize("option", ["", "delay_wgrad", "accumulate_into_main_grad"])
 @pytest.mark.parametrize("name", ["weight0", "weight3"])
-def test_weights_modified_before_the_backward_are_refused(grouped_moe, device, name):
-    module, batch = make_module(grouped_moe, LAYOUTS[-1], device), make_batch(LAYOUTS[-1], device)
+def test_weights_modified_before_the_backward_are_refused(grouped_moe, device, name, option):
+    options = {option: True} if option else {}
+    module, batch = make_module(grouped_moe, LAYOUTS[-1], device, **options), make_batch(LAYOUTS[-1], device)
     for twin in (module, copy.deepcopy(module)):
+        give_main_grads(twin, "packed")
         y = twin(batch.x.clone().requires_grad_(), batch.offsets, batch.scales)
         with torch.no_grad():
             getattr(twin, name).mul_(2)
@@ -213,16 +241,23 @@ def test_weights_modified_before_the_backward_are_refused(grouped_moe, device, n
             y.backward(batch.dy)
 
 
-@by_layout
-def test_meta_and_fake(grouped_moe, form):
+@by_delay
+@by_form
+def test_meta_and_fake(grouped_moe, device, form, delay):
+    """Modules without storage. One made on the meta device computes once it has some."""
     batch = make_batch(form, "cpu")
-    meta = make_module(grouped_moe, form, "meta")
-    y = meta(*(t.to("meta") for t in (batch.x, batch.offsets, batch.scales)))
-    assert y.shape == batch.dy.shape and y.device.type == "meta"
+    given = [tensor for tensor in batch[:3] if tensor is not None]
+    module = make_module(grouped_moe, form, "meta", delay_wgrad=delay)
+    y = module(*(tensor.to("meta") for tensor in given))
+    assert y.shape == batch.dy.shape and y.is_meta and all(parameter.is_meta for parameter in module.parameters())
     with torch._subclasses.FakeTensorMode() as mode:
-        fake = make_module(grouped_moe, form, "cpu")
-        y = fake(*(mode.from_tensor(t) for t in (batch.x, batch.offsets, batch.scales)))
-    assert y.shape == batch.dy.shape
+        fake = make_module(grouped_moe, form, "cpu", delay_wgrad=delay)
+        assert fake(*map(mode.from_tensor, given)).shape == batch.dy.shape
+    module, batch = module.to_empty(device=device), make_batch(form, device)
+    assert form.weight or is_packed(module)
+    assert not delay or all(parameter.skip_backward_post_hook for parameter in module.parameters())
+    module.reset_parameters()
+    assert_matches(step(module, batch), reference(grouped_moe, module, batch))
 
 
 def test_repr(grouped_moe):
@@ -250,25 +285,25 @@ def test_wrong_arguments_are_named(grouped_moe, name):
             grouped_moe.GroupedLinear(*args, **options)
 
 
-def test_wrong_inputs_are_named(grouped_moe, device):
-    for form in LAYOUTS:
-        for options in ({}, {"delay_wgrad": True}):
-            module, (x, offsets, scales, _) = (
-                make_module(grouped_moe, form, device, **options),
-                make_batch(form, device),
-            )
-            for name, args, error in (
-                ("x", (x.tolist(), offsets, scales), TypeError),
-                ("x", (x.long(), offsets, scales), TypeError),
-                ("weight", (x.half(), offsets, scales), TypeError),
-                ("x", (x[:, 1:], offsets, scales), ValueError),
-                ("splits", (x, offsets[:2], scales), ValueError),
-                ("splits", (x, offsets.float(), scales), TypeError),
-                ("bias_scales", (x, offsets), ValueError),
-                ("bias_scales", (x, offsets, scales[1:]), ValueError),
-            ):
-                with pytest.raises(error, match=f"^{name}: "):
-                    module(*args)
-    plain = grouped_moe.GroupedLinear(G, K, N, device=device)
+@by_delay
+@by_layout
+def test_wrong_inputs_are_named(grouped_moe, device, form, delay):
+    module, (x, offsets, scales, _) = (
+        make_module(grouped_moe, form, device, delay_wgrad=delay),
+        make_batch(form, device),
+    )
+    for name, args, error in (
+        ("x", (x.tolist(), offsets, scales), TypeError),
+        ("x", (x.long(), offsets, scales), TypeError),
+        ("weight", (x.half(), offsets, scales), TypeError),
+        ("x", (x[:, 1:], offsets, scales), ValueError),
+        ("splits", (x, offsets[:2], scales), ValueError),
+        ("splits", (x, offsets.float(), scales), TypeError),
+        ("splits", (x, offsets.to("meta" if device == "cpu" else "cpu"), scales), ValueError),
+        ("bias_scales", (x, offsets), ValueError),
+        ("bias_scales", (x, offsets, scales[1:]), ValueError),
+    ):
+        with pytest.raises(error, match=f"^{name}: "):
+            module(*args)
     with pytest.raises(ValueError, match="^bias_scales: "):
-        plain(x, offsets, scales)
+        grouped_moe.GroupedLinear(G, K, N, device=device, delay_wgrad=delay)(x, offsets, scales)

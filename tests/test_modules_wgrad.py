@@ -2,70 +2,46 @@
 
 from collections import Counter
 
+import layers
 import pytest
 import torch
 from compare import assert_bitwise, assert_differentiable_once
-from linear_modules import (
-    FLOAT,
-    HALF,
-    NAN,
-    ROWS,
-    assert_matches,
-    by_delay,
-    by_main,
-    by_overwrite,
-    by_place,
-    by_single,
-    form_of,
-    give_main_grads,
-    grads,
-    main_grad_layer,
-    main_grads,
-    make_batch,
-    make_module,
-    packed,
-    parameters,
-    reference,
-    run,
-    wanted_main_grad,
-    without_groups,
-)
+from layers import FLOAT, HALF, assert_matches, main_grads, make_with_main_grads, parameters, reference, run
 from poison import poisoned_allocations
 
 
 def with_gaps(batch):
     """The same x and scales with NaN in between, and a cotangent that is one row for all."""
-    x, scales = (torch.stack([t, t * NAN], -1)[..., 0] for t in (batch.x, batch.scales))
-    return batch._replace(x=x, scales=scales, dy=batch.dy[ROWS // 2].expand_as(batch.dy))
+    x, scales = (torch.stack([t, t * layers.NAN], -1)[..., 0] for t in (batch.x, batch.scales))
+    return batch._replace(x=x, scales=scales, dy=batch.dy[layers.ROWS // 2].expand_as(batch.dy))
 
 
 BATCHES = {
     "plain": lambda batch: batch,
     "gaps": with_gaps,
-    "no-groups": lambda batch: without_groups(batch, ROWS),
-    "no-rows": lambda batch: without_groups(batch, 0),
+    "no-groups": lambda batch: layers.without_groups(batch, layers.ROWS),
+    "no-rows": lambda batch: layers.without_groups(batch, 0),
 }
 
 
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("dtypes", [(FLOAT, FLOAT), (FLOAT, HALF), (HALF, FLOAT), (HALF, HALF)], ids=str)
-@by_delay
-@by_overwrite
-@by_place
+@layers.by_delay
+@layers.by_overwrite
+@layers.by_place
 def test_main_grad(grouped_moe, device, place, overwrite, delay, dtypes, kind):
     """Accurate to main_grad's dtype even if operands have fewer bits: what is added is never rounded to theirs."""
-    module, batch, before = main_grad_layer(
-        grouped_moe, device, place, delay, *dtypes, overwrite_main_grad=overwrite, value=NAN if overwrite else None
-    )
+    flags = {"overwrite_main_grad": overwrite, "value": layers.NAN if overwrite else None}
+    module, batch, before = make_with_main_grads(grouped_moe, device, place, delay, *dtypes, **flags)
     batch = BATCHES[kind](batch)
     want = reference(grouped_moe, module, batch, None if overwrite else before)
     with poisoned_allocations():
         got = run(module, batch)
         if delay:
             torch.testing.assert_close(main_grads(module), before, rtol=0, atol=0, equal_nan=True)
-            assert grads(module, "bias") is None
+            assert layers.grads(module, "bias") is None
             module.backward_dw()
-    got.update(weight=main_grads(module), bias=grads(module, "bias"))
+    got.update(layers.parameter_grads(module))
     assert got["weight"].dtype == dtypes[1]
     assert_matches(got, want)
     if kind.startswith("no"):
@@ -74,12 +50,11 @@ def test_main_grad(grouped_moe, device, place, overwrite, delay, dtypes, kind):
 
 
 @pytest.mark.parametrize("zero_out", [False, True], ids=["empty", "zeros"])
-@by_delay
-@by_place
+@layers.by_delay
+@layers.by_place
 def test_dummy_gradients(grouped_moe, device, place, delay, zero_out):
-    module, batch, _ = main_grad_layer(
-        grouped_moe, device, place, delay, grad_added_to_main_grad=False, zero_out_wgrad=zero_out
-    )
+    flags = {"grad_added_to_main_grad": False, "zero_out_wgrad": zero_out}
+    module, batch, _ = make_with_main_grads(grouped_moe, device, place, delay, **flags)
     weights = parameters(module, "weight")
     with torch.no_grad():
         module(*batch[:3])
@@ -95,20 +70,20 @@ def test_dummy_gradients(grouped_moe, device, place, delay, zero_out):
     assert not any(hasattr(bias, "main_grad") for bias in parameters(module, "bias"))
 
 
-@by_delay
-@by_place
+@layers.by_delay
+@layers.by_place
 def test_frozen_weights_keep_their_main_grad(grouped_moe, device, place, delay):
     """One frozen group, then all; no gradient asked for at all."""
-    module, batch, before = main_grad_layer(grouped_moe, device, place, delay, grad_added_to_main_grad=False)
+    module, batch, before = make_with_main_grads(grouped_moe, device, place, delay, grad_added_to_main_grad=False)
     weights = parameters(module, "weight")
     frozen = weights[-2:-1] or weights
     for weight in frozen:
         weight.requires_grad_(False)
-        weight.main_grad.fill_(NAN)
+        weight.main_grad.fill_(layers.NAN)
     want = reference(grouped_moe, module, batch, before)
     got = run(module, batch)
     module.backward_dw()
-    assert_matches({**got, "bias": grads(module, "bias")}, want)
+    assert_matches({**got, "bias": layers.grads(module, "bias")}, want)
     for weight, expected in zip(weights, want["weight"]):
         if any(weight is other for other in frozen):
             assert weight.main_grad.isnan().all() and weight.grad is None and not weight.grad_added_to_main_grad
@@ -122,10 +97,10 @@ def test_frozen_weights_keep_their_main_grad(grouped_moe, device, place, delay):
     module.backward_dw()
 
 
-@by_delay
+@layers.by_delay
 def test_weights_need_not_agree(grouped_moe, device, delay):
     """Discrete weights of which some are overwritten, some have dummies, and one asks get_main_grad()."""
-    module, batch, before = main_grad_layer(grouped_moe, device, "packed", delay)
+    module, batch, before = make_with_main_grads(grouped_moe, device, "packed", delay)
     module.weight2.overwrite_main_grad = True
     module.weight3.grad_added_to_main_grad, module.weight3.zero_out_wgrad = False, True
     buffer = module.weight0.main_grad
@@ -166,12 +141,12 @@ class MegatronHooks:
 
 
 @pytest.mark.parametrize("zero_out", [False, True], ids=["empty", "zeros"])
-@by_delay
-@by_place
+@layers.by_delay
+@layers.by_place
 def test_with_the_hooks_of_megatron(grouped_moe, device, place, delay, zero_out):
     """Two microbatches; no gradient is added twice, none is lost, and no dummy is added."""
-    module, *batches, before = main_grad_layer(grouped_moe, device, place, delay, zero_out_wgrad=zero_out)
-    batches.append(make_batch(form_of(place), device))
+    module, *batches, before = make_with_main_grads(grouped_moe, device, place, delay, zero_out_wgrad=zero_out)
+    batches.append(layers.make_batch(layers.form_of(place), device))
     for bias in parameters(module, "bias"):
         bias.main_grad = torch.zeros_like(bias)
     hooks = MegatronHooks(module, delay)
@@ -181,36 +156,34 @@ def test_with_the_hooks_of_megatron(grouped_moe, device, place, delay, zero_out)
             run(module, batch)
         for _ in batches:
             module.backward_dw()
-    got = {"weight": main_grads(module), "bias": packed(module, "bias", lambda p: p.main_grad)}
-    expected = {"weight": wanted_main_grad(before, False, *wants), "bias": wants[0]["bias"] + wants[1]["bias"]}
-    assert_matches(got, expected)
+    got = {"weight": main_grads(module), "bias": layers.packed(module, "bias", lambda p: p.main_grad)}
+    assert_matches(got, layers.total(before, False, *wants))
     assert hooks.calls == {name: 2 for name, _ in module.named_parameters()}
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-@by_delay
-@by_main
-@by_single
-def test_output_may_be_modified_in_place(grouped_moe, device, single, main, delay):
+@layers.by_delay
+@layers.by_main
+@layers.by_two_places
+def test_output_may_be_modified_in_place(grouped_moe, device, place, main, delay):
     """Even where nothing that the layer computes with wants a gradient through it."""
-    place = "single" if single else "packed"
-    form = form_of(place, kind="none")
-    module = make_module(grouped_moe, form, device, accumulate_into_main_grad=main, delay_wgrad=delay)
-    batch = make_batch(form, device)
-    give_main_grads(module, place, value=0.0)
+    options = {"accumulate_into_main_grad": main, "delay_wgrad": delay}
+    module, batch = layers.make(grouped_moe, layers.form_of(place, kind="none"), device, **options)
+    layers.give_main_grads(module, place, value=0.0)
     y = module(*batch[:3])
     y.mul_(2.0)
     y.backward(batch.dy / 2)
     module.backward_dw()
-    got = {"weight": main_grads(module) if main else grads(module, "weight")}
-    assert_matches(got, reference(grouped_moe, module, batch))
+    assert_matches(layers.parameter_grads(module), reference(grouped_moe, module, batch))
 
 
-@by_delay
-@by_single
-def test_wrong_main_grads_are_named(grouped_moe, device, single, delay):
-    place, name = ("single", "weight") if single else ("packed", "weight2")
-    module, batch, _ = main_grad_layer(grouped_moe, device, place, delay)
+by_name = pytest.mark.parametrize("place, name", [("single", "weight"), ("packed", "weight2")])
+
+
+@layers.by_delay
+@by_name
+def test_wrong_main_grads_are_named(grouped_moe, device, place, name, delay):
+    module, batch, _ = make_with_main_grads(grouped_moe, device, place, delay)
     weight, said = getattr(module, name), rf"^{name}\.main_grad: "
     right = weight.main_grad
     wrong = [(AttributeError, None), (TypeError, [0.0]), (TypeError, right.int()), (TypeError, right.to(torch.cfloat))]
@@ -228,11 +201,10 @@ def test_wrong_main_grads_are_named(grouped_moe, device, single, delay):
         module.backward_dw()
 
 
-@by_single
-def test_main_grads_that_were_right_before(grouped_moe, device, single):
+@by_name
+def test_main_grads_that_were_right_before(grouped_moe, device, place, name):
     """Others in their place are checked by the forward; what became of the same ones, by the backward."""
-    place, name = ("single", "weight") if single else ("packed", "weight2")
-    module, batch, _ = main_grad_layer(grouped_moe, device, place)
+    module, batch, _ = make_with_main_grads(grouped_moe, device, place)
     weight, said = getattr(module, name), rf"^{name}\.main_grad: "
     for _ in range(2):
         module(*batch[:3]).backward(batch.dy)
@@ -254,11 +226,11 @@ def test_main_grads_that_were_right_before(grouped_moe, device, single):
 def test_main_grad_is_that_of_the_backward(grouped_moe, device, place):
     """Replaced, and its flag reset, after the forward: the new buffer gets the gradient, the flag is set."""
     flags = {"grad_added_to_main_grad": False, "zero_out_wgrad": True}
-    module, batch, old = main_grad_layer(grouped_moe, device, place, **flags)
+    module, batch, old = make_with_main_grads(grouped_moe, device, place, **flags)
     weights = parameters(module, "weight")
     held = [weight.main_grad for weight in weights]
     y = module(*batch[:3])
-    new = give_main_grads(module, place, **flags)
+    new = layers.give_main_grads(module, place, **flags)
     y.backward(batch.dy)
     assert_matches({"weight": main_grads(module)}, reference(grouped_moe, module, batch, new))
     assert all(weight.grad_added_to_main_grad and not weight.grad.any() for weight in weights)

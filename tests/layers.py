@@ -1,6 +1,6 @@
 """GroupedLinear modules of every form, their inputs, and what the reference makes of them."""
 
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ NAN = float("nan")
 FLOAT, HALF = torch.float32, torch.bfloat16
 PLACES = ["single", "transposed", "packed", "padded", "descending", "apart"]  # of the main_grads of a module
 by_place = pytest.mark.parametrize("place", PLACES)
+by_two_places = pytest.mark.parametrize("place", ["single", "packed"])
 by_single = pytest.mark.parametrize("single", [True, False], ids=["single", "discrete"])
 by_delay = pytest.mark.parametrize("delay", [False, True], ids=["now", "later"])
 by_overwrite = pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
@@ -79,16 +80,21 @@ def make_batch(form: Form, device: str, rows: int = ROWS, rest: float = NAN) -> 
     return Batch(x, offsets.to(device), scales.to(device) if form.kind == "scaled" else None, dy)
 
 
+def make(grouped_moe, form: Form, device: str, **options) -> Tuple[nn.Module, Batch]:
+    """(a module of this form, a batch for it)."""
+    return make_module(grouped_moe, form, device, **options), make_batch(form, device)
+
+
 def without_groups(batch: Batch, rows: int) -> Batch:
     """The first rows of a batch, NaN, and none of them of a group."""
     x, scales, dy = (None if t is None else t[:rows] * NAN for t in (batch.x, batch.scales, batch.dy))
     return Batch(x, torch.zeros_like(batch.offsets), scales, dy)
 
 
-def leaves(batch: Batch) -> Batch:
-    """x and the scales anew, as leaves of autograd."""
+def leaves(batch: Batch, frozen: Sequence[str] = ()) -> Batch:
+    """x, unless it is frozen, and the scales anew, as leaves of autograd."""
     scales = None if batch.scales is None else batch.scales.detach().clone().requires_grad_()
-    return batch._replace(x=batch.x.detach().clone().requires_grad_(), scales=scales)
+    return batch._replace(x=batch.x.detach().clone().requires_grad_("x" not in frozen), scales=scales)
 
 
 def parameters(module, kind: str) -> List[nn.Parameter]:
@@ -128,18 +134,21 @@ def parameter_grads(module) -> Dict[str, Tensor]:
     return {kind: grad for kind, grad in found.items() if grad is not None}
 
 
-def run(module, batch: Batch) -> Dict[str, Tensor]:
-    """The output, and the gradients of the inputs; those of the parameters are where the module puts them."""
-    batch = leaves(batch)
-    y = module(batch.x, batch.offsets, batch.scales)
+def run(module, batch: Batch, frozen: Sequence[str] = (), function: Optional[Callable] = None) -> Dict[str, Tensor]:
+    """The output, and the gradients of the inputs; those of the parameters are where the module puts them.
+
+    function: what is called in the module's place.
+    """
+    batch = leaves(batch, frozen)
+    y = (function or module)(batch.x, batch.offsets, batch.scales)
     y.backward(batch.dy)
-    got = {"y": y.detach(), "x": batch.x.grad}
-    return got if batch.scales is None else {**got, "scales": batch.scales.grad}
+    inputs = {"x": batch.x, "scales": batch.scales}
+    return {"y": y.detach(), **{name: t.grad for name, t in inputs.items() if t is not None and t.requires_grad}}
 
 
-def step(module, batch: Batch) -> Dict[str, Tensor]:
+def step(module, batch: Batch, frozen: Sequence[str] = (), function: Optional[Callable] = None) -> Dict[str, Tensor]:
     """As `run`, with the gradients of the parameters, also if they are delayed."""
-    got = run(module, batch)
+    got = run(module, batch, frozen, function)
     module.backward_dw()
     return {**got, **parameter_grads(module)}
 
@@ -188,17 +197,16 @@ def give_main_grads(module, place: str, dtype=FLOAT, value=None, **attributes) -
     return main_grads(module).clone()
 
 
-def main_grad_layer(
-    grouped_moe, device, place, delay=False, dtype=FLOAT, main_dtype=FLOAT, **attributes
+def make_with_main_grads(
+    grouped_moe, device: str, place: str, delay: bool = False, dtype=FLOAT, main_dtype=FLOAT, **attributes
 ) -> Tuple[nn.Module, Batch, Tensor]:
     """(a module that accumulates into main_grads, a batch for it, a copy of main_grads). See `give_main_grads`."""
-    form = form_of(place, dtype)
-    module = make_module(grouped_moe, form, device, accumulate_into_main_grad=True, delay_wgrad=delay)
-    before = give_main_grads(module, place, main_dtype, **attributes)
-    return module, make_batch(form, device), before
+    options = {"accumulate_into_main_grad": True, "delay_wgrad": delay}
+    module, batch = make(grouped_moe, form_of(place, dtype), device, **options)
+    return module, batch, give_main_grads(module, place, main_dtype, **attributes)
 
 
-def wanted_main_grad(before: Tensor, overwrite: bool, *references: Dict[str, Tensor]) -> Tensor:
-    """fp64, after one microbatch or more."""
-    total = references[-1]["weight"] if overwrite else sum(r["weight"] for r in references)
-    return total if overwrite else before.double() + total
+def total(before: Tensor, overwrite: bool, *references: Dict[str, Tensor]) -> Dict[str, Tensor]:
+    """The gradients of the parameters in fp64, after one microbatch or more. before: what is in main_grad."""
+    weight, bias = (sum(reference[kind] for reference in references) for kind in ("weight", "bias"))
+    return {"weight": references[-1]["weight"] if overwrite else before.double() + weight, "bias": bias}

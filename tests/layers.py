@@ -8,7 +8,7 @@ from compare import assert_close
 from torch import Tensor, nn
 
 SIZES = (7, 0, 19, 5)
-HEAD, TAIL = 3, 6
+HEAD, TAIL = 3, 9
 ROWS = HEAD + sum(SIZES) + TAIL
 G, N, K = len(SIZES), 40, 48
 NAN = float("nan")
@@ -18,7 +18,6 @@ by_place = pytest.mark.parametrize("place", PLACES)
 by_two_places = pytest.mark.parametrize("place", ["single", "packed"])
 by_single = pytest.mark.parametrize("single", [True, False], ids=["single", "discrete"])
 by_delay = pytest.mark.parametrize("delay", [False, True], ids=["now", "later"])
-by_overwrite = pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
 by_main = pytest.mark.parametrize("main", [False, True], ids=["grad", "main_grad"])
 
 
@@ -141,6 +140,7 @@ def run(module, batch: Batch, frozen: Sequence[str] = (), function: Optional[Cal
     """
     batch = leaves(batch, frozen)
     y = (function or module)(batch.x, batch.offsets, batch.scales)
+    assert y.dtype == batch.dy.dtype
     y.backward(batch.dy)
     inputs = {"x": batch.x, "scales": batch.scales}
     return {"y": y.detach(), **{name: t.grad for name, t in inputs.items() if t is not None and t.requires_grad}}

@@ -27,7 +27,7 @@ BATCHES = {
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("dtypes", [(FLOAT, FLOAT), (FLOAT, HALF), (HALF, FLOAT), (HALF, HALF)], ids=str)
 @layers.by_delay
-@layers.by_overwrite
+@pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
 @layers.by_place
 def test_main_grad(grouped_moe, device, place, overwrite, delay, dtypes, kind):
     """Accurate to main_grad's dtype even if operands have fewer bits: what is added is never rounded to theirs."""

@@ -9,13 +9,12 @@ from mlps import BY_MLP, MLPS
 from poison import dirty_allocator, guarded, poisoned_allocations
 from sorted_rows import DTYPES, PER_ROW, SCALES, assert_matches, assert_same, by_dtype, run, run_reference, with_leaves
 
-NAN = float("nan")
 
-
-def by_case(linears, mlps):
-    """Of these cases, given by id or as they are."""
-    cases = [BY_LINEAR.get(linear, linear) for linear in linears] + [BY_MLP.get(mlp, mlp) for mlp in mlps]
-    return pytest.mark.parametrize("case", cases, ids=[f"{type(case).__name__}-{case.id}" for case in cases])
+def by_case(linears, mlps, marks=()):
+    """Of these cases, given by id or as they are. marks: of those of grouped_linear."""
+    cases = [pytest.param(BY_LINEAR.get(linear, linear), marks=marks) for linear in linears]
+    cases += [BY_MLP.get(mlp, mlp) for mlp in mlps]
+    return pytest.mark.parametrize("case", cases, ids=lambda case: f"{type(case).__name__}-{case.id}")
 
 
 every = by_case(LINEARS + SCALED, MLPS)
@@ -69,14 +68,14 @@ def test_nan_of_a_row_with_a_group_is_not_hidden(grouped_moe, device, case):
     inputs = case.make(torch.float32, device)
     for name, tensor in inputs.given().items():
         changed = tensor.clone()
-        changed[0] = NAN
+        changed[0] = float("nan")
         y = case.call(grouped_moe, inputs.replace(**{name: changed}), inputs.offsets)
         assert y[0].isnan().all() and not y[case.sizes[0] :].isnan().any(), name
 
 
 def every_second(tensor):
     """A view of rows, and of columns where there are any, with NaN in between."""
-    wide = tensor.new_full((*tensor.shape, 2), NAN).transpose(0, -1).contiguous().transpose(0, -1)
+    wide = tensor.new_full((*tensor.shape, 2), float("nan")).transpose(0, -1).contiguous().transpose(0, -1)
     wide[..., 1] = tensor
     return wide[..., 1]
 
@@ -110,9 +109,12 @@ def test_repeats_bitwise_whatever_the_splits(grouped_moe, device, case, dtype):
         assert_same(run(grouped_moe, case, inputs, splits=splits), first)
 
 
+PAIRS = [(case, d) for case in (BY_LINEAR["bias"], BY_LINEAR["bias-scales"], BY_MLP["two-scales"]) for d in DTYPES]
+QUICK = pytest.param(*PAIRS[0], marks=pytest.mark.kernels_ci)
+
+
 @pytest.mark.parametrize("kind", group_splits.WRONG)
-@pytest.mark.parametrize("dtype", [pytest.param(DTYPES[0], marks=pytest.mark.kernels_ci), *DTYPES[1:]])
-@by_case(["bias", "bias-scales"], ["two-scales"])
+@pytest.mark.parametrize("case, dtype", [QUICK, *PAIRS[1:]], ids=lambda value: getattr(value, "id", str(value)))
 def test_wrong_splits_are_clamped(grouped_moe, device, case, dtype, kind):
     """And what surrounds the tensors in memory, NaN here, is never reached."""
     inputs = case.make(dtype, device)
@@ -153,9 +155,8 @@ def test_gradients_accumulate_and_inputs_stay(grouped_moe, device, case):
         assert_bitwise(name, tensor.detach(), before[name])
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("scales_dtype", [torch.float32, torch.bfloat16], ids=["fp32-scales", "bf16-scales"])
-@by_case(["bias-scales"], ["two-scales", RECOMPUTE[0]])
+@by_case(["bias-scales"], ["two-scales", RECOMPUTE[0]], marks=pytest.mark.kernels_ci)
 def test_autocast(grouped_moe, device, case, scales_dtype):
     """As `F.linear`: fp32 operands are cast, gradients come back in fp32; scales and fp64 are left alone."""
     inputs = case.make(torch.float32, device, scales_dtype)

@@ -275,9 +275,7 @@ LARGE = (4, 128, 128), (256, 512, 128, 384)
 )
 @pytest.mark.parametrize("kind", ["none", "bias", "scaled"])
 @layers.by_delay
-@pytest.mark.parametrize(
-    "place, main", [*((place, True) for place in layers.PLACES), ("single", False), ("packed", False)]
-)
+@pytest.mark.parametrize("place, main", [(p, True) for p in layers.PLACES] + [("single", False), ("packed", False)])
 def test_graph_of_linear(grouped_moe, device, place, main, delay, kind, dtype, shape, sizes):
     """Forward, backward and backward_dw, into gradients or a main_grad that is 0.5 before."""
     options = {"accumulate_into_main_grad": main, "delay_wgrad": delay}

@@ -2,14 +2,14 @@
 
 import contextlib
 
+import group_splits
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
 from poison import dirty_allocator, guarded, poisoned_allocations
+from sorted_rows import DTYPES, by_dtype
 
 NAN = float("nan")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 SIZES = [(7, 0, 19, 5), (200, 1, 130), (0, 0), (33,), (0, 21, 0), (0, 1, 2, 0) * 256]
 by_sizes = pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)}-groups-{sum(sizes)}-rows")
 
@@ -32,29 +32,21 @@ def expected(dy, scales, bias, sizes):
     return dbias, dscales
 
 
-def assert_sums(got, want):
-    assert got[0].dtype == got[1].dtype == torch.float32
-    assert_close("dbias", got[0], want[0], torch.float32, inner_products=True)
-    assert_close("dscales", got[1], want[1], torch.float32, inner_products=True)
+def assert_sums(got, want, dtype=torch.float32):
+    """dtype: that of sums."""
+    for name, tensor, right in zip(("dbias", "dscales"), got, want, strict=True):
+        assert tensor.dtype == dtype
+        assert_close(name, tensor, right, dtype, inner_products=True)
 
 
-@by_dtype
+@pytest.mark.parametrize("scales_dtype", DTYPES, ids=lambda dtype: f"{str(dtype)[6:]}-scales")
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=lambda dtype: str(dtype)[6:])
 @by_sizes
-def test_matches_loop(grouped_moe, device, sizes, dtype):
-    inputs = make(sizes, dtype, device)
-    assert_sums(grouped_moe.grouped_dbias_dscales(*inputs), expected(*inputs))
-
-
-@pytest.mark.parametrize("scales_dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
-def test_dtype_of_scales_is_its_own(grouped_moe, device, scales_dtype):
-    inputs = make(SIZES[0], torch.float32, device, scales_dtype=scales_dtype)
-    assert_sums(grouped_moe.grouped_dbias_dscales(*inputs), expected(*inputs))
-
-
-def test_fp64_on_cpu(grouped_moe):
-    inputs = [t.double() if t.is_floating_point() else t for t in make(SIZES[0], torch.float32, "cpu")]
-    for got, want in zip(grouped_moe.grouped_dbias_dscales(*inputs), expected(*inputs)):
-        assert_close("sum", got, want, torch.float64, inner_products=True)
+def test_matches_loop(grouped_moe, device, sizes, dtype, scales_dtype):
+    """fp64 on the CPU alone."""
+    inputs = make(sizes, dtype, "cpu" if dtype == torch.float64 else device, scales_dtype=scales_dtype)
+    sums = torch.promote_types(dtype, torch.float32)
+    assert_sums(grouped_moe.grouped_dbias_dscales(*inputs), expected(*inputs), sums)
 
 
 @pytest.mark.parametrize("given", [("dbias",), ("dscales",), ("dbias", "dscales")], ids="-".join)
@@ -89,49 +81,51 @@ def test_what_is_not_of_a_group_is_not_read(grouped_moe, device, sizes, dtype):
 
 def test_repeats_bitwise_whatever_the_splits(grouped_moe, device):
     dy, scales, bias, sizes = make(SIZES[1], torch.bfloat16, device)
-    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
     first = grouped_moe.grouped_dbias_dscales(dy, scales, bias, sizes)
-    kinds = [sizes, sizes.int(), sizes.tolist(), offsets, grouped_moe.GroupSizes(sizes)]
-    for splits in kinds + [grouped_moe.GroupOffsets(offsets.int())] * 10:
+    for splits in [sizes] * 10 + [*group_splits.forms(grouped_moe, sizes).values()]:
         for got, want in zip(grouped_moe.grouped_dbias_dscales(dy, scales, bias, splits), first):
             assert_bitwise("sum", got, want)
 
 
-def test_strides(grouped_moe, device):
+def test_strides_and_no_graph(grouped_moe, device):
     dy, scales, bias, sizes = inputs = make(SIZES[0], torch.float32, device)
-    want = expected(*inputs)
     strided = dy.t().contiguous().t(), torch.stack([scales, scales + 1], 1)[:, 0], bias.t().contiguous().t()
-    assert_sums(grouped_moe.grouped_dbias_dscales(*strided, sizes), want)
-
-
-def test_no_graph(grouped_moe, device):
-    dy, scales, bias, sizes = make(SIZES[0], torch.float32, device)
-    got = grouped_moe.grouped_dbias_dscales(dy.requires_grad_(), scales.requires_grad_(), bias.requires_grad_(), sizes)
+    got = grouped_moe.grouped_dbias_dscales(*(tensor.requires_grad_() for tensor in strided), sizes)
     assert not any(tensor.requires_grad for tensor in got)
+    assert_sums(got, expected(*inputs))
 
 
-WRONG = [
-    ("dbias", lambda t: t.bfloat16(), TypeError, "dbias: expected torch.float32, in which the sums are, got torch.bf"),
-    ("dscales", lambda t: t.double(), TypeError, "dscales: expected torch.float32, in which the sums are, got torch.f"),
-    ("dbias", lambda t: t[:3], ValueError, r"dbias: expected shape \(G, N\) = \(4, 70\), got \(3, 70\)"),
-    ("dscales", lambda t: t[:, None], ValueError, r"dscales: expected shape \(rows,\) = \(37\), got \(37, 1\)"),
-    ("dbias", lambda t: t.t().contiguous().t(), ValueError, "dbias: expected a contiguous tensor, got strides"),
-    ("dscales", lambda t: t.repeat_interleave(2)[::2], ValueError, "dscales: expected a contiguous tensor"),
-    ("dbias", lambda t: t.to("meta"), ValueError, "dbias: expected on .* like dy, got meta"),
-    ("dscales", lambda t: t.requires_grad_(), ValueError, "dscales: expected a tensor without gradient"),
-    ("dbias", lambda t: t.tolist(), TypeError, "dbias: expected a tensor, got list"),
-]
-
-
-@pytest.mark.parametrize("name, change, error, message", WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)])
-def test_wrong_buffers(grouped_moe, device, name, change, error, message):
+@pytest.mark.parametrize(
+    "name, change, error, message",
+    [
+        ("dy", lambda t: t[0], ValueError, r"expected shape \(rows, N\)"),
+        ("dy", lambda t: t.long(), TypeError, "expected one of"),
+        ("bias_scales", lambda t: t[:-1], ValueError, r"expected shape \(rows,\) = \(37\), got \(36,\)"),
+        ("bias_scales", lambda t: t.long(), TypeError, "expected one of"),
+        ("bias_scales", lambda t: None, TypeError, "expected a tensor, got NoneType"),
+        ("bias", lambda t: t[:, :9], ValueError, r"expected shape \(G, N\) = \(\?, 70\), got \(4, 9\)"),
+        ("bias", lambda t: t.half(), TypeError, "expected torch.float32 like dy, got torch.float16"),
+        ("splits", lambda t: t[:2], ValueError, r"expected shape \(G,\) sizes or \(G \+ 1,\) offsets"),
+        ("splits", lambda t: t.float(), TypeError, "expected torch.int32 or torch.int64, got torch.float32"),
+        ("dbias", lambda t: t.bfloat16(), TypeError, "expected torch.float32, in which the sums are, got torch.bf"),
+        ("dscales", lambda t: t.double(), TypeError, "expected torch.float32, in which the sums are, got torch.f"),
+        ("dbias", lambda t: t[:3], ValueError, r"expected shape \(G, N\) = \(4, 70\), got \(3, 70\)"),
+        ("dscales", lambda t: t[:, None], ValueError, r"expected shape \(rows,\) = \(37\), got \(37, 1\)"),
+        ("dbias", lambda t: t.t().contiguous().t(), ValueError, "expected a contiguous tensor, got strides"),
+        ("dscales", lambda t: t.repeat_interleave(2)[::2], ValueError, "expected a contiguous tensor"),
+        ("dbias", lambda t: t.to("meta"), ValueError, "expected on .* like dy, got meta"),
+        ("dscales", lambda t: t.requires_grad_(), ValueError, "expected a tensor without gradient"),
+        ("dbias", lambda t: t.tolist(), TypeError, "expected a tensor, got list"),
+    ],
+)
+def test_wrong_arguments(grouped_moe, device, name, change, error, message):
     """Refused before anything is written."""
-    inputs = make(SIZES[0], torch.float32, device)
+    given = dict(zip(("dy", "bias_scales", "bias", "splits"), make(SIZES[0], torch.float32, device)))
     buffers = {"dbias": torch.zeros(4, 70, device=device), "dscales": torch.zeros(37, device=device)}
-    other = buffers["dscales" if name == "dbias" else "dbias"]
-    with pytest.raises(error, match=f"^{message}"):
-        grouped_moe.grouped_dbias_dscales(*inputs, **{**buffers, name: change(buffers[name])})
-    assert not other.any()
+    given = {**given, **buffers}
+    with pytest.raises(error, match=f"^{name}: {message}"):
+        grouped_moe.grouped_dbias_dscales(**{**given, name: change(given[name])})
+    assert not any(buffer.any() for buffer in buffers.values())
 
 
 def test_buffers_that_share_memory(grouped_moe, device):
@@ -155,24 +149,3 @@ def test_buffers_that_share_memory(grouped_moe, device):
     ints.zero_()
     assert not memory.any()
     assert_sums(grouped_moe.grouped_dbias_dscales(*inputs, **apart), expected(*inputs))
-
-
-@pytest.mark.parametrize(
-    "at, change, error, message",
-    [
-        (0, lambda t: t[0], ValueError, r"dy: expected shape \(rows, N\)"),
-        (0, lambda t: t.long(), TypeError, "dy: expected one of"),
-        (1, lambda t: t[:-1], ValueError, r"bias_scales: expected shape \(rows,\) = \(37\), got \(36,\)"),
-        (1, lambda t: t.long(), TypeError, "bias_scales: expected one of"),
-        (1, lambda t: None, TypeError, "bias_scales: expected a tensor, got NoneType"),
-        (2, lambda t: t[:, :9], ValueError, r"bias: expected shape \(G, N\) = \(\?, 70\), got \(4, 9\)"),
-        (2, lambda t: t.half(), TypeError, "bias: expected torch.float32 like dy, got torch.float16"),
-        (3, lambda t: t[:2], ValueError, r"splits: expected shape \(G,\) sizes or \(G \+ 1,\) offsets"),
-        (3, lambda t: t.float(), TypeError, "splits: expected torch.int32 or torch.int64, got torch.float32"),
-    ],
-)
-def test_wrong_arguments(grouped_moe, device, at, change, error, message):
-    inputs = list(make(SIZES[0], torch.float32, device))
-    inputs[at] = change(inputs[at])
-    with pytest.raises(error, match=f"^{message}"):
-        grouped_moe.grouped_dbias_dscales(*inputs)

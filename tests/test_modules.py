@@ -2,130 +2,117 @@
 
 import copy
 
+import group_splits
+import layers
 import pytest
 import torch
 from compare import assert_bitwise
-from linear_modules import (
-    LAYOUTS,
-    SIZES,
-    G,
-    K,
-    N,
-    assert_matches,
-    by_form,
-    by_layout,
-    is_packed,
-    make_batch,
-    make_module,
-    packed,
-    parameter_grads,
-    reference,
-    run,
-)
+from layers import LAYOUTS, ROWS, SIZES, G, K, N, assert_matches, make, make_module, packed, reference, run, step
 from poison import poisoned_allocations
 
 
 @pytest.mark.kernels_ci
-@by_form
+@layers.by_form
 def test_matches_reference(grouped_moe, device, form):
-    module, batch = make_module(grouped_moe, form, device), make_batch(form, device)
+    """Next to NaN, whether rows have a group or not; gradients add up over backwards."""
+    (module, first), second = make(grouped_moe, form, device), layers.make_batch(form, device)
+    want, other = (reference(grouped_moe, module, batch) for batch in (first, second))
     with poisoned_allocations():
-        got = {**run(module, batch), **parameter_grads(module)}
+        got = step(module, first)
+        assert got.keys() == want.keys()
+        assert_matches(got, want)
+        got = {**step(module, second), **step(module, layers.without_groups(first, ROWS))}
+    total = layers.parameter_grads(module)
+    assert_matches(total, {kind: want[kind] + other[kind] for kind in total})
+    assert not any(tensor.any() for name, tensor in got.items() if name not in ("weight", "bias"))
+
+
+@pytest.mark.parametrize("place", ["single", "packed", "apart"])
+@layers.by_main
+@layers.by_delay
+def test_splits(grouped_moe, device, delay, main, place):
+    """In every form, and wrong ones as what they are clamped to."""
+    options = {"accumulate_into_main_grad": main, "delay_wgrad": delay}
+    module = make_module(grouped_moe, layers.form_of(place), device, **options)
+    batch = layers.make_batch(layers.form_of(place), device, rest=1.0)
+    forms = group_splits.forms(grouped_moe, torch.tensor(SIZES, device=device))
+    every = [(splits, SIZES) for splits in forms.values()]
+    every += [(torch.tensor(wrong, device=device), wrong) for wrong in group_splits.WRONG.values()]
+    for splits, numbers in every:
+        right = torch.tensor(group_splits.clamped(numbers, ROWS))
+        module.zero_grad()
+        before = layers.give_main_grads(module, place)
+        want = reference(grouped_moe, module, batch._replace(offsets=right), before if main else None)
+        assert_matches(step(module, batch._replace(offsets=splits)), want)
+
+
+@layers.by_two_places
+@layers.by_delay
+def test_two_layers(grouped_moe, device, delay, place):
+    """In a row, with an activation in between and the same scales: an MLP."""
+    form, options = layers.form_of(place), {"accumulate_into_main_grad": True, "delay_wgrad": delay}
+    up, batch = make(grouped_moe, form, device, **options)
+    down, dy = make_module(grouped_moe, form, device, (G, N, K), **options), torch.randn(ROWS, K, device=device)
+    start, other = (layers.give_main_grads(module, place) for module in (up, down))
+    got = run(up, batch._replace(dy=dy), function=lambda x, *args: down(up(x, *args).tanh(), *args))
+    a = reference(grouped_moe, up, batch)["y"].tanh()
+    second = reference(grouped_moe, down, batch._replace(x=a, dy=dy), other)
+    first = reference(grouped_moe, up, batch._replace(dy=second["x"] * (1 - a * a)), start)
+    for layer, want in ((up, first), (down, second)):
+        layer.backward_dw()
+        assert_matches(layers.parameter_grads(layer), want)
+    assert_matches(got, {"y": second["y"], "x": first["x"], "scales": first["scales"] + second["scales"]})
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "weight", "bias", "both", "x", "weight1", "bias1"])
+@layers.by_delay
+@layers.by_form
+def test_frozen(grouped_moe, device, form, delay, frozen):
+    """What is not frozen has the same gradient to the bit, the rest has none, and hooks of parameters run in time."""
+    module, batch = make(grouped_moe, form, device, delay_wgrad=delay)
     want = reference(grouped_moe, module, batch)
-    assert got.keys() == want.keys()
-    assert_matches(got, want, form.dtype)
-
-
-@pytest.mark.parametrize("single", [True, False], ids=["single", "discrete"])
-def test_one_group(grouped_moe, device, single):
-    """nn.Linear on the rows of the group."""
-    options = {"single_grouped_weight": single, "single_grouped_bias": single, "device": device}
-    torch.manual_seed(7)
-    module = grouped_moe.GroupedLinear(1, K, N, **options)
-    torch.manual_seed(7)
-    linear = torch.nn.Linear(K, N, device=device)
-    x, dy = torch.randn(9, K, device=device), torch.randn(9, N, device=device)
-    y, want = module(x, [9]), linear(x)
-    y.backward(dy)
-    want.backward(dy)
-    for (name, got), parameter in zip(module.named_parameters(), linear.parameters()):
-        assert_bitwise(name, got.detach().view_as(parameter), parameter.detach())
-        grad = {name: got.grad.view_as(parameter)}
-        assert_matches(grad, {name: parameter.grad.double()}, torch.float32)
-    assert_matches({"y": y}, {"y": want.double()}, torch.float32)
-
-
-def test_gradients_add_up(grouped_moe, device):
-    """Over two backwards, in discrete parameters, whose gradients are views of one tensor."""
-    module = make_module(grouped_moe, LAYOUTS[-1], device)
-    batches = [make_batch(LAYOUTS[-1], device) for _ in range(2)]
-    want = [reference(grouped_moe, module, batch) for batch in batches]
-    for batch in batches:
-        run(module, batch)
-    for kind, grad in parameter_grads(module).items():
-        assert_matches({kind: grad}, {kind: want[0][kind] + want[1][kind]}, torch.float32)
-
-
-@by_layout
-def test_splits_in_every_form(grouped_moe, device, form):
-    module, batch = make_module(grouped_moe, form, device), make_batch(form, device)
-    sizes = torch.tensor(SIZES, device=device)
-    offsets = torch.tensor((0, *SIZES), device=device).cumsum(0)
-    want = module(batch.x, offsets, batch.scales)
-    kinds = [sizes, sizes.int(), list(SIZES), grouped_moe.GroupSizes(sizes), grouped_moe.GroupOffsets(offsets)]
-    for splits in kinds:
-        assert_bitwise("y", module(batch.x, splits, batch.scales), want)
-
-
-@pytest.mark.parametrize("frozen", ["weight", "bias", "weight1", "bias1", "both", "x"])
-@by_layout
-def test_frozen(grouped_moe, device, form, frozen):
-    """What is not frozen has the same gradient to the bit, the rest has none."""
-    module, batch = make_module(grouped_moe, form, device), make_batch(form, device)
-    run(module, batch)
-    full = {name: p.grad for name, p in module.named_parameters()}
+    assert_matches(step(module, batch), want)
+    full = {name: parameter.grad for name, parameter in module.named_parameters()}
     module.zero_grad()
+    hooked = []
     for name, parameter in module.named_parameters():
-        if name == frozen or frozen == "both" or name[:-1] == frozen:
-            parameter.requires_grad_(False)
-    if frozen == "x":
-        module(batch.x, batch.offsets, batch.scales).backward(batch.dy)
-    else:
-        assert_matches(run(module, batch), reference(grouped_moe, module, batch), form.dtype)
+        assert hasattr(parameter, "skip_backward_post_hook") == delay
+        parameter.register_hook(lambda grad, name=name: hooked.append(name))
+        parameter.requires_grad_(frozen not in (name, name.rstrip("0123456789"), "both"))
+    wanted = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    with poisoned_allocations():
+        if frozen != "x":
+            assert_matches(run(module, batch), want)
+        elif wanted:
+            module(*batch[:3]).backward(batch.dy)
+        assert sorted(hooked) == ([] if delay else sorted(wanted))
+        assert not delay or all(parameter.grad is None for parameter in module.parameters())
+        assert module.need_backward_dw() == (delay and bool(wanted))
+        module.backward_dw()
+    assert module.discard_delayed_wgrad() == 0
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
+        if name in wanted:
             assert_bitwise(name, parameter.grad, full[name])
         else:
             assert parameter.grad is None, name
 
 
-@by_layout
+@layers.by_layout
 def test_no_grad(grouped_moe, device, form):
-    module, batch = make_module(grouped_moe, form, device), make_batch(form, device)
-    with torch.no_grad():
-        y = module(batch.x, batch.offsets, batch.scales)
-    assert not y.requires_grad
-    assert_matches({"y": y}, reference(grouped_moe, module, batch), form.dtype)
+    """Of what the parameters hold now."""
+    module, batch = make(grouped_moe, form, device)
+    for _ in range(2):
+        with torch.no_grad():
+            y = module(*batch[:3])
+        assert not y.requires_grad
+        assert_matches({"y": y}, reference(grouped_moe, module, batch))
+        for parameter in module.parameters():
+            parameter.detach().mul_(-3)
 
 
-@by_layout
-def test_autocast(grouped_moe, device, form):
-    """As a module in bf16, its gradients in the dtype of the parameters."""
-    module, batch = make_module(grouped_moe, form, device), make_batch(form, device)
-    low = copy.deepcopy(module).bfloat16()
-    batch = batch._replace(dy=batch.dy.bfloat16())
-    want = run(low, batch._replace(x=batch.x.bfloat16()))
-    with torch.autocast(device, torch.bfloat16):
-        got = run(module, batch)
-    assert_bitwise("y", got["y"], want["y"])
-    assert_bitwise("x", got["x"], want["x"].float())
-    for name, grad in parameter_grads(low).items():
-        assert_bitwise(name, parameter_grads(module)[name], grad.float())
-
-
-@by_layout
+@layers.by_layout
 def test_parameters(grouped_moe, device, form):
-    """The same values in every layout; views of one storage; drawn as by nn.Linear."""
+    """The same values in every layout; views of one storage."""
     torch.manual_seed(5)
     module = make_module(grouped_moe, form, device)
     torch.manual_seed(5)
@@ -135,14 +122,24 @@ def test_parameters(grouped_moe, device, form):
     assert [name for name, _ in module.named_parameters()] == weights + biases == list(module.state_dict())
     assert_bitwise("weight", packed(module, "weight"), single.weight.detach())
     assert_bitwise("bias", packed(module, "bias"), single.bias.detach())
-    assert form.weight or is_packed(module)
+    assert form.weight or layers.is_packed(module)
     bound = K**-0.5
     for name, parameter in module.named_parameters():
         assert 0.8 * bound < parameter.abs().max() <= bound, name
         assert parameter.is_leaf and parameter.requires_grad and not hasattr(parameter, "skip_backward_post_hook")
 
 
-@by_layout
+@layers.by_single
+def test_one_group_is_drawn_as_nn_linear(grouped_moe, device, single):
+    torch.manual_seed(7)
+    module = grouped_moe.GroupedLinear(1, K, N, single_grouped_weight=single, single_grouped_bias=single, device=device)
+    torch.manual_seed(7)
+    linear = torch.nn.Linear(K, N, device=device)
+    for (name, got), want in zip(module.named_parameters(), linear.parameters(), strict=True):
+        assert_bitwise(name, got.detach().view_as(want), want.detach())
+
+
+@layers.by_layout
 def test_init_method(grouped_moe, form):
     shapes = []
 
@@ -175,26 +172,25 @@ def _scatter(module, order, gap=8, transposed=None):
 )
 def test_data_moved_elsewhere(grouped_moe, device, order, transposed):
     """Data that others placed: seen without a copy if equally spaced and ascending, right in any case."""
-    form = LAYOUTS[-1]
-    module, batch = make_module(grouped_moe, form, device), make_batch(form, device)
-    want = {**run(module, batch), **parameter_grads(module)}
+    module, batch = make(grouped_moe, LAYOUTS[-1], device)
+    want = step(module, batch)
     module.zero_grad()
     flat = _scatter(module, order, transposed=transposed)
-    got = {**run(module, batch), **parameter_grads(module)}
+    got = step(module, batch)
     for name, tensor in want.items():
         assert_bitwise(name, got[name], tensor)
     flat.fill_(0.0)
-    y = module(batch.x, batch.offsets, batch.scales)
-    assert_matches({"y": y}, reference(grouped_moe, module, batch), torch.float32)
+    y = module(*batch[:3])
+    assert_matches({"y": y}, reference(grouped_moe, module, batch))
 
 
 def test_no_copy_of_packed_weights(grouped_moe):
     """The bytes that a forward allocates do not hold the weights."""
-    module, batch = make_module(grouped_moe, LAYOUTS[-1], "cpu"), make_batch(LAYOUTS[-1], "cpu")
+    module, batch = make(grouped_moe, LAYOUTS[-1], "cpu")
 
     def largest():
         with torch.profiler.profile(profile_memory=True) as profile:
-            module(batch.x, batch.offsets, batch.scales)
+            module(*batch[:3])
         return max(event.self_cpu_memory_usage for event in profile.key_averages())
 
     assert largest() < N * K * G
@@ -202,10 +198,13 @@ def test_no_copy_of_packed_weights(grouped_moe):
     assert largest() >= N * K * G
 
 
+@pytest.mark.parametrize("option", ["", "delay_wgrad", "accumulate_into_main_grad"])
 @pytest.mark.parametrize("name", ["weight0", "weight3"])
-def test_weights_modified_before_the_backward_are_refused(grouped_moe, device, name):
-    module, batch = make_module(grouped_moe, LAYOUTS[-1], device), make_batch(LAYOUTS[-1], device)
+def test_weights_modified_before_the_backward_are_refused(grouped_moe, device, name, option):
+    options = {option: True} if option else {}
+    module, batch = make(grouped_moe, LAYOUTS[-1], device, **options)
     for twin in (module, copy.deepcopy(module)):
+        layers.give_main_grads(twin, "packed")
         y = twin(batch.x.clone().requires_grad_(), batch.offsets, batch.scales)
         with torch.no_grad():
             getattr(twin, name).mul_(2)
@@ -213,16 +212,22 @@ def test_weights_modified_before_the_backward_are_refused(grouped_moe, device, n
             y.backward(batch.dy)
 
 
-@by_layout
-def test_meta_and_fake(grouped_moe, form):
-    batch = make_batch(form, "cpu")
-    meta = make_module(grouped_moe, form, "meta")
-    y = meta(*(t.to("meta") for t in (batch.x, batch.offsets, batch.scales)))
-    assert y.shape == batch.dy.shape and y.device.type == "meta"
+@layers.by_delay
+@layers.by_form
+def test_meta_and_fake(grouped_moe, device, form, delay):
+    """Modules without storage. One made on the meta device computes once it has some."""
+    module, batch = make_module(grouped_moe, form, "meta", delay_wgrad=delay), layers.make_batch(form, "cpu")
+    given = [tensor for tensor in batch[:3] if tensor is not None]
+    y = module(*(tensor.to("meta") for tensor in given))
+    assert y.shape == batch.dy.shape and y.is_meta and all(parameter.is_meta for parameter in module.parameters())
     with torch._subclasses.FakeTensorMode() as mode:
-        fake = make_module(grouped_moe, form, "cpu")
-        y = fake(*(mode.from_tensor(t) for t in (batch.x, batch.offsets, batch.scales)))
-    assert y.shape == batch.dy.shape
+        fake = make_module(grouped_moe, form, "cpu", delay_wgrad=delay)
+        assert fake(*map(mode.from_tensor, given)).shape == batch.dy.shape
+    module, batch = module.to_empty(device=device), layers.make_batch(form, device)
+    assert form.weight or layers.is_packed(module)
+    assert not delay or all(parameter.skip_backward_post_hook for parameter in module.parameters())
+    module.reset_parameters()
+    assert_matches(step(module, batch), reference(grouped_moe, module, batch))
 
 
 def test_repr(grouped_moe):
@@ -250,25 +255,22 @@ def test_wrong_arguments_are_named(grouped_moe, name):
             grouped_moe.GroupedLinear(*args, **options)
 
 
-def test_wrong_inputs_are_named(grouped_moe, device):
-    for form in LAYOUTS:
-        for options in ({}, {"delay_wgrad": True}):
-            module, (x, offsets, scales, _) = (
-                make_module(grouped_moe, form, device, **options),
-                make_batch(form, device),
-            )
-            for name, args, error in (
-                ("x", (x.tolist(), offsets, scales), TypeError),
-                ("x", (x.long(), offsets, scales), TypeError),
-                ("weight", (x.half(), offsets, scales), TypeError),
-                ("x", (x[:, 1:], offsets, scales), ValueError),
-                ("splits", (x, offsets[:2], scales), ValueError),
-                ("splits", (x, offsets.float(), scales), TypeError),
-                ("bias_scales", (x, offsets), ValueError),
-                ("bias_scales", (x, offsets, scales[1:]), ValueError),
-            ):
-                with pytest.raises(error, match=f"^{name}: "):
-                    module(*args)
-    plain = grouped_moe.GroupedLinear(G, K, N, device=device)
+@layers.by_delay
+@layers.by_layout
+def test_wrong_inputs_are_named(grouped_moe, device, form, delay):
+    module, (x, offsets, scales, _) = make(grouped_moe, form, device, delay_wgrad=delay)
+    for name, args, error in (
+        ("x", (x.tolist(), offsets, scales), TypeError),
+        ("x", (x.long(), offsets, scales), TypeError),
+        ("weight", (x.half(), offsets, scales), TypeError),
+        ("x", (x[:, 1:], offsets, scales), ValueError),
+        ("splits", (x, offsets[:2], scales), ValueError),
+        ("splits", (x, offsets.float(), scales), TypeError),
+        ("splits", (x, offsets.to("meta" if device == "cpu" else "cpu"), scales), ValueError),
+        ("bias_scales", (x, offsets), ValueError),
+        ("bias_scales", (x, offsets, scales[1:]), ValueError),
+    ):
+        with pytest.raises(error, match=f"^{name}: "):
+            module(*args)
     with pytest.raises(ValueError, match="^bias_scales: "):
-        plain(x, offsets, scales)
+        grouped_moe.GroupedLinear(G, K, N, device=device, delay_wgrad=delay)(x, offsets, scales)

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from compare import assert_bitwise
-from linear_modules import LAYOUTS, Form, N, by_layout, is_packed, make_batch, make_module, packed, run
+from layers import LAYOUTS, Form, N, by_layout, is_packed, make_batch, make_module, packed, run
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["root", "nested"])
@@ -15,6 +15,7 @@ from linear_modules import LAYOUTS, Form, N, by_layout, is_packed, make_batch, m
 @pytest.mark.parametrize("source", LAYOUTS, ids=str)
 @by_layout
 def test_checkpoints_of_every_form_load_into_every_form(grouped_moe, form, source, assign, nested):
+    """And stay as they are."""
     saved, module = make_module(grouped_moe, source, "cpu"), make_module(grouped_moe, form, "cpu", delay_wgrad=True)
     want = {kind: packed(saved, kind) for kind in ("weight", "bias")}
     prefix, root = "", module
@@ -26,22 +27,13 @@ def test_checkpoints_of_every_form_load_into_every_form(grouped_moe, form, sourc
     checkpoint[f"{prefix}_extra_state"] = torch.zeros(0, dtype=torch.uint8)
     keys, metadata = list(checkpoint), checkpoint._metadata
     assert root.load_state_dict(checkpoint, strict=True, assign=assign) == ([], [])
-    assert list(checkpoint) == keys and checkpoint._metadata is metadata
+    problems = []  # Some callers give modules the whole checkpoint, one by one.
+    module._load_from_state_dict(checkpoint, prefix, {}, True, problems, problems, problems)
+    assert problems == [] and list(checkpoint) == keys and checkpoint._metadata is metadata
     for kind, tensor in want.items():
         assert_bitwise(kind, packed(module, kind), tensor)
     assert form.weight or is_packed(module)
     assert all(p.requires_grad and p.skip_backward_post_hook for p in module.parameters())
-
-
-@by_layout
-def test_callers_checkpoint_stays(grouped_moe, form):
-    """Also of callers that give modules the whole checkpoint, one by one."""
-    module = make_module(grouped_moe, form, "cpu")
-    checkpoint = make_module(grouped_moe, Form(not form.weight, not form.bias, "scaled"), "cpu").state_dict(prefix="a.")
-    checkpoint["a._extra_state"] = None
-    keys, problems = list(checkpoint), []
-    module._load_from_state_dict(checkpoint, "a.", {}, True, problems, problems, problems)
-    assert problems == [] and list(checkpoint) == keys
 
 
 @by_layout
@@ -52,20 +44,13 @@ def test_wrong_checkpoints_are_refused(grouped_moe, form):
     other = make_module(grouped_moe, Form(not form.weight, form.bias, "scaled"), "cpu").state_dict()
     if form.weight:
         few = {name: tensor for name, tensor in other.items() if name != "weight2"}
-        wrong = {
-            "few": few,
-            "many": {**other, "weight4": other["weight0"]},
-            "shape": {**other, "weight2": torch.ones(N)},
-        }
+        wrong = [few, {**other, "weight4": other["weight0"]}, {**other, "weight2": torch.ones(N)}]
     else:
         weight = other["weight"]
-        wrong = {"few": {**other, "weight": weight[:3]}, "many": {**other, "weight": torch.cat([weight, weight])}}
-        wrong["shape"] = {**other, "weight": weight[:, 1:]}
-    wrong.update(both={**own, **other}, stranger={**own, "extra": torch.zeros(1)})
-    for name, checkpoint in wrong.items():
+        wrong = [{**other, "weight": each} for each in (weight[:3], torch.cat([weight, weight]), weight[:, 1:])]
+    for checkpoint in (*wrong, {**own, **other}, {**own, "extra": torch.zeros(1)}):
         with pytest.raises(RuntimeError, match="for GroupedLinear"):
             module.load_state_dict(checkpoint)
-            pytest.fail(name)
 
 
 def _torch_save(module):

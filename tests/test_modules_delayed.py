@@ -2,110 +2,59 @@
 
 import weakref
 
+import layers
 import pytest
 import torch
-from linear_modules import (
-    FLOAT,
-    Form,
-    assert_matches,
-    by_form,
-    by_single,
-    form_of,
-    give_main_grads,
-    grads,
-    main_grads,
-    make_batch,
-    make_module,
-    reference,
-    run,
-)
-from poison import poisoned_allocations
+from layers import Form, assert_matches, form_of, make, make_batch, make_module, reference, run
+
+SCALED = Form(kind="scaled")
 
 
 @pytest.mark.parametrize("order", ["F0 F1 B0 B1 W W", "F0 F1 B1 B0 W W", "F0 F1 B0 W B1 W", "F0 B0 F1 B1 W W"])
-@pytest.mark.parametrize("main", [False, True], ids=["grad", "main_grad"])
-@by_single
-def test_microbatches_in_flight(grouped_moe, device, single, main, order):
+@layers.by_main
+@layers.by_two_places
+@layers.by_delay
+def test_microbatches_in_flight(grouped_moe, device, delay, place, main, order):
     """As pipelines interleave them. Each backward_dw is for the oldest backward; gradients add up."""
-    place = "single" if single else "packed"
-    form = form_of(place)
-    now = make_module(grouped_moe, form, device, accumulate_into_main_grad=main)
-    later = make_module(grouped_moe, form, device, accumulate_into_main_grad=main, delay_wgrad=True)
-    later.load_state_dict(now.state_dict())
-    batches = [make_batch(form, device) for _ in range(2)]
-    wants = [reference(grouped_moe, now, batch) for batch in batches]
-    for module in (now, later):
-        give_main_grads(module, place, value=0.0)
-        outputs, total, done = {}, 0.0, []
-        for step, index in (part.ljust(2)[:2] for part in order.split()):
-            if step == "F":
-                outputs[index] = module(*batches[int(index)][:3])
-            elif step == "B":
-                outputs.pop(index).backward(batches[int(index)].dy)
-                done.append(wants[int(index)])
-            if step == "W" and module is later:
-                module.backward_dw()
-            if step == ("W" if module is later else "B"):
-                want = done.pop(0)
-                total = {kind: want[kind] + (total[kind] if total else 0) for kind in ("weight", "bias")}
-                got = {"weight": main_grads(module) if main else grads(module, "weight"), "bias": grads(module, "bias")}
-                assert_matches(got, total, FLOAT)
-
-
-@pytest.mark.parametrize("frozen", ["nothing", "weight", "bias", "x", "weight1", "bias1"])
-@by_form
-def test_delayed(grouped_moe, device, form, frozen):
-    """The backward gives what the inputs get, backward_dw the rest; frozen parameters and their hooks stay alone."""
-    module, batch = make_module(grouped_moe, form, device, delay_wgrad=True), make_batch(form, device)
-    for name, parameter in module.named_parameters():
-        assert parameter.skip_backward_post_hook is True
-        parameter.register_hook(lambda grad: pytest.fail("a hook of a parameter ran in the backward"))
-        parameter.requires_grad_(name.rstrip("0123456789") != frozen and name != frozen)
-    want = reference(grouped_moe, module, batch)
-    with poisoned_allocations():
-        if frozen == "x":
-            module(batch.x, batch.offsets, batch.scales).backward(batch.dy)
+    form, options = form_of(place), {"accumulate_into_main_grad": main, "delay_wgrad": delay}
+    module, batches = make_module(grouped_moe, form, device, **options), {i: make_batch(form, device) for i in "01"}
+    before = layers.give_main_grads(module, place, value=0.0)
+    outputs, waiting, done = {}, [], []
+    for part in order.split():
+        index = part[1:]
+        if part[0] == "F":
+            outputs[index] = module(*batches[index][:3])
+        elif part[0] == "B":
+            outputs.pop(index).backward(batches[index].dy)
+            waiting.append(reference(grouped_moe, module, batches[index]))
         else:
-            assert_matches(run(module, batch), want, form.dtype)
-        assert all(parameter.grad is None for parameter in module.parameters())
-        assert module.need_backward_dw() == any(parameter.requires_grad for parameter in module.parameters())
-        module.backward_dw()
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            assert parameter.grad is None, name
-            continue
-        group = name.lstrip("weightbias")
-        expected = want[name.rstrip("0123456789")]
-        got, expected = (parameter.grad[None], expected[int(group)][None]) if group else (parameter.grad, expected)
-        assert parameter.grad.dtype == form.dtype
-        assert_matches({"grad": got}, {"grad": expected}, form.dtype)
-    assert module.discard_delayed_wgrad() == 0
+            module.backward_dw()
+        if part[0] == ("W" if delay else "B"):
+            done.append(waiting.pop(0))
+            assert_matches(layers.parameter_grads(module), layers.total(before, False, *done))
 
 
-@by_single
-def test_delayed_gradients_are_added(grouped_moe, device, single):
+@layers.by_two_places
+def test_delayed_gradients_are_added(grouped_moe, device, place):
     """To a gradient that is there, in place; of discrete weights only some may have one."""
-    form = Form(single, single, "scaled")
-    module, batch = make_module(grouped_moe, form, device, delay_wgrad=True), make_batch(form, device)
-    before = {}
+    module, batch = make(grouped_moe, form_of(place), device, delay_wgrad=True)
+    kept = {}
     for name, parameter in module.named_parameters():
         if name not in ("weight0", "weight2", "bias1"):
-            parameter.grad = before[name] = torch.randn_like(parameter)
-    before = {name: grad.clone() for name, grad in before.items()}
-    kept = {name: parameter.grad for name, parameter in module.named_parameters() if name in before}
+            parameter.grad = kept[name] = torch.randn_like(parameter)
+    before = {name: grad.double() for name, grad in kept.items()}
     want = reference(grouped_moe, module, batch)
     run(module, batch)
     module.backward_dw()
     for name, parameter in module.named_parameters():
         expected = want[name.rstrip("0123456789")]
-        expected = expected if single else expected[int(name[-1])]
-        expected = expected + before[name].double() if name in before else expected
-        assert_matches({"grad": parameter.grad[None]}, {"grad": expected[None]}, FLOAT)
+        expected = (expected[int(name[-1])] if name[-1].isdigit() else expected) + before.get(name, 0.0)
+        assert_matches({"grad": parameter.grad[None]}, {"grad": expected[None]})
         assert name not in kept or parameter.grad is kept[name]
 
 
 def test_hooks_run_after_each_delayed_gradient(grouped_moe, device):
-    module, batch = make_module(grouped_moe, Form(), device, delay_wgrad=True), make_batch(Form(), device)
+    module, batch = make(grouped_moe, Form(), device, delay_wgrad=True)
     seen = []
     module.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(module.weight.grad is not None))
     module.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(module.discard_delayed_wgrad()))
@@ -117,8 +66,7 @@ def test_hooks_run_after_each_delayed_gradient(grouped_moe, device):
 
 def test_never_called(grouped_moe, device):
     """Neither an error out of memory nor a layer that is silently not trained."""
-    batch = make_batch(Form(), device)
-    module = make_module(grouped_moe, Form(), device, delay_wgrad=True)
+    module, batch = make(grouped_moe, Form(), device, delay_wgrad=True)
     for _ in range(64):
         run(module, batch)
     with pytest.raises(RuntimeError, match="64 backwards wait for backward_dw"):
@@ -132,8 +80,7 @@ def test_never_called(grouped_moe, device):
 
 
 def test_nothing_stored(grouped_moe, device):
-    batch = make_batch(Form(), device)
-    module = make_module(grouped_moe, Form(), device, delay_wgrad=True)
+    module, batch = make(grouped_moe, Form(), device, delay_wgrad=True)
     with pytest.raises(RuntimeError, match="nothing is stored"):
         module.backward_dw()
     with torch.no_grad():
@@ -148,29 +95,10 @@ def test_nothing_stored(grouped_moe, device):
     module.backward_dw()
     with pytest.raises(RuntimeError, match="nothing is stored"):
         module.backward_dw()
-    now = make_module(grouped_moe, Form(), device)
-    run(now, batch)
-    assert not now.need_backward_dw()
-    now.backward_dw()
 
 
 class Memory(bytearray):
     """Bytes that tell when they are gone."""
-
-
-class Token:
-    """Something that the autograd graph keeps."""
-
-
-class KeepToken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, token):
-        ctx.token = token
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dx):
-        return dx, None
 
 
 def _watched(tensor, refs):
@@ -181,16 +109,15 @@ def _watched(tensor, refs):
 
 
 @pytest.mark.parametrize("end", ["backward_dw", "discard", "deletion"])
-@by_single
-def test_nothing_stays_in_memory(grouped_moe, single, end):
-    form = Form(single, single, "scaled")
-    module, batch = make_module(grouped_moe, form, "cpu", delay_wgrad=True), make_batch(form, "cpu")
-    refs, token = [], Token()
+@layers.by_two_places
+def test_nothing_stays_in_memory(grouped_moe, place, end):
+    module, batch = make(grouped_moe, form_of(place), "cpu", delay_wgrad=True)
+    refs, token = [], Memory()  # of which the autograd graph keeps the latter
     x, offsets, scales, dy = (_watched(tensor, refs) for tensor in batch)
-    graph = weakref.ref(token)
-    y = module(KeepToken.apply(x.requires_grad_(), token), offsets, scales)
-    y.backward(dy)
-    del x, offsets, scales, dy, y, token
+    x, graph = x.requires_grad_().view_as(x), weakref.ref(token)
+    x.register_hook(lambda dx, token=token: dx)
+    module(x, offsets, scales).backward(dy)
+    del x, offsets, scales, dy, token
     assert graph() is None, "what is stored keeps the graph that x hangs on"
     assert all(ref() is not None for ref in refs), "stored, so the case shows something"
     if end == "backward_dw":
@@ -204,10 +131,7 @@ def test_nothing_stays_in_memory(grouped_moe, single, end):
 
 @pytest.mark.parametrize("frozen, kept", [("weight", [False, True, True, True]), ("bias", [True, True, False, True])])
 def test_stores_only_what_is_needed(grouped_moe, frozen, kept):
-    module, batch = (
-        make_module(grouped_moe, Form(kind="scaled"), "cpu", delay_wgrad=True),
-        make_batch(Form(kind="scaled"), "cpu"),
-    )
+    module, batch = make(grouped_moe, SCALED, "cpu", delay_wgrad=True)
     module.get_parameter(frozen).requires_grad_(False)
     refs = []
     x, offsets, scales, dy = (_watched(tensor, refs) for tensor in batch)
@@ -216,12 +140,11 @@ def test_stores_only_what_is_needed(grouped_moe, frozen, kept):
     assert [ref() is not None for ref in refs] == kept
 
 
-@pytest.mark.parametrize("name", ["x", "splits", "bias_scales", "the gradient of the output"])
-def test_modified_before_backward_dw_is_refused(grouped_moe, device, name):
-    form = Form(kind="scaled")
-    module, batch = make_module(grouped_moe, form, device, delay_wgrad=True), make_batch(form, device)
+@pytest.mark.parametrize("at, name", list(enumerate(["x", "splits", "bias_scales", "the gradient of the output"])))
+def test_modified_before_backward_dw_is_refused(grouped_moe, device, at, name):
+    module, batch = make(grouped_moe, SCALED, device, delay_wgrad=True)
     module(*batch[:3]).backward(batch.dy)
-    dict(zip(("x", "splits", "bias_scales", "the gradient of the output"), batch))[name].mul_(1)
+    batch[at].mul_(1)
     with pytest.raises(RuntimeError, match=f"^{name}: modified in place"):
         module.backward_dw()
     assert module.discard_delayed_wgrad() == 1

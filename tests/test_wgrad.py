@@ -64,12 +64,13 @@ def expected(p, q, sizes, old=None):
 @pytest.mark.parametrize("m, n", SHAPES, ids=lambda size: str(size))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_ragged(wgrad, sizes, m, n, dtype):
-    """dw in guarded memory; the rows of any one group stand between NaN."""
+    """dw in guarded memory; the rows of any one group stand between NaN, with the other groups and without."""
     used, offsets = sum(sizes), offsets_of(sizes)
     p, q = rows_of(used, used + 70, m, dtype), rows_of(used, used + 70, n, dtype)
     memory, dw = guarded_dw((len(sizes), m, n), dtype, NAN)
     wgrad(p, 0, q, 0, None, offsets, dw)
-    assert_close("dw", dw, expected(p[:used], q[:used], sizes), dtype)
+    want, one = expected(p[:used], q[:used], sizes), torch.full((1, m, n), NAN, dtype=dtype, device="cuda")
+    assert_close("dw", dw, want, dtype)
     first = dw.clone()
     assert is_untouched(memory, dw)
     for group, (start, size) in enumerate(zip(offsets.tolist(), sizes)):
@@ -78,6 +79,8 @@ def test_ragged(wgrad, sizes, m, n, dtype):
             rows[start : start + size] = source[start : start + size]
         wgrad(alone[0], 0, alone[1], 0, None, offsets, dw)
         assert_bitwise(f"dw[{group}]", dw[group], first[group])
+        wgrad(alone[0], 0, alone[1], 0, None, offsets[group:], one)
+        assert_close(f"dw[{group}] alone", one, want[group : group + 1], dtype)
 
 
 @pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few", "many"])
@@ -111,26 +114,6 @@ def test_misaligned(wgrad, case):
     width = n + (3 if case == "dw-columns" else 0)
     memory = torch.full((len(sizes) * m * width + 1,), NAN, dtype=torch.bfloat16, device="cuda")
     dw = memory[case == "dw-offset" :][: len(sizes) * m * width].view(len(sizes), m, width)[..., :n]
-    wgrad(p, 0, q, 0, None, offsets_of(sizes), dw)
-    assert_close("dw", dw, expected(p, q, sizes), torch.bfloat16)
-
-
-def test_one_group_of_many(wgrad):
-    """Offsets and dw of a single group, wherever it lies."""
-    sizes, m, n = FEW, 200, 264
-    used, offsets = sum(sizes), offsets_of(sizes)
-    p, q = rows_of(used, used, m, torch.bfloat16), rows_of(used, used, n, torch.bfloat16)
-    want = expected(p, q, sizes)
-    for group in range(len(sizes)):
-        dw = torch.full((m, n), NAN, dtype=torch.bfloat16, device="cuda")
-        wgrad(p, 0, q, 0, None, offsets[group:], dw[None])
-        assert_close(f"dw[{group}]", dw[None], want[group : group + 1], torch.bfloat16)
-
-
-def test_more_groups_than_are_ordered(wgrad):
-    sizes = [(37 * group) % 90 for group in range(150)]
-    p, q = (rows_of(sum(sizes), sum(sizes), width, torch.bfloat16) for width in (136, 128))
-    dw = torch.full((len(sizes), 136, 128), NAN, dtype=torch.bfloat16, device="cuda")
     wgrad(p, 0, q, 0, None, offsets_of(sizes), dw)
     assert_close("dw", dw, expected(p, q, sizes), torch.bfloat16)
 
@@ -172,27 +155,24 @@ def test_gathered(wgrad, p_gathered, sizes, m, n):
         assert_bitwise(f"dw[{group}]", dw[group], first[group])
 
 
-@pytest.mark.parametrize("scale", [1, 6], ids=["few", "many"])
-@pytest.mark.parametrize("gathered", [False, True], ids=["in-place", "gathered"])
-def test_many_tiles_per_program(wgrad, scale, gathered):
-    """Persistent programs go from tile to tile and from group to group, whose sizes differ."""
-    sizes = [size * scale for size in (5, 300, 0, 64, 0, 33, 700, 1, 96, 0, 31, 128)]
-    m, n, used = 1032, 1544, sum(sizes)
-    rows, x = rows_of(used, used + 70, m, torch.bfloat16), rows_of(used, used + 70, n, torch.bfloat16)
-    sources = torch.randperm(used, device="cuda")
-    operands = (rows, 0, x, 1, sources.int()) if gathered else (rows, 0, x, 0, None)
-    dw = torch.full((len(sizes), m, n), NAN, dtype=torch.bfloat16, device="cuda")
-    wgrad(*operands, offsets_of(sizes), dw)
-    assert_close("dw", dw, expected(rows[:used], x[sources] if gathered else x[:used], sizes), torch.bfloat16)
+# Sizes of groups, M and N. Persistent programs go from tile to tile and from group to group, whose sizes differ; those
+# with a tile of a long group get fewer of the others' (or, if there is one for each, as many).
+TILES = [5, 300, 0, 64, 0, 33, 700, 1, 96, 0, 31, 128]
+SCHEDULES = {
+    "more groups than are ordered": ([(37 * group) % 90 for group in range(150)], 136, 128),
+    "few tiles": (TILES, 1032, 1544),
+    "many tiles": ([6 * size for size in TILES], 1032, 1544),
+}
+for longs in (1, 7, 33):
+    groups = range(128)
+    sizes = [3940 + group if 60 <= group < 60 + longs else (7 * group) % 20 for group in groups]
+    SCHEDULES[f"{longs} long"] = (sizes, 256, 512)
 
 
-@pytest.mark.parametrize("longs", [1, 7, 33], ids=lambda count: f"{count}-long")
+@pytest.mark.parametrize("sizes, m, n", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("gathered", [False, True], ids=["in-place", "gathered"])
-def test_long_groups(wgrad, longs, gathered):
-    """Programs with a tile of a long group get fewer of the others' (or, if there is one for each, as many)."""
-    sizes = [(7 * group) % 20 for group in range(128)]
-    sizes[60 : 60 + longs] = [4000 + group for group in range(longs)]
-    m, n, used = 256, 512, sum(sizes)
+def test_schedules(wgrad, gathered, sizes, m, n):
+    used = sum(sizes)
     rows, x = rows_of(used, used + 70, m, torch.bfloat16), rows_of(used, used + 70, n, torch.bfloat16)
     sources = torch.randperm(used, device="cuda")
     operands = (rows, 0, x, 1, sources.int()) if gathered else (rows, 0, x, 0, None)

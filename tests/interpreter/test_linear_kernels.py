@@ -3,10 +3,11 @@
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
-from mlps import BY_MLP, assert_matches, run_reference
+from linears import Linear, make
+from mlps import BY_MLP
 from mlps import make as make_mlp
 from poison import guarded
-from test_grouped_linear import Linear, make
+from sorted_rows import assert_matches, run_reference
 
 from interpreter.guard import GuardedAllocations, linear_backward
 

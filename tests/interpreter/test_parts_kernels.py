@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from cases import Case, make_ids, sentinel_ids
 from compare import assert_bitwise, assert_close
+from group_splits import WRONG_OFFSETS as WRONG
+from linears import LINEARS, Linear, make, run_reference
 from poison import guarded, is_sentinel
-from test_grouped_linear import LINEARS, WRONG, Linear, make, run_reference
 from test_permute import differentiate, loop_combine, loop_gather
 from test_routing import loop_route
 

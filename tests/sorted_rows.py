@@ -1,0 +1,95 @@
+"""Inputs of the layers over rows that are sorted by group, and how tests run these layers and compare their results.
+
+A case is a NamedTuple of `linears` or `mlps`, with `call(grouped_moe, inputs, splits, **changes)`, which returns y, and
+`reference(grouped_moe, inputs)`, which does in plain torch.
+"""
+
+from typing import Dict, NamedTuple, Optional
+
+import pytest
+import torch
+from compare import assert_bitwise, assert_close
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+SCALES = ("activation_scales", "bias_scales")
+PER_ROW = ("x", *SCALES)
+
+
+class Inputs(NamedTuple):
+    """The floating tensors by argument, None for what a case has not; the offsets; the cotangent of the output."""
+
+    tensors: Dict[str, Optional[Tensor]]
+    offsets: Tensor
+    dy: Tensor
+
+    def replace(self, **tensors) -> "Inputs":
+        return self._replace(tensors={**self.tensors, **tensors})
+
+    def given(self) -> Dict[str, Tensor]:
+        """The tensors that are there, one tensor that is given twice only once."""
+        same = self.tensors["bias_scales"] is self.tensors.get("activation_scales")
+        return {n: t for n, t in self.tensors.items() if t is not None and not (same and n == "bias_scales")}
+
+    def map(self, function) -> "Inputs":
+        """function(name, tensor) of every tensor; one that is given twice stays one."""
+        changed = {name: function(name, tensor) for name, tensor in self.given().items()}
+        if self.tensors["bias_scales"] is self.tensors.get("activation_scales"):
+            changed["bias_scales"] = changed.get("activation_scales")
+        return self.replace(**changed)
+
+    def poisoned(self) -> "Inputs":
+        """NaN in rows of no group, their scales and cotangents, and in weights and biases of groups without rows."""
+        outside, empty = self.outside(), self.offsets.diff() == 0
+
+        def poison(name, tensor):
+            tensor = tensor.clone()
+            tensor[outside if name in PER_ROW else empty] = float("nan")
+            return tensor
+
+        return self.map(poison)._replace(dy=poison("x", self.dy))
+
+    def outside(self) -> Tensor:
+        """Which rows are of no group."""
+        rows = torch.arange(len(self.dy), device=self.dy.device)
+        return (rows < self.offsets[0]) | (rows >= self.offsets[-1])
+
+
+def with_leaves(inputs: Inputs, frozen=()) -> Inputs:
+    return inputs.map(lambda name, tensor: tensor.detach().requires_grad_(name not in frozen))
+
+
+def run(grouped_moe, case, inputs: Inputs, frozen=(), splits=None, **changes) -> Dict[str, Tensor]:
+    """{"y": output, name: gradient}; what is frozen has none. splits: those of the inputs if not given."""
+    leaves = with_leaves(inputs, frozen)
+    splits = grouped_moe.GroupOffsets(inputs.offsets) if splits is None else splits
+    y = case.call(grouped_moe, leaves, splits, **changes)
+    y.backward(inputs.dy)
+    grads = {name: leaf.grad for name, leaf in leaves.given().items()}
+    assert all((grad is None) == (name in frozen) for name, grad in grads.items())
+    return {"y": y.detach(), **{name: grad for name, grad in grads.items() if grad is not None}}
+
+
+def run_reference(grouped_moe, case, inputs: Inputs) -> Dict[str, Tensor]:
+    """As `run`, by the reference in fp64, from the rounded inputs."""
+    leaves = inputs.map(lambda _, tensor: tensor.detach().double().requires_grad_())
+    y = case.reference(grouped_moe, leaves)
+    y.backward(inputs.dy.double())
+    return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.given().items()}}
+
+
+def assert_matches(got, want, dtype: torch.dtype, scales_dtype: Optional[torch.dtype] = None) -> None:
+    """Each in its own dtype and within the tolerances of dtype; a scale's gradient, of the coarser of its and dtype."""
+    assert got.keys() == want.keys()
+    coarse = max(dtype, scales_dtype or dtype, key=lambda d: torch.finfo(d).eps)
+    for name, tensor in got.items():
+        scale = name in SCALES
+        assert tensor.dtype == (scales_dtype or dtype if scale else dtype), name
+        assert_close(name, tensor, want[name], coarse if scale else dtype, inner_products=scale)
+
+
+def assert_same(got, want) -> None:
+    """Bitwise, what got has."""
+    for name, tensor in got.items():
+        assert_bitwise(name, tensor, want[name])

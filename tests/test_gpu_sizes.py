@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import torch
-from block import random_inputs, reference_step, step
+from block import assert_matches, check, random_inputs, run, run_reference
 from cases import Case, make_ids
 from compare import assert_close
-from poison import poisoned_allocations
+from poison import is_sentinel, poisoned_allocations
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,20 +33,17 @@ def check_long_step(grouped_moe, case: Case, device: str) -> None:
 
     The cotangent is 0 but for the sample, so that the weights' gradients can be had from the sample, too.
     """
-    ids = torch.randint(0, case.E, (case.T, case.top_k), device=device)
-    inputs = random_inputs(case, device, ids)
+    inputs = random_inputs(case, device, torch.randint(0, case.E, (case.T, case.top_k), device=device))
     ends = torch.cat([torch.arange(64, device=device), torch.arange(case.T - 192, case.T, device=device)])
     rows = torch.cat([ends, torch.randint(64, case.T - 192, (256,), device=device)]).unique()
     dout = torch.zeros_like(inputs.dout)
     dout[rows] = inputs.dout[rows]
     inputs = inputs._replace(dout=dout)
-    want = reference_step(grouped_moe, case, inputs, rows)
-    out, dx, dweights, dup, ddown = step(grouped_moe, case, inputs)
-    assert int(out.isfinite().all(1).sum()) == case.T
-    assert int(dx.ne(0).any(1).sum()) == len(rows)
-    got = [out.detach()[rows], dx[rows], dweights[rows], dup, ddown]
-    for name, a, b in zip(("out", "dx", "dweights", "dup", "ddown"), got, want):
-        assert_close(name, a, b, torch.bfloat16, inner_products=name == "dweights")
+    want, got = run_reference(grouped_moe, case, inputs.take(rows)), run(grouped_moe, case, inputs)
+    assert int(got.out.isfinite().all(1).sum()) == case.T
+    assert int(got.grads["hidden_states"].ne(0).any(1).sum()) == len(rows)
+    sampled = {name: got.grads[name][rows] for name in ("hidden_states", "top_k_weights")}
+    assert_matches(got._replace(out=got.out[rows], grads={**got.grads, **sampled}), want, torch.bfloat16)
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not-gated"])
@@ -158,13 +155,9 @@ def test_more_tokens_than_a_small_grid_dimension(grouped_moe, device):
     """65535 is the limit of a grid's second and third dimension."""
     case = Case("many-tokens", T=70000, top_k=2, E=6, H=64, I=48)
     inputs = random_inputs(case, device, make_ids(case).to(device))
-    want = reference_step(grouped_moe, case, inputs, torch.arange(case.T, device=device))
-    names = ("out", "dx", "dweights", "dup", "ddown")
-    for name, a, b in zip(names, step(grouped_moe, case, inputs), want):
-        assert_close(name, a, b, torch.bfloat16, inner_products=name == "dweights")
+    check(grouped_moe, case, inputs)
     routing = grouped_moe.route(inputs.top_k_index, case.E)
-    rows = grouped_moe.gather_rows(inputs.hidden_states.detach(), routing)
-    ones = torch.ones_like(inputs.top_k_weights)
-    local = ((inputs.top_k_index >= 0) & (inputs.top_k_index < case.E)).sum(1, keepdim=True)
-    want = local * inputs.hidden_states.detach().double()
-    assert_close("gathered and combined", grouped_moe.combine_rows(rows, ones, routing), want, torch.bfloat16)
+    rows = grouped_moe.gather_rows(inputs.hidden_states, routing)
+    out = grouped_moe.combine_rows(rows, torch.ones_like(inputs.top_k_weights), routing)
+    local = (~is_sentinel(inputs.top_k_index, case.E)).sum(1, keepdim=True)
+    assert_close("gathered and combined", out, local * inputs.hidden_states.double(), torch.bfloat16)

@@ -1,0 +1,93 @@
+"""Small calls of every differentiable op, for tests of what holds for all of them; and who watches what they call."""
+
+from functools import partial
+from typing import Callable, Dict, NamedTuple
+
+import mlps
+import torch
+from block import call, make
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SIZES = (5, 0, 12)  # rows of each group of the linear layer; there are more
+
+
+class Operation(NamedTuple):
+    """function(*leaves) is the output, whose cotangent is dout."""
+
+    function: Callable[..., Tensor]
+    leaves: Dict[str, Tensor]
+    dout: Tensor
+
+    def step(self, retain_graph: bool = False) -> Dict[str, Tensor]:
+        """The output, and the gradients of leaves that require one."""
+        wanted = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
+        out = self.function(*self.leaves.values())
+        grads = torch.autograd.grad(out, list(wanted.values()), self.dout, retain_graph=retain_graph)
+        return {"out": out.detach(), **dict(zip(wanted, grads))}
+
+
+def _linear(transposed, package, device):
+    shapes = {"x": (24, 16), "weight": (3, 16, 8) if transposed else (3, 8, 16), "bias": (3, 8), "bias_scales": (24,)}
+    leaves = {name: torch.randn(shape).to(device) for name, shape in shapes.items()}
+    sizes = torch.tensor(SIZES, device=device)
+    return lambda x, *others: package.grouped_linear(x, others[0], sizes, *others[1:], transposed=transposed), leaves
+
+
+def _experts(case_id, recompute, package, device):
+    case, inputs = make(case_id, device, recompute=recompute, sentinels=0.0)
+    leaves = inputs.floating()
+    return lambda *tensors: call(package, case, inputs._replace(**dict(zip(leaves, tensors)))), leaves
+
+
+def _mlp(recompute, package, device):
+    mlp = mlps.BY_MLP["no-tail"]
+    inputs = mlps.make(mlp, torch.float32, device)
+    leaves = inputs.given()
+
+    def function(*tensors):
+        return mlps.call(package, mlp, inputs.replace(**dict(zip(leaves, tensors))), recompute=recompute)
+
+    return function, leaves
+
+
+def _parts(package, device):
+    routing = package.route(torch.tensor([[0, 1], [1, -1], [2, 1]], device=device), 3)
+    shapes = {"x": (3, 4), "y": (6, 4), "top_k_weights": (3, 2)}
+    leaves = {name: torch.randn(shape).to(device) for name, shape in shapes.items()}
+    return lambda x, y, weights: package.combine_rows(package.gather_rows(x, routing) + y, weights, routing), leaves
+
+
+# Every row has a group or an expert where a result would else be unwritten in part: some tests compare all of it.
+OPERATIONS = {"linear": partial(_linear, False), "linear-transposed": partial(_linear, True), "parts": _parts}
+for recompute, suffix in ((False, ""), (True, "-recompute")):
+    OPERATIONS[f"mlp{suffix}"] = partial(_mlp, recompute)
+    for case_id in ("silu-bias", "gpt-oss", "relu2-not-gated"):
+        OPERATIONS[f"experts-{case_id}{suffix}"] = partial(_experts, case_id, recompute)
+# The ops that a forward with gradients, and its backward, call.
+CALLED = {
+    "linear": {"grouped_linear_forward", "grouped_linear_backward", "grouped_linear_bias_backward"},
+    "experts": {"experts_forward", "experts_backward_overwriting"},
+    "mlp": {"grouped_mlp_forward", "grouped_mlp_backward_overwriting"},
+    "parts": {"gather_rows_forward", "combine_rows_forward", "combine_rows_backward"},
+}
+
+
+def make_operation(package, name: str, device: str, only: str = "") -> Operation:
+    """only: the one leaf that requires a gradient; if there is none, all do."""
+    function, tensors = OPERATIONS[name](package, device)
+    leaves = {key: tensor.detach().requires_grad_(only in ("", key)) for key, tensor in tensors.items()}
+    out = function(*tensors.values())
+    return Operation(function, leaves, torch.randn(out.shape).to(out))
+
+
+class Log(TorchDispatchMode):
+    """Names of the ops that were called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))

@@ -44,6 +44,20 @@ def function_of(grouped_moe, case: Case, **changes) -> Callable[..., Tensor]:
     return lambda *tensors: call(grouped_moe, case, Inputs(*tensors, None), **changes)
 
 
+def parts_of(grouped_moe, case: Case) -> Callable[..., Tensor]:
+    """The block of relu2 experts without a gate, made of the building blocks, as a function of the same tensors."""
+    assert (case.activation[0], case.gated) == ("relu2", False)
+
+    def block(x, ids, weights, up, down, up_bias, down_bias):
+        routing = grouped_moe.route(ids, case.E)
+        linear = partial(grouped_moe.grouped_linear, splits=routing.expert_offsets, transposed=case.transposed)
+        rows = linear(grouped_moe.gather_rows(x, routing), up, bias=up_bias)
+        rows = linear(torch.relu(rows).square(), down, bias=down_bias)
+        return grouped_moe.combine_rows(rows, weights, routing)
+
+    return block
+
+
 def checkpointed(function: Callable) -> Callable:
     """The function under activation checkpointing."""
     return partial(checkpoint, function, use_reentrant=False)
@@ -96,10 +110,9 @@ def assert_matches(got: Result, want: Result, dtype: torch.dtype, weights_dtype:
         assert_close(f"grad of {name}", grad, want.grads[name], coarse, inner_products=name == "top_k_weights")
 
 
-def check(grouped_moe, case: Case, inputs: Inputs, given: Optional[Inputs] = None, **changes) -> Result:
-    """The package's result, which matches the reference's. given: what it gets instead of the inputs."""
-    got = run(grouped_moe, case, inputs if given is None else given, **changes)
-    want = run_reference(grouped_moe, case, inputs)
+def check(grouped_moe, case: Case, inputs: Inputs, **changes) -> Result:
+    """The package's result, which matches the reference's."""
+    got, want = run(grouped_moe, case, inputs, **changes), run_reference(grouped_moe, case, inputs)
     assert_matches(got, want, inputs.dout.dtype, inputs.top_k_weights.dtype)
     return got
 

@@ -10,9 +10,10 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Optional
 
 import torch
+from block import Result
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 5, 32, 24, 24, 3
 IDLE_EXPERT = 3  # gets no token
@@ -28,36 +29,19 @@ TOLERANCE = 5e-6
 ROW_TOLERANCE = 5 * TOLERANCE
 
 
-class Case(NamedTuple):
-    """An experts class, with its own limit or a lowered one."""
-
-    module: str
-    name: str
-    lowered: bool = False
-
-
-class Result(NamedTuple):
-    """One forward and backward. grads: of each parameter, hidden_states and top_k_weights."""
-
-    out: torch.Tensor
-    grads: dict
-
-
-GPT_OSS = Case("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")  # transposed, interleaved, with biases
+GPT_OSS = "transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts"  # transposed, interleaved, with biases
 
 
 def find_cases() -> list:
-    """All classes under @use_experts_implementation, from the source alone: the modules take a while to import."""
-    decorated = re.compile(r"^@use_experts_implementation\b.*?^class (\w+)(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
+    """(module, name) of all classes under @use_experts_implementation, from the source alone: modules import slowly."""
+    decorated = re.compile(r"^@use_experts_implementation\b.*?^class (\w+)", re.MULTILINE | re.DOTALL)
     spec = importlib.util.find_spec("transformers")
     root = Path(spec.origin).parent / "models" if spec else Path(os.devnull)
-    cases = []
-    for path in sorted(root.glob("*/modeling_*.py")):
-        for match in decorated.finditer(path.read_text(encoding="utf-8")):
-            module = f"transformers.models.{path.parent.name}.{path.stem}"
-            variants = (False, True) if "self.limit" in match[2] or "self.swiglu_limit" in match[2] else (False,)
-            cases += [Case(module, match[1], lowered) for lowered in variants]
-    return cases
+    return [
+        (f"transformers.models.{path.parent.name}.{path.stem}", name)
+        for path in sorted(root.glob("*/modeling_*.py"))
+        for name in decorated.findall(path.read_text(encoding="utf-8"))
+    ]
 
 
 def config_classes(experts_class: type) -> list:
@@ -93,9 +77,10 @@ def initialized(experts: torch.nn.Module, device: str) -> torch.nn.Module:
     return experts.to(device)
 
 
-def build(case: Case, device: str, implementation: Optional[str] = None) -> torch.nn.Module:
+def build(case: tuple, device: str, implementation: Optional[str] = None) -> torch.nn.Module:
     """A small module of the class."""
-    experts_class = getattr(importlib.import_module(case.module), case.name)
+    module, name = case
+    experts_class = getattr(importlib.import_module(module), name)
     source = inspect.getsource(inspect.unwrap(experts_class.__init__))
     for config_class in config_classes(experts_class):
         try:
@@ -104,19 +89,27 @@ def build(case: Case, device: str, implementation: Optional[str] = None) -> torc
             continue
         break
     assert experts.num_experts == EXPERTS and experts.down_proj.numel() == EXPERTS * HIDDEN * INTERMEDIATE
-    for name, value in LOWERED.items() if case.lowered else ():
-        if hasattr(experts, name):
-            setattr(experts, name, value)
     experts.config._experts_implementation = implementation
     return initialized(experts, device)
 
 
+def lower_limits(experts: torch.nn.Module) -> bool:
+    """Lowers the limit and the alpha of the module's gate. Returns whether it has any."""
+    lowered = {name: value for name, value in LOWERED.items() if hasattr(experts, name)}
+    vars(experts).update(lowered)
+    return bool(lowered)
+
+
 def make_custom(
-    device: str, implementation: Optional[str] = None, gate: Optional[Callable] = None, **attributes
+    device: str,
+    implementation: Optional[str] = None,
+    gate: Optional[Callable] = None,
+    step: Optional[Callable] = None,
+    **attributes,
 ) -> torch.nn.Module:
     """Experts of a new class, so that nothing about its gate is known yet, with attributes that it reads.
 
-    gate(module, gate rows, up rows) is what goes into the down-projection.
+    gate(module, gate rows, up rows) is what goes into the down-projection, step(module, rows) what comes after it.
     """
     from transformers import MixtralConfig
     from transformers.integrations.moe import use_experts_implementation
@@ -128,11 +121,14 @@ def make_custom(
             for e in range(self.num_experts):
                 tokens, ks = torch.where(top_k_index == e)
                 rows = self._apply_gate(hidden_states[tokens] @ self.gate_up_proj[e].t()) @ self.down_proj[e].t()
+                rows = rows if step is None else self._apply_post_expert(rows)
                 out = out.index_add(0, tokens, rows * top_k_weights[tokens, ks, None])
             return out
 
     if gate is not None:
         Experts._apply_gate = lambda self, rows: gate(self, *rows.chunk(2, dim=-1))
+    if step is not None:
+        Experts._apply_post_expert = step
     sizes = {"num_local_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
     experts = initialized(use_experts_implementation(Experts)(MixtralConfig(**sizes)), device)
     experts.config._experts_implementation = implementation
@@ -152,6 +148,7 @@ def make_inputs(device: str) -> tuple:
 
 
 def run(experts: torch.nn.Module, implementation: str, inputs: tuple, cotangent: torch.Tensor) -> Result:
+    """One forward and backward. The gradients are of each parameter, hidden_states and top_k_weights."""
     experts.config._experts_implementation = implementation
     x, ids, weights = inputs
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -176,8 +173,9 @@ def assert_same(actual: Result, expected: Result) -> None:
         assert_close(f"gradient of {name}", actual.grads[name], grad)
 
 
-def assert_as_eager(experts: torch.nn.Module, implementation: str) -> None:
-    """The module computes what it does with its own eager forward."""
+def assert_as_eager(experts: torch.nn.Module, implementation: str, around: Callable = lambda forward: forward) -> None:
+    """The module, its forward changed by `around`, computes what it does with its own eager forward."""
     *inputs, cotangent = make_inputs(experts.down_proj.device)
     expected = run(experts, "eager", inputs, cotangent)
+    experts.forward = around(experts.forward)
     assert_same(run(experts, implementation, inputs, cotangent), expected)

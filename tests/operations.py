@@ -23,7 +23,7 @@ class Operation(NamedTuple):
         """The output, and the gradients of leaves that require one."""
         wanted = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
         out = self.function(*self.leaves.values())
-        grads = torch.autograd.grad(out, list(wanted.values()), self.dout, retain_graph=retain_graph)
+        grads = torch.autograd.grad(out, list(wanted.values()), self.dout, retain_graph=retain_graph) if wanted else ()
         return {"out": out.detach(), **dict(zip(wanted, grads))}
 
 
@@ -36,8 +36,12 @@ def _linear(transposed, package, device):
 
 def _experts(case_id, recompute, package, device):
     case, inputs = make(case_id, device, recompute=recompute, sentinels=0.0)
-    leaves = inputs.floating()
-    return lambda *tensors: call(package, case, inputs._replace(**dict(zip(leaves, tensors)))), leaves
+    leaves, capacity = inputs.floating(), case.T * case.top_k + 1 if recompute else None
+
+    def function(*tensors):
+        return call(package, case, inputs._replace(**dict(zip(leaves, tensors))), capacity=capacity)
+
+    return function, leaves
 
 
 def _mlp(recompute, package, device):
@@ -52,10 +56,15 @@ def _mlp(recompute, package, device):
 
 
 def _parts(package, device):
-    routing = package.route(torch.tensor([[0, 1], [1, -1], [2, 1]], device=device), 3)
+    ids = torch.tensor([[0, 1], [1, -1], [2, 1]], device=device)
     shapes = {"x": (3, 4), "y": (6, 4), "top_k_weights": (3, 2)}
     leaves = {name: torch.randn(shape).to(device) for name, shape in shapes.items()}
-    return lambda x, y, weights: package.combine_rows(package.gather_rows(x, routing) + y, weights, routing), leaves
+
+    def function(x, y, weights):
+        routing = package.route(ids, 3)
+        return package.combine_rows(package.gather_rows(x, routing) + y, weights, routing)
+
+    return function, leaves
 
 
 # Every row has a group or an expert where a result would else be unwritten in part: some tests compare all of it.
@@ -64,17 +73,28 @@ for recompute, suffix in ((False, ""), (True, "-recompute")):
     OPERATIONS[f"mlp{suffix}"] = partial(_mlp, recompute)
     for case_id in ("silu-bias", "gpt-oss", "relu2-not-gated"):
         OPERATIONS[f"experts-{case_id}{suffix}"] = partial(_experts, case_id, recompute)
-# The ops that a forward with gradients, and its backward, call.
-CALLED = {
+# The ops of an operation: those that a compiler sees, and those that they are made of, which a dispatch mode sees.
+SEEN = {
+    "linear": {"grouped_linear"},
+    "mlp": {"grouped_mlp"},
+    "experts": {"experts"},
+    "parts": {"gather_rows", "combine_rows"},
+}
+MADE_OF = {
     "linear": {"grouped_linear_forward", "grouped_linear_backward", "grouped_linear_bias_backward"},
-    "experts": {"experts_forward", "experts_backward_overwriting"},
-    "mlp": {"grouped_mlp_forward", "grouped_mlp_backward_overwriting"},
-    "parts": {"gather_rows_forward", "combine_rows_forward", "combine_rows_backward"},
+    "mlp": {"grouped_mlp_forward", "grouped_mlp_backward"},
+    "experts": {"experts_forward", "experts_backward"},
+    "parts": {"route", "gather_rows_forward", "combine_rows_forward", "combine_rows_backward"},
 }
 
 
+def kind_of(name: str) -> str:
+    """What kind of operation that is."""
+    return name.partition("-")[0]
+
+
 def make_operation(package, name: str, device: str, only: str = "") -> Operation:
-    """only: the one leaf that requires a gradient; if there is none, all do."""
+    """only: the one leaf that requires a gradient; if empty, all do."""
     function, tensors = OPERATIONS[name](package, device)
     leaves = {key: tensor.detach().requires_grad_(only in ("", key)) for key, tensor in tensors.items()}
     out = function(*tensors.values())
@@ -82,12 +102,12 @@ def make_operation(package, name: str, device: str, only: str = "") -> Operation
 
 
 class Log(TorchDispatchMode):
-    """Names of the ops that were called."""
+    """Names of the ops that were called, whether they overwrite what was saved or not."""
 
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.names = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
+        self.names.add(func.overloadpacket.__name__.replace("_overwriting", ""))
         return func(*args, **(kwargs or {}))

@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 import torch
-from block import assert_same, call, function_of, make, run, with_leaves
-from cases import BY_ID, GPU_PARAMS, Case, Inputs, make_ids, make_inputs
+from block import assert_same, call, make, parts_of, run, with_leaves
+from cases import BY_ID, GPU_PARAMS, Inputs, make_inputs
 from compare import assert_bitwise, assert_close
-from operations import OPERATIONS, SIZES, make_operation
+from operations import MADE_OF, OPERATIONS, SEEN, SIZES, kind_of, make_operation
 from poison import poisoned_allocations
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.overrides import TorchFunctionMode
@@ -67,33 +67,21 @@ def opcheck(step, kind: str = "") -> set:
     return names
 
 
-CHECKED = {
-    "linear": "grouped_linear grouped_linear_forward grouped_linear_backward grouped_linear_bias_backward",
-    "mlp": "grouped_mlp grouped_mlp_forward grouped_mlp_backward",
-    "experts": "experts experts_forward experts_backward",
-    "parts": "gather_rows gather_rows_forward combine_rows combine_rows_forward combine_rows_backward",
-}
-
-
 @by_operation
 def test_opcheck(grouped_moe, device, name):
     """Of a backward that leaves what was saved, for all gradients and for some alone."""
     operation = make_operation(grouped_moe, name, device)
-    assert opcheck(lambda: operation.step(retain_graph=True)) == set(CHECKED[name.partition("-")[0]].split())
+    assert opcheck(lambda: operation.step(retain_graph=True)) == SEEN[kind_of(name)] | MADE_OF[kind_of(name)]
     for only in list(operation.leaves)[:3]:
         operation = make_operation(grouped_moe, name, device, only)
         assert opcheck(lambda: operation.step(retain_graph=True), "backward")
 
 
-@pytest.mark.parametrize(
-    "case", [BY_ID["silu-bias"], BY_ID["silu-recompute"], *GPU_PARAMS[:2]], ids=lambda case: case.id
-)
-def test_opcheck_with_a_capacity_and_without_gradients(grouped_moe, device, case):
+@pytest.mark.parametrize("case", [BY_ID["silu-bias"], *GPU_PARAMS[:2]], ids=lambda case: case.id)
+def test_opcheck_with_and_without_gradients(grouped_moe, device, case):
     inputs = make_inputs(case._replace(sentinels=0.0), torch.float32, device)
-    leaves = with_leaves(inputs)
-    for spare in (0, 1):
-        capacity = case.T * case.top_k + spare
-        assert opcheck(lambda: call(grouped_moe, case, leaves, capacity=capacity)) == {"experts", "experts_forward"}
+    leaves, num_slots = with_leaves(inputs), case.T * case.top_k
+    assert opcheck(lambda: call(grouped_moe, case, leaves, capacity=num_slots)) == {"experts", "experts_forward"}
     assert opcheck(lambda: call(grouped_moe, case, inputs)) == {"experts_inference"}
     experts, args = calls_of(lambda: call(grouped_moe, case, leaves))[0]
     torch.library.opcheck(experts, tree_map_only(torch.Tensor, torch.detach, args))
@@ -101,7 +89,6 @@ def test_opcheck_with_a_capacity_and_without_gradients(grouped_moe, device, case
 
 def test_opcheck_of_what_is_not_differentiable(grouped_moe, device):
     x, sizes = torch.randn(24, 16, device=device), torch.tensor(SIZES, device=device)
-    assert opcheck(lambda: grouped_moe.route(torch.randint(0, 4, (9, 2), device=device), 4)) == {"route"}
     bias, scales = torch.randn(3, 16, device=device), torch.rand(24, device=device)
     buffers = {"dbias": torch.zeros_like(bias), "dscales": torch.zeros_like(scales)}
     for given in ({}, buffers, {"dscales": buffers["dscales"]}):
@@ -113,17 +100,14 @@ def test_opcheck_of_what_is_not_differentiable(grouped_moe, device):
         assert "accumulate_wgrad" in opcheck(lambda: layer(x, sizes).sum().backward())
 
 
-def compiled(backend="aot_eager"):
-    """What makes one graph of a function."""
-    return lambda function: torch.compile(function, fullgraph=True, backend=backend)
-
-
 @by_operation
 def test_compiled_equals_eager(grouped_moe, device, name):
-    """Also where all but one input are frozen."""
-    for only in ("", *make_operation(grouped_moe, name, device).leaves)[:2]:
+    """For all gradients, one, and none. With dynamic=True the extents of weights are symbols, too."""
+    one = next(iter(make_operation(grouped_moe, name, device).leaves))
+    for only, dynamic in (("", None), (one, None), ("", True), ("nothing", True)):
         operation = make_operation(grouped_moe, name, device, only)
-        got = operation._replace(function=compiled()(operation.function)).step()
+        function = torch.compile(operation.function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        got = operation._replace(function=function).step()
         for key, tensor in operation.step().items():
             assert_bitwise(key, got[key], tensor)
 
@@ -137,19 +121,22 @@ def test_compiled_by_inductor(grouped_moe, device):
     def surrounded(block):
         return lambda x, ids, weights, *rest: block(x * 2.0 + 1.0, ids, torch.softmax(weights, -1), *rest).sin()
 
-    got = run(grouped_moe, case, inputs, around=lambda block: compiled("inductor")(surrounded(block)))
+    got = run(grouped_moe, case, inputs, around=lambda block: torch.compile(surrounded(block), fullgraph=True))
     want = run(grouped_moe, case, inputs, around=surrounded)
     assert_close("out", got.out, want.out.double(), torch.float32)
     for name, grad in got.grads.items():
         assert_close(name, grad, want.grads[name].double(), torch.float32, inner_products=name == "top_k_weights")
 
 
-@pytest.mark.parametrize("way", ["marked", "automatic", "capacity", "capacity-share"])
-@pytest.mark.parametrize("case_id", ["silu", "gpt-oss", "relu2-not-gated", "gpt-oss-halves-recompute"])
-def test_dynamic_tokens_compile_once(grouped_moe, device, case_id, way):
-    """T marked dynamic: one graph for every T > 1. Automatic: one more after the first T that differs.
+DYNAMIC = [(case_id, way) for case_id in ("silu", "gpt-oss", "relu2-not-gated", "gpt-oss-halves-recompute")
+           for way in ("marked", "automatic", "capacity", "capacity-share")]  # fmt: skip
 
-    With a capacity on both sides of T top_k == capacity, also if it grows with T.
+
+@pytest.mark.parametrize("case_id, way", [*DYNAMIC, ("relu2-not-gated", "parts")])
+def test_dynamic_tokens_compile_once(grouped_moe, device, case_id, way):
+    """T marked dynamic: one graph for every T > 1. Automatic: one more after the first T that differs, and for 1 and 0.
+
+    With a capacity on both sides of T top_k == capacity, also if it grows with T. And made of the building blocks.
     """
     case, counter = BY_ID[case_id]._replace(sentinels=0.5), CompileCounterWithBackend("aot_eager")
 
@@ -157,73 +144,25 @@ def test_dynamic_tokens_compile_once(grouped_moe, device, case_id, way):
         capacity = {"capacity": 85, "capacity-share": -(-9 * tensors[1].numel() // 10)}.get(way)
         return call(grouped_moe, case, Inputs(*tensors, None), capacity=capacity)
 
-    function = compiled(counter)(block)
+    block = parts_of(grouped_moe, case) if way == "parts" else block
+    function = torch.compile(block, fullgraph=True, backend=counter)
 
     def marked(*tensors):
         for tensor in tensors[:3] if way == "marked" else ():
             torch._dynamo.mark_dynamic(tensor, 0)
         return function(*tensors)
 
-    for tokens in (37, 20, 7, 33, 3, 40 if way == "capacity" else 1023):
+    def compare(tokens):
         inputs = make_inputs(case._replace(T=tokens), torch.float32, device)
         inputs.top_k_index[:, :1] = -1  # never more than two thirds are local
         got, want = (run(grouped_moe, case, inputs, around=lambda _: each) for each in (marked, block))
         assert_same(got, want)
+
+    for tokens in (37, 20, 7, 33, 3, 40 if way == "capacity" else 1023):
+        compare(tokens)
     assert counter.frame_count == (1 if way == "marked" else 2)
-
-
-def test_no_tokens_in_a_dynamic_graph(grouped_moe, device):
-    """T = 0 and 1 are sizes that torch.compile specialises on: they compile again, and are right."""
-    case = BY_ID["silu"]
-    function = compiled()(function_of(grouped_moe, case))
-    for tokens in (20, 7, 1, 0, 33):
-        inputs = make_inputs(case._replace(T=tokens), torch.float32, device)
-        assert_same(run(grouped_moe, case, inputs, around=lambda _: function), run(grouped_moe, case, inputs))
-
-
-@pytest.mark.parametrize("training", [False, True], ids=["forward", "step"])
-def test_all_extents_dynamic(grouped_moe, device, training):
-    """With dynamic=True the extents of weights are symbols, too."""
-    shapes = ((12, 8), (12, 2), (4, 12, 8), (4, 8, 6), (12,))
-    tensors = [torch.rand(shape, device=device).requires_grad_(training) for shape in shapes]
-    ids, sizes = torch.randint(0, 5, (12, 2), device=device), torch.tensor([5, 0, 3, 2], device=device)
-
-    def function(x, weights, up, down, scales, ids, sizes):
-        y = grouped_moe.grouped_mm_experts(x, ids, weights, up, down)
-        rows = grouped_moe.grouped_mlp(x, sizes, scales, up, down)
-        return y + rows, grouped_moe.grouped_linear(x, up, sizes)
-
-    dynamic = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    found, expected = ([*each(*tensors, ids, sizes)] for each in (dynamic, function))
-    if training:
-        for outputs in (found, expected):
-            outputs += torch.autograd.grad(outputs, tensors, [torch.ones_like(output) for output in outputs])
-    for number, (one, other) in enumerate(zip(found, expected)):
-        assert_bitwise(f"result {number}", one, other)
-
-
-def test_building_blocks_compile(grouped_moe, device):
-    """route, gather, a grouped linear and combine in one graph, for several T."""
-
-    def block(x, ids, weights, weight, bias):
-        routing = grouped_moe.route(ids, 5)
-        rows = grouped_moe.gather_rows(x, routing)
-        rows = torch.relu(grouped_moe.grouped_linear(rows, weight, routing.expert_offsets, bias))
-        return grouped_moe.combine_rows(rows, weights, routing)
-
-    counter = CompileCounterWithBackend("aot_eager")
-    function = compiled(counter)(block)
-    for tokens in (20, 31, 9, 50):
-        ids = make_ids(Case("blocks", T=tokens)).to(device)
-        shapes = ((tokens, 16), (tokens, 3), (5, 24, 16), (5, 24), (tokens, 24))
-        *leaves, dout = (torch.randn(shape, device=device) for shape in shapes)
-        x, *rest = leaves = [leaf.requires_grad_() for leaf in leaves]
-        got, want = (each(x, ids, *rest) for each in (function, block))
-        assert_bitwise("out", got, want)
-        grads = (torch.autograd.grad(out, leaves, dout) for out in (got, want))
-        for name, one, other in zip(("dx", "dweights", "dweight", "dbias"), *grads):
-            assert_bitwise(name, one, other)
-    assert counter.frame_count == 2
+    for tokens in (1, 0) if way == "automatic" else ():
+        compare(tokens)
 
 
 @pytest.mark.parametrize("kind", ["saved", "recompute", "meta"])
@@ -247,20 +186,11 @@ def test_aot_inductor(grouped_moe, device, tmp_path, limit):
     """A block is compiled, saved, loaded and called; without a limit, too, which is no number in what is saved."""
 
     class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = (
-                torch.nn.Parameter(torch.randn(shape, device=device)) for shape in ((4, 32, 16), (4, 16, 16))
-            )
+        def forward(self, *tensors):
+            return grouped_moe.grouped_mm_experts(*tensors, activation=grouped_moe.Activation(limit=limit))
 
-        def forward(self, x, ids, weights):
-            activation = grouped_moe.Activation(limit=limit)
-            return grouped_moe.grouped_mm_experts(x, ids, weights, self.up, self.down, activation=activation)
-
-    block, ids = Block().eval(), torch.randint(0, 5, (8, 2), device=device)
-    x, weights = torch.randn(8, 16, device=device), torch.rand(8, 2, device=device)
+    block, tensors = Block().eval(), make("silu", device)[1][:5]
     with torch.no_grad():
-        program = torch.export.export(block, (x, ids, weights))
+        program = torch.export.export(block, tensors)
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "block.pt2"))
-        loaded = torch._inductor.aoti_load_package(path)
-        assert_bitwise("out", loaded(x, ids, weights), block(x, ids, weights))
+        assert_bitwise("out", torch._inductor.aoti_load_package(path)(*tensors), block(*tensors))

@@ -1,6 +1,6 @@
 """Bad input: an error that names the argument, what came and what was expected, before anything is launched."""
 
-import dataclasses
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -60,14 +60,13 @@ def arguments(package, op, device):
     return given
 
 
-class Made(NamedTuple):
-    """An activation, which only the package can make."""
+class Act(NamedTuple):
+    """The fields of an `Activation`, which only the package can make."""
 
-    fields: tuple
-    changes: dict = {}
-
-    def __call__(self, package):
-        return package.Activation(*self.fields)._replace(**self.changes)
+    name: str = "silu"
+    alpha: object = 1.0
+    limit: object = None
+    up_offset: object = 0.0
 
 
 def change(given, value, package):
@@ -76,7 +75,7 @@ def change(given, value, package):
         return given.new_zeros(value)
     if isinstance(given, torch.Tensor) and isinstance(value, (torch.dtype, torch.device)):
         return given.to(value)
-    return value(package) if isinstance(value, Made) else value
+    return package.Activation(*value) if isinstance(value, Act) else value
 
 
 # What is wrong: an argument, what it is changed to, and what the error says. Of (changed, named) the error names the
@@ -114,16 +113,16 @@ BAD = {
         *((name, None, "expected with the other bias") for name in BIASES),
         ("activation", "mish", "expected one of silu, gelu, gelu_tanh, relu, relu2, got 'mish'"),
         ("activation", "", "expected one of .*, got ''"),
-        ("activation", Made(("gelu", 1.702)), "alpha applies to silu only, got alpha=1.702 with 'gelu'"),
-        ("activation", Made(("relu2", 0.5)), "alpha applies to silu only, got alpha=0.5 with 'relu2'"),
-        ("activation", Made(("silu", 1.0, 0.0)), "limit must be positive or None, got 0.0"),
-        ("activation", Made(("silu", 1.0, -7.0)), "limit must be positive or None, got -7.0"),
-        ("activation", Made(("gelu", 1.0, float("nan"))), "limit must be positive or None, got nan"),
-        ("activation", Made(("mish", 2.0)), "expected one of .*, got 'mish'"),
-        ("activation", Made(("gelu_new", 2.0)), "alpha applies to silu only, got alpha=2.0 with 'gelu_tanh'"),
-        ("activation", Made(("quick_gelu", 2.0)), "alpha applies to silu only, got alpha=2.0 with 'quick_gelu'"),
+        ("activation", Act("gelu", 1.702), "alpha applies to silu only, got alpha=1.702 with 'gelu'"),
+        ("activation", Act("relu2", 0.5), "alpha applies to silu only, got alpha=0.5 with 'relu2'"),
+        ("activation", Act("silu", 1.0, 0.0), "limit must be positive or None, got 0.0"),
+        ("activation", Act("silu", 1.0, -7.0), "limit must be positive or None, got -7.0"),
+        ("activation", Act("gelu", 1.0, float("nan")), "limit must be positive or None, got nan"),
+        ("activation", Act("mish", 2.0), "expected one of .*, got 'mish'"),
+        ("activation", Act("gelu_new", 2.0), "alpha applies to silu only, got alpha=2.0 with 'gelu_tanh'"),
+        ("activation", Act("quick_gelu", 2.0), "alpha applies to silu only, got alpha=2.0 with 'quick_gelu'"),
         ("gated", {**NOT_GATED, "interleaved": True}, "expected True .*, got False"),
-        ("gated", {**NOT_GATED, "activation": Made(("silu", 1.0, None, 1.0))}, "expected True .*, got False"),
+        ("gated", {**NOT_GATED, "activation": Act("silu", 1.0, None, 1.0)}, "expected True .*, got False"),
         ("gate_up_proj", {**NOT_GATED, "transposed": True}, r"\(E, H, I\) = \(4, 16, 16\), got \(4, 8, 16\)"),
         ("down_proj", {"transposed": True, "gate_up_proj": (E, H, 2 * I)}, r"\(E, I, H\) = \(4, 8, 16\), got \(4, 16"),
         ("gate_up_proj", {"gate_up_proj": (E, 0, H), "down_proj": (E, H, 0)}, "expected H and I above 0"),
@@ -137,11 +136,12 @@ BAD = {
           for name in ("hidden_states", "top_k_weights") for dtype in NO_COMPUTE_DTYPES),
         *((name, torch.bfloat16, "expected torch.float32 like hidden_states, got torch.bfloat16$")
           for name in NAMES[3:]),
+        ("hidden_states", torch.eye(H)[:T].to_sparse(), "expected a dense tensor"),
         ("activation", None, "expected a name or an Activation, got NoneType"),
         ("activation", torch.nn.SiLU(), "expected a name or an Activation, got SiLU"),
         ("activation", torch.nn.functional.silu, "expected a name or an Activation, got function"),
         ("activation", ("silu", 1.0, None, 0.0), "expected a name or an Activation, got tuple"),
-        *(("activation", Made(("silu",), {field: "1"}), f"expected a number as {field}, got str")
+        *(("activation", Act(**{field: "1"}), f"expected a number as {field}, got str")
           for field in ("alpha", "limit", "up_offset")),
         *((flag, value, "expected True or False, got ") for flag in FLAGS for value in NO_BOOLS),
         *(("capacity", value, f"expected an int or None, got {type(value).__name__}$")
@@ -187,6 +187,10 @@ BAD = {
         ("x", (T,), r"expected shape \(T, H\) = \(6, \?\), got \(6,\)"),
         ("x", (T + 1, H), r"expected shape \(T, H\) = \(6, \?\), got \(7, 16\)"),
         ("x", META, "expected on .* like routing, got meta"),
+        (("routing.top_k", "routing"), 0, "expected top_k to divide 12 slots, got 0"),
+        (("routing.top_k", "routing"), 5, "expected top_k to divide 12 slots, got 5"),
+        ("routing.row_to_slot", (11,), r".*got \(11,\)"),
+        ("routing.expert_offsets", META, ""),
     ],
     ("combine_rows", ValueError): [
         ("y", (12,), r"expected shape \(S, H\) = \(12, \?\), got \(12,\)"),
@@ -196,6 +200,7 @@ BAD = {
         *((name, META, "expected on .* like routing, got meta") for name in ("y", "top_k_weights")),
     ],
     ("gather_rows", TypeError): [
+        ("routing.row_to_slot", torch.float32, "expected torch.int32 .*got torch.float32"),
         ("x", torch.int32, "expected one of .*, got torch.int32"),
         ("x", [1.0], "expected a tensor, got list"),
         *BAD_ROUTING,
@@ -211,6 +216,10 @@ BAD = {
     ],
 }  # fmt: skip
 ALL = [(*key, *row) for key, rows in BAD.items() for row in rows]
+ALL += [
+    pytest.param("grouped_mm_experts", TypeError, name, torch.float64, "expected one of .*", marks=pytest.mark.gpu)
+    for name in ("hidden_states", "top_k_weights")
+]
 
 
 @pytest.mark.kernels_ci
@@ -222,7 +231,11 @@ def test_bad_input(grouped_moe, device, op, error, name, value, message):
     for without in ((), ("gate_up_proj_bias", "down_proj_bias", "bias")):
         given = {key: each for key, each in arguments(grouped_moe, op, device).items() if key not in without}
         if changes.keys().isdisjoint(without) or not without:
-            given.update({key: change(given.get(key), each, grouped_moe) for key, each in changes.items()})
+            for key, each in changes.items():
+                key, _, field = key.partition(".")
+                if field:
+                    each = replace(given[key], **{field: change(getattr(given[key], field), each, grouped_moe)})
+                given[key] = change(given.get(key), each, grouped_moe)
             raises(error, f"^{named}: .*{message}", getattr(grouped_moe, op), **given)
 
 
@@ -236,42 +249,11 @@ def test_not_a_tensor_under_autocast(grouped_moe, device, op, names):
             getattr(grouped_moe, op)(**given)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["hidden_states", "top_k_weights"])
-def test_fp64_on_an_accelerator(grouped_moe, device, name):
-    given = arguments(grouped_moe, "grouped_mm_experts", device)
-    given[name] = given[name].double()
-    raises(TypeError, f"^{name}: expected one of .*, got torch.float64$", grouped_moe.grouped_mm_experts, **given)
-
-
 def test_options_are_keyword_only(grouped_moe, device):
     given = arguments(grouped_moe, "grouped_mm_experts", device)
     raises(TypeError, "positional", grouped_moe.grouped_mm_experts, *[given[name] for name in NAMES[:5]], None)
 
 
-def test_sparse(grouped_moe, device):
-    given = arguments(grouped_moe, "grouped_mm_experts", device)
-    given["hidden_states"] = torch.eye(H, device=device)[:T].to_sparse()
-    raises(TypeError, "^hidden_states: expected a dense tensor", grouped_moe.grouped_mm_experts, **given)
-
-
 def test_too_many_slots(grouped_moe, device):
     ids = torch.zeros(1, dtype=torch.int32, device=device).expand(2**24 - 1, 128)
     raises(ValueError, "^top_k_index: expected at most 2147483519 slots, got 2147483520", grouped_moe.route, ids, 4)
-
-
-@pytest.mark.parametrize(
-    "name, value, error, message",
-    [
-        ("top_k", 0, ValueError, ": expected top_k to divide 12 slots, got 0"),
-        ("top_k", 5, ValueError, ": expected top_k to divide 12 slots, got 5"),
-        ("row_to_slot", (11,), ValueError, r".row_to_slot: .*got \(11,\)"),
-        ("row_to_slot", torch.float32, TypeError, ".row_to_slot: expected torch.int32 .*got torch.float32"),
-        ("expert_offsets", META, ValueError, ".expert_offsets: "),
-    ],
-)
-def test_routing_made_by_hand(grouped_moe, device, name, value, error, message):
-    given = arguments(grouped_moe, "gather_rows", device)
-    routing = given.pop("routing")
-    wrong = dataclasses.replace(routing, **{name: change(getattr(routing, name), value, grouped_moe)})
-    raises(error, f"^routing{message}", grouped_moe.gather_rows, **given, routing=wrong)

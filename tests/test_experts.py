@@ -1,14 +1,17 @@
 """grouped_mm_experts: output and every gradient against the reference in fp64, and what must not change them."""
 
 import contextlib
+import itertools
+import random
 
 import pytest
 import torch
-from block import assert_same, call, check, checkpointed, count_routed, make, run, with_leaves
-from cases import BY_ID, CASES, make_inputs
+from block import assert_same, call, check, checkpointed, count_routed, make, parts_of, run, with_leaves
+from cases import BY_ID, CASES, Case, Inputs, make_inputs
 from compare import assert_bitwise
-from poison import LAYOUTS
+from poison import LAYOUTS, is_sentinel, poison_sentinels, poisoned_allocations
 
+NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
@@ -18,24 +21,50 @@ by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)
 by_recompute = pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_matches_reference(grouped_moe, device, case, dtype):
-    check(grouped_moe, case, make_inputs(case, dtype, "cpu" if dtype == torch.float64 else device))
+def random_case(seed: int) -> Case:
+    """Of any shape, kind and routing."""
+    draw = random.Random(seed)
+    gated, flag = draw.random() < 0.5, (False, True)
+    return Case(
+        f"random-{seed}", draw.randint(0, 40), draw.randint(1, 5), draw.randint(1, 9), draw.randint(1, 40),
+        draw.randint(1, 40), gated, gated and draw.choice(flag), draw.choice(flag),
+        draw.choice(["", "both"] if gated else ["", "both", "up", "down"]),
+        (draw.choice(["silu", "gelu", "gelu_tanh", "relu2"]), 1.0, None, 0.0), draw.choice(flag),
+        draw.choice([0.0, 0.3, 1.0]),
+    )  # fmt: skip
+
+
+QUICK = [BY_ID[name] for name in ("silu", "gpt-oss", "relu2-not-gated")]  # on a GPU each shape compiles its kernels
+ALL = [
+    *((case, dtype, None) for case in CASES for dtype in (*DTYPES, torch.float64)),
+    *((random_case(seed), torch.float32, None) for seed in range(80)),
+    *((BY_ID["silu-bias"], dtype, other) for dtype in DTYPES for other in (torch.float32, torch.bfloat16)),
+    *(pytest.param(case, torch.bfloat16, torch.float32, marks=pytest.mark.kernels_ci) for case in QUICK),
+]
+
+
+@pytest.mark.parametrize("case, dtype, weights_dtype", ALL, ids=lambda value: getattr(value, "id", str(value)))
+def test_matches_reference(grouped_moe, device, case, dtype, weights_dtype):
+    """With routing weights of another dtype, too. And the same bits with NaN or infinities in what must not be read by
+    the sentinel contract, and in buffers without a row to spare.
+
+    The gradient of a sentinel's routing weight is exactly 0; what else must be, is so in the reference.
+    """
+    device = "cpu" if dtype == torch.float64 else device
+    inputs = make_inputs(case, dtype, device, weights_dtype=weights_dtype)
+    got = check(grouped_moe, case, inputs)
+    assert not got.grads["top_k_weights"][is_sentinel(inputs.top_k_index, case.E)].any()
+    for value, capacity in itertools.product((NAN, INF, -INF), (None, max(1, count_routed(case, inputs)))):
+        with poisoned_allocations():
+            poisoned = run(grouped_moe, case, poison_sentinels(inputs, case.E, value), capacity=capacity)
+        assert_same(poisoned, got)
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("case_id", ["silu", "gpt-oss", "relu2-not-gated"])
-def test_quick(grouped_moe, device, case_id):
-    """Few shapes: on a GPU each one compiles its kernels."""
-    check(grouped_moe, *make(case_id, device, torch.bfloat16))
-
-
-@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16], ids=["fp32-weights", "bf16-weights"])
-@by_dtype
-def test_routing_weights_keep_their_dtype(grouped_moe, device, dtype, weights_dtype):
-    case = BY_ID["silu-bias"]
-    check(grouped_moe, case, make_inputs(case, dtype, device, weights_dtype=weights_dtype))
+def test_experts_block_from_its_parts(grouped_moe, device):
+    """route, gather, two grouped linears and combine make the block, output and gradients."""
+    case, inputs = make("relu2-not-gated", device)
+    check(grouped_moe, case, inputs, around=lambda _: parts_of(grouped_moe, case))
 
 
 WAYS = {  # arguments of `run`, of R and S
@@ -50,18 +79,31 @@ WAYS = {  # arguments of `run`, of R and S
     "capacity-above-int32": lambda *_: {"capacity": 2**40},
 }
 SOME = ["silu-bias", "gpt-oss", "relu2-not-gated", "silu-transposed", "silu-mostly-sentinels", "silu-recompute", "tall"]
+SOME += ["aligned-extents"]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @by_dtype
 @pytest.mark.parametrize("case_id", SOME)
 def test_ways_agree(grouped_moe, device, case_id, dtype, way):
-    """Whether or what is saved, in how much room, and for int32 ids."""
+    """Whatever is saved, in how much room, for int32 ids, and each time."""
     case = BY_ID[case_id]
     inputs = make_inputs(case, dtype, device, index_dtype=torch.int32)
     changes = WAYS[way](count_routed(case, inputs), case.T * case.top_k)
     want = run(grouped_moe, case, inputs._replace(top_k_index=inputs.top_k_index.long()), recompute=False)
-    assert_same(run(grouped_moe, case, inputs, **changes), want)
+    for _ in range(2):
+        assert_same(run(grouped_moe, case, inputs, **changes), want)
+
+
+@pytest.mark.parametrize("missing", [1, 5])
+def test_capacity_that_does_not_do_raises(grouped_moe, missing):
+    """On the CPU at once, with both numbers."""
+    case, inputs = make("silu", "cpu")
+    rows = count_routed(case, inputs)
+    message = rf"^capacity: expected at least the {rows} slots .* local experts, got {rows - missing}$"
+    for given in (inputs, with_leaves(inputs)):
+        with pytest.raises(RuntimeError, match=message):
+            call(grouped_moe, case, given, capacity=rows - missing)
 
 
 @by_dtype
@@ -100,15 +142,6 @@ def test_frozen_inputs(grouped_moe, device, case_id, dtype, frozen, recompute):
         assert_same(run(grouped_moe, case, inputs, frozen, capacity=capacity), want, frozen)
 
 
-@by_recompute
-@pytest.mark.parametrize("case_id", ["silu", "gpt-oss", "aligned-extents", "tall"])
-def test_repeats_bitwise(grouped_moe, device, case_id, recompute):
-    case, inputs = make(case_id, device, torch.bfloat16, recompute=recompute)
-    first = run(grouped_moe, case, inputs)
-    for _ in range(19):
-        assert_same(run(grouped_moe, case, inputs), first)
-
-
 @pytest.mark.parametrize("case_id", ["silu", "gpt-oss"])
 def test_gradients_accumulate_and_inputs_stay(grouped_moe, device, case_id):
     """Two uses of one weight in a graph add up: gradients are fresh tensors, not views of a shared buffer."""
@@ -125,29 +158,26 @@ def test_gradients_accumulate_and_inputs_stay(grouped_moe, device, case_id):
             assert_bitwise(name, tensor.detach(), copy)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("case_id", ["silu-bias", "gpt-oss", "aligned-extents", "relu2-not-gated"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_strides(grouped_moe, device, layout, case_id, dtype):
-    """Views of other strides, with NaN between their elements, and a start that is not aligned."""
-    case, inputs = make(case_id, device, dtype)
-    views = {name: LAYOUTS[layout](tensor) for name, tensor in inputs._asdict().items() if tensor is not None}
-    check(grouped_moe, case, inputs, inputs._replace(**views))
-
-
-EXPANDED = {
-    "cotangent": lambda inputs: {"dout": inputs.dout[:1, :1].expand_as(inputs.dout)},
-    "ids": lambda inputs: {"top_k_index": inputs.top_k_index[:, :1].expand_as(inputs.top_k_index)},
-    "weights": lambda inputs: {name: getattr(inputs, name)[:1].expand_as(getattr(inputs, name)) for name in WEIGHTS},
+VIEWS = {  # of a case's inputs, and their names
+    **{layout: (view, Inputs._fields) for layout, view in LAYOUTS.items()},
+    "expanded-cotangent": (lambda tensor: tensor[:1, :1].expand_as(tensor), ("dout",)),
+    "expanded-ids": (lambda tensor: tensor[:, :1].expand_as(tensor), ("top_k_index",)),
+    "expanded-weights": (lambda tensor: tensor[:1].expand_as(tensor), WEIGHTS),
 }
 
 
-@pytest.mark.parametrize("what", EXPANDED)
-@pytest.mark.parametrize("case_id", ["silu-bias", "gpt-oss"])
-def test_strides_of_0(grouped_moe, device, case_id, what):
-    """`out.sum().backward()` and friends give them; the gradient of an expanded weight must not alias itself."""
-    case, inputs = make(case_id, device)
-    check(grouped_moe, case, inputs._replace(**EXPANDED[what](inputs)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case_id", ["silu-bias", "gpt-oss", "aligned-extents", "relu2-not-gated"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_strides(grouped_moe, device, view, case_id, dtype):
+    """Any, with NaN between the elements, and a start that is not aligned.
+
+    Strides of 0 come from `out.sum().backward()` and friends; the gradient of an expanded weight must not alias itself.
+    """
+    case, inputs = make(case_id, device, dtype)
+    function, names = VIEWS[view]
+    tensors = {name: tensor for name, tensor in inputs._asdict().items() if tensor is not None and name in names}
+    check(grouped_moe, case, inputs._replace(**{name: function(tensor) for name, tensor in tensors.items()}))
 
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16], ids=["fp32-weights", "bf16-weights"])

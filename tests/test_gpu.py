@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from block import assert_same, call, random_inputs, run, run_reference, with_leaves
+from block import assert_same, call, parts_of, random_inputs, run, run_reference, with_leaves
 from cases import CLAMPED, GPU_CASES, MEDIUM, RELU2, WIDE, Case, make_ids, make_inputs
 from compare import assert_bitwise
 from operations import OPERATIONS, make_operation
@@ -72,21 +72,13 @@ def test_graph_replays_with_other_routing(grouped_moe, device, case, way, capaci
 @by_case
 def test_no_host_sync(grouped_moe, device, case):
     """Of the experts block and of the building blocks, in both directions."""
-    inputs = with_leaves(make_inputs(case, torch.bfloat16, device))
-    weight = (inputs.down_proj if case.transposed else inputs.down_proj.mT).detach().requires_grad_()  # (E, I, H)
-
-    def building_blocks() -> None:
-        routing = grouped_moe.route(inputs.top_k_index, case.E)
-        rows = grouped_moe.gather_rows(inputs.hidden_states, routing)
-        rows = grouped_moe.grouped_linear(rows, weight, routing.expert_offsets)
-        rows = grouped_moe.grouped_linear(rows, weight, routing.expert_offsets, transposed=True)
-        out = grouped_moe.combine_rows(rows, inputs.top_k_weights, routing)
-        torch.autograd.grad(out, (inputs.hidden_states, inputs.top_k_weights, weight), inputs.dout)
+    inputs = make_inputs(case, torch.bfloat16, device)
+    not_gated, others = GPU_CASES[-1], make_inputs(GPU_CASES[-1], torch.bfloat16, device)
 
     def everything() -> None:
         run(grouped_moe, case, inputs)
         run(grouped_moe, case, inputs, recompute=True)
-        building_blocks()
+        run(grouped_moe, not_gated, others, around=lambda _: parts_of(grouped_moe, not_gated))
 
     everything()  # compiles
     torch.cuda.synchronize()

@@ -51,6 +51,13 @@ def test_matches_loop(grouped_moe, device, tokens, top_k, experts, sentinels, dt
     assert_routed(grouped_moe, make_ids(case, dtype).to(device), experts)
 
 
+def test_random_sizes(grouped_moe, device):
+    for _ in range(150):
+        tokens, top_k, experts = (int(torch.randint(low, high, ())) for low, high in ((0, 51), (1, 7), (1, 13)))
+        case = Case("routing", T=tokens, top_k=top_k, E=experts, sentinels=0.5)
+        assert_routed(grouped_moe, make_ids(case).to(device), experts)
+
+
 @pytest.mark.parametrize("slots", [127, 129, 2048, 2049, 3000])
 @pytest.mark.parametrize("expert", [0, 3, 6])
 def test_one_expert_takes_all(grouped_moe, device, slots, expert):

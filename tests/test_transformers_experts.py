@@ -5,7 +5,17 @@ from functools import partial
 
 import pytest
 import torch
-from experts_modules import EXPERTS, assert_as_eager, assert_same, build, find_cases, make_custom, make_inputs, run
+from experts_modules import (
+    EXPERTS,
+    assert_as_eager,
+    assert_same,
+    build,
+    find_cases,
+    lower_limits,
+    make_custom,
+    make_inputs,
+    run,
+)  # fmt: skip
 from torch.nn.functional import normalize, rms_norm, silu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,28 +36,33 @@ FUSED_ACTIVATIONS = {
 def test_finds_the_classes():
     version = tuple(int(part) for part in importlib.metadata.version("transformers").split(".")[:2])
     expected = max(count for since, count in CLASS_COUNTS.items() if since <= version)
-    assert len({case[:2] for case in CASES}) >= expected
+    assert len(set(CASES)) >= expected
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name + ("-lowered_limit" if case.lowered else ""))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[1])
 def test_matches_eager(case, implementation, fused_calls, device):
-    """Also with sentinels, for which eager gets expert 0 with weight 0: the same function, which every eager takes."""
+    """With the limits of the gate, if there are any, as they are, and lowered."""
     experts = build(case, device)
-    x, ids, weights, cotangent = make_inputs(device)
-    expected = run(experts, "eager", (x, ids, weights), cotangent)
-    assert not fused_calls
-    assert_same(run(experts, implementation, (x, ids, weights), cotangent), expected)
-    assert len(fused_calls) == (case.name not in UNFUSED)
-    sentinel = torch.rand(ids.shape, device=device) < 0.4
+    for lower in (lambda _: True, lower_limits):
+        if lower(experts):
+            fused_calls.clear()
+            assert_as_eager(experts, implementation)
+            assert len(fused_calls) == (case[1] not in UNFUSED)
+            assert_as_eager_with_sentinels(experts, implementation)
+
+
+def assert_as_eager_with_sentinels(experts, implementation) -> None:
+    """Eager gets expert 0 with weight 0 for a sentinel: the same function, and every version of eager takes it."""
+    x, ids, weights, cotangent = make_inputs(experts.down_proj.device)
+    sentinel = torch.rand(ids.shape, device=ids.device) < 0.4
     sentinel[0], sentinel[1] = True, False
     expected = run(experts, "eager", (x, ids.masked_fill(sentinel, 0), weights.masked_fill(sentinel, 0.0)), cotangent)
     expected.grads["top_k_weights"][sentinel] = 0.0
-    inputs = x, ids.masked_fill(sentinel, EXPERTS), weights
-    actual = run(experts, implementation, inputs, cotangent)
+    actual = run(experts, implementation, (x, ids.masked_fill(sentinel, EXPERTS), weights), cotangent)
     assert_same(actual, expected)
     assert not actual.grads["top_k_weights"][sentinel].any() and not actual.out[0].any()
     # Bitwise the same with other ids outside the range, and NaN wherever a sentinel leads.
-    outside = torch.tensor([EXPERTS, EXPERTS + 1, -1, -EXPERTS, 2**31, 2**63 - 1, -(2**63)], device=device)
+    outside = torch.tensor([EXPERTS, EXPERTS + 1, -1, -EXPERTS, 2**31, 2**63 - 1, -(2**63)], device=ids.device)
     ids = ids.masked_scatter(sentinel, outside.repeat(ids.numel()))
     x, weights = x.masked_fill(sentinel.all(1, keepdim=True), torch.nan), weights.masked_fill(sentinel, torch.nan)
     poisoned = run(experts, implementation, (x, ids, weights), cotangent)
@@ -121,7 +136,7 @@ GATES = {  # the gate, attributes of its module, and whether the fused block com
     "no_softcap_gpt_oss": (softcapped, {**NO_CAPS, **LIMITS, "swiglu_alpha": 1.3}, True),
     "softcap": (softcapped, {**NO_CAPS, "gate_softcap": 0.7, "up_softcap": 0.9}, False),
 }  # fmt: skip
-COMPILED = ("default", "gpt_oss", "clamped_both_ways", "unknown_act_fn")
+compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
 
 
 def make(name: str, device: str) -> torch.nn.Module:
@@ -137,16 +152,12 @@ def test_fuses_only_the_same_gate(name, implementation, fused_calls, device):
     assert bool(fused_calls) == GATES[name][2]
 
 
-def test_gate_of_one_module_stays_its_own(implementation, fused_calls, device):
-    """A gate set on a module, not on its class."""
+def test_gates_that_are_not_of_a_class_or_change(implementation, fused_calls, device):
+    """One is set on a module. A class is patched after its first forward; then its activation gets hooks."""
     experts = make_custom(device)
     experts._apply_gate = lambda rows: plain(experts, *reversed(rows.chunk(2, dim=-1)))
     assert_as_eager(experts, implementation)
     assert not fused_calls
-
-
-def test_a_gate_that_changes_is_looked_at_again(implementation, device):
-    """A class is patched after the first forward; then its activation gets a hook."""
     experts = make_custom(device)
     assert_as_eager(experts, implementation)
     usual = type(experts)._apply_gate
@@ -160,28 +171,21 @@ def test_a_gate_that_changes_is_looked_at_again(implementation, device):
     assert_as_eager(experts, implementation)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", ["default", "gpt_oss", "clamped_both_ways", "unknown_act_fn"])
 def test_compiles_in_one_graph(name, implementation, device):
     """Cold: the first call that sees the class, and so has to find out about its gate, is the compiler's."""
-    experts = make(name, device)
-    *inputs, cotangent = make_inputs(device)
-    expected = run(experts, "eager", inputs, cotangent)
     torch.compiler.reset()
-    experts.forward = torch.compile(experts.forward, fullgraph=True, backend="aot_eager")
-    assert_same(run(experts, implementation, inputs, cotangent), expected)
+    assert_as_eager(make(name, device), implementation, compiled)
 
 
 def test_compiles_layers_with_different_limits(implementation, device):
     """The same class and code with another limit and alpha, which torch.compile then makes dynamic."""
-    *inputs, cotangent = make_inputs(device)
     first = make("gpt_oss", device)
-    forward = torch.compile(type(first).forward, fullgraph=True, backend="aot_eager")
+    forward = compiled(type(first).forward)
     for limit, alpha in ((0.6, 1.3), (0.7, 1.1), (0.8, 1.702)):
         experts = make_custom(device, gate=gpt_oss, swiglu_limit=limit, swiglu_alpha=alpha)
         experts.__class__ = type(first)
-        expected = run(experts, "eager", inputs, cotangent)
-        experts.forward = partial(forward, experts)
-        assert_same(run(experts, implementation, inputs, cotangent), expected)
+        assert_as_eager(experts, implementation, lambda _: partial(forward, experts))
 
 
 def test_activations_match_eager(implementation, fused_calls, device):
@@ -225,35 +229,23 @@ STEPS = {  # after the experts, and whether it is none
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("step, fused", STEPS.values(), ids=STEPS)
-def test_a_step_after_the_experts(implementation, fused_calls, device, step, fused, compiled):
-    """Against rows that each go through the expert and the step alone."""
-    experts = make_custom(device, implementation, has_post_expert_norm=False)
-    type(experts)._apply_post_expert = step
-    x, ids, weights, _ = make_inputs(device)
-    forward = torch.compile(experts, fullgraph=True, backend="aot_eager") if compiled else experts
-    with torch.no_grad():
-        actual, expected = forward(x, ids, weights), torch.zeros_like(x)
-        for slot, expert in enumerate(ids.flatten().tolist()):
-            token, choice = divmod(slot, ids.shape[1])
-            act = experts._apply_gate(experts.gate_up_proj[expert] @ x[token])
-            row = step(experts, (experts.down_proj[expert] @ act)[None])[0]
-            expected[token] += weights[token, choice] * row
-    assert torch.linalg.vector_norm(actual - expected) < 1e-5 * torch.linalg.vector_norm(expected)
-    assert compiled or bool(fused_calls) == fused
-    torch.compiler.reset()
+def test_a_step_after_the_experts(implementation, fused_calls, device, step, fused):
+    for around in (lambda forward: forward, compiled):
+        torch.compiler.reset()
+        fused_calls.clear()
+        assert_as_eager(make_custom(device, step=step, has_post_expert_norm=False), implementation, around)
+        assert around is compiled or bool(fused_calls) == fused
 
 
 def test_unknown_steps_are_refused(implementation, device):
     """When they run and, but for two that exclude each other, before that when they are put into a model."""
-    inputs = make_inputs(device)[:3]
-    experts = make_custom(device, implementation, has_post_expert_norm=True, post_expert_norm=torch.nn.Identity())
-    type(experts)._apply_post_expert = STEPS["norm"][0]
+    norm, inputs = STEPS["norm"][0], make_inputs(device)[:3]
+    options = {"has_post_expert_norm": True, "post_expert_norm": torch.nn.Identity()}
     with pytest.raises(ValueError, match="knows, got one with has_post_expert_norm and _apply_post_expert; choose"):
-        experts(*inputs)
+        make_custom(device, implementation, step=norm, **options)(*inputs)
     experts = make_custom(device, implementation)
-    type(experts)._apply_router_bias = STEPS["norm"][0]
+    type(experts)._apply_router_bias = norm
     message = "^Experts: expected an experts module of a kind .* knows, got one with _apply_router_bias; choose another"
     for use in (lambda: experts(*inputs), lambda: torch.nn.Sequential(experts)):
         with pytest.raises(ValueError, match=message):

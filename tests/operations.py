@@ -1,13 +1,15 @@
 """Small calls of every differentiable op, for tests of what holds for all of them; and who watches what they call."""
 
 from functools import partial
-from typing import Callable, Dict, NamedTuple
+from typing import Callable, Dict, NamedTuple, Set
 
 import mlps
 import torch
 from block import call, make
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 SIZES = (5, 0, 12)  # rows of each group of the linear layer; there are more
 
@@ -102,12 +104,33 @@ def make_operation(package, name: str, device: str, only: str = "") -> Operation
 
 
 class Log(TorchDispatchMode):
-    """Names of the ops that were called, whether they overwrite what was saved or not."""
+    """Within it the package's ops that do the work are noted in `calls`, each with copies of its arguments."""
 
     def __init__(self):
         super().__init__()
-        self.names = set()
+        self.calls = []
+
+    @property
+    def names(self) -> Set[str]:
+        """Those that were called, whether they overwrite what was saved or not."""
+        return {op.overloadpacket.__name__.replace("_overwriting", "") for op, _ in self.calls}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.overloadpacket.__name__.replace("_overwriting", ""))
+        if "grouped_moe" in func.namespace:
+            self.calls.append((func, tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args)))
+        return func(*args, **(kwargs or {}))
+
+
+class RecordedLog(TorchFunctionMode):
+    """As `Log`, of the differentiable ops that compilers see, where autograd records them."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        recorded = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        if recorded and "grouped_moe" in getattr(func, "namespace", ""):
+            copies = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), args)
+            self.calls.append((func, copies))
         return func(*args, **(kwargs or {}))

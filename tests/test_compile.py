@@ -8,11 +8,9 @@ import torch
 from block import assert_same, call, make, parts_of, run, with_leaves
 from cases import BY_ID, GPU_PARAMS, Inputs, make_inputs
 from compare import assert_bitwise, assert_close
-from operations import MADE_OF, OPERATIONS, SEEN, SIZES, kind_of, make_operation
+from operations import MADE_OF, OPERATIONS, SEEN, SIZES, Log, RecordedLog, kind_of, make_operation
 from poison import poisoned_allocations
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 by_operation = pytest.mark.parametrize("name", OPERATIONS)
@@ -25,32 +23,6 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-def calls_of(step) -> list:
-    """(op, copies of its arguments) of each call of an op of the package, a differentiable one or a part of one."""
-    made = []
-
-    def note(function, args, differentiable):
-        if not isinstance(function, torch._ops.OpOverload) or "grouped_moe" not in function.namespace:
-            return
-        if not differentiable or any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
-            copies = tree_map_only(torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), args)
-            made.append((function, copies if differentiable else tree_map_only(torch.Tensor, torch.detach, copies)))
-
-    class Outer(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            note(function, args, True)
-            return function(*args, **(kwargs or {}))
-
-    class Inner(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            note(function, args, False)
-            return function(*args, **(kwargs or {}))
-
-    with Outer(), Inner():
-        step()
-    return made
-
-
 def opcheck(step, kind: str = "") -> set:
     """`torch.library.opcheck` of the ops that a step calls, whose names have `kind` in them. Returns the names.
 
@@ -59,11 +31,13 @@ def opcheck(step, kind: str = "") -> set:
     """
     names = set()
     with poisoned_allocations():
-        for function, args in calls_of(step):
-            name = function.overloadpacket.__name__
+        with RecordedLog() as recorded, Log() as log:
+            step()
+        for op, args in recorded.calls + log.calls:
+            name = op.overloadpacket.__name__
             if kind in name and not name.endswith("overwriting"):
                 names.add(name)
-                torch.library.opcheck(function, args)
+                torch.library.opcheck(op, args)
     return names
 
 
@@ -83,7 +57,9 @@ def test_opcheck_with_and_without_gradients(grouped_moe, device, case):
     leaves, num_slots = with_leaves(inputs), case.T * case.top_k
     assert opcheck(lambda: call(grouped_moe, case, leaves, capacity=num_slots)) == {"experts", "experts_forward"}
     assert opcheck(lambda: call(grouped_moe, case, inputs)) == {"experts_inference"}
-    experts, args = calls_of(lambda: call(grouped_moe, case, leaves))[0]
+    with RecordedLog() as recorded:
+        call(grouped_moe, case, leaves)
+    ((experts, args),) = recorded.calls
     torch.library.opcheck(experts, tree_map_only(torch.Tensor, torch.detach, args))
 
 

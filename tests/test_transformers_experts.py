@@ -188,27 +188,18 @@ def test_compiles_layers_with_different_limits(implementation, device):
         assert_as_eager(experts, implementation, lambda _: partial(forward, experts))
 
 
-def test_activations_match_eager(implementation, fused_calls, device):
-    from transformers.activations import ACT2FN
-
-    fused = set()
-    for name in ACT2FN:
-        fused_calls.clear()
-        assert_as_eager(make_custom(device, act_fn=ACT2FN[name].to(device, torch.float32)), implementation)
-        if fused_calls:
-            fused.add(name)
-    assert fused == FUSED_ACTIVATIONS
-
-
-def test_activations_by_the_names_of_transformers(grouped_moe, device):
-    """Each name of ACT2FN that is accepted computes that function; alone and in an Activation."""
+def test_activations_of_transformers(grouped_moe, implementation, fused_calls, device):
+    """Each match eager as a module's; of those whose names are accepted, alone and in an Activation, the functions."""
     from transformers.activations import ACT2FN
 
     x, one = torch.linspace(-6.0, 6.0, 64, device=device)[:, None], torch.ones(64, 1, device=device)
     ids, eye = torch.zeros(64, 1, dtype=torch.int64, device=device), torch.ones(1, 1, 1, device=device)
     call = partial(grouped_moe.grouped_mm_experts, x, ids, one, eye, eye, gated=False)
-    accepted = set()
+    fused, accepted = set(), set()
     for name in ACT2FN:
+        fused_calls.clear()
+        assert_as_eager(make_custom(device, act_fn=ACT2FN[name].to(device, torch.float32)), implementation)
+        fused |= {name} if fused_calls else set()
         for activation in (name, grouped_moe.Activation(name)):
             try:
                 y = call(activation=activation)
@@ -216,6 +207,7 @@ def test_activations_by_the_names_of_transformers(grouped_moe, device):
                 continue
             torch.testing.assert_close(y.double(), ACT2FN[name](x.double()), rtol=1e-5, atol=1e-6)
             accepted.add(name)
+    assert fused == FUSED_ACTIVATIONS
     assert accepted >= {"swish", "quick_gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu2", "gelu_python"}
     y = call(activation=grouped_moe.Activation("swish", alpha=2.0))
     torch.testing.assert_close(y, x * torch.sigmoid(2.0 * x), rtol=1e-5, atol=1e-6)

@@ -1,11 +1,14 @@
 """Runs the experts block of the package, or of its reference, forward and backward."""
 
-from typing import Dict, NamedTuple, Optional
+from functools import partial
+from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
-from cases import Case, Inputs
+from cases import BY_ID, Case, Inputs, make_inputs
 from compare import assert_bitwise, assert_close
+from poison import is_sentinel
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 class Result(NamedTuple):
@@ -13,6 +16,17 @@ class Result(NamedTuple):
 
     out: Tensor
     grads: Dict[str, Optional[Tensor]]
+
+
+def make(case_id: str, device: str, dtype: torch.dtype = torch.float32, **changes) -> Tuple[Case, Inputs]:
+    """The case of that id, changed, and its inputs."""
+    case = BY_ID[case_id]._replace(**changes)
+    return case, make_inputs(case, dtype, device)
+
+
+def count_routed(case: Case, inputs: Inputs) -> int:
+    """R, the slots of local experts."""
+    return int((~is_sentinel(inputs.top_k_index, case.E)).sum())
 
 
 def call(grouped_moe, case: Case, inputs: Inputs, **changes) -> Tensor:
@@ -25,16 +39,43 @@ def call(grouped_moe, case: Case, inputs: Inputs, **changes) -> Tensor:
     return grouped_moe.grouped_mm_experts(*positional, **tensors, **kind)
 
 
+def function_of(grouped_moe, case: Case, **changes) -> Callable[..., Tensor]:
+    """`call` as a function of the tensors in `Inputs`, without the cotangent."""
+    return lambda *tensors: call(grouped_moe, case, Inputs(*tensors, None), **changes)
+
+
+def parts_of(grouped_moe, case: Case) -> Callable[..., Tensor]:
+    """The block of relu2 experts without a gate, made of the building blocks, as a function of the same tensors."""
+    assert (case.activation[0], case.gated) == ("relu2", False)
+
+    def block(x, ids, weights, up, down, up_bias, down_bias):
+        routing = grouped_moe.route(ids, case.E)
+        linear = partial(grouped_moe.grouped_linear, splits=routing.expert_offsets, transposed=case.transposed)
+        rows = linear(grouped_moe.gather_rows(x, routing), up, bias=up_bias)
+        rows = linear(torch.relu(rows).square(), down, bias=down_bias)
+        return grouped_moe.combine_rows(rows, weights, routing)
+
+    return block
+
+
+def checkpointed(function: Callable) -> Callable:
+    """The function under activation checkpointing."""
+    return partial(checkpoint, function, use_reentrant=False)
+
+
 def with_leaves(inputs: Inputs, frozen=()) -> Inputs:
     """The same inputs as leaves that require gradients, but those that are frozen."""
     leaves = {name: t.detach().requires_grad_(name not in frozen) for name, t in inputs.floating().items()}
     return inputs._replace(**leaves)
 
 
-def run(grouped_moe, case: Case, inputs: Inputs, frozen=(), **changes) -> Result:
-    """Forward and backward of the package. Gradients are those of fresh leaves: layout of `inputs` is kept."""
-    leaves = with_leaves(inputs, frozen)
-    out = call(grouped_moe, case, leaves, **changes)
+def run(grouped_moe, case: Case, inputs: Inputs, frozen=(), around: Optional[Callable] = None, **changes) -> Result:
+    """Forward and backward of the package. Gradients are those of fresh leaves: layout of `inputs` is kept.
+
+    around: of the block as a function of its tensors makes the one that is called, such as `checkpointed`.
+    """
+    leaves, function = with_leaves(inputs, frozen), function_of(grouped_moe, case, **changes)
+    out = (function if around is None else around(function))(*leaves[:-1])
     out.backward(inputs.dout)
     return Result(out.detach(), {name: t.grad for name, t in leaves.floating().items()})
 
@@ -55,28 +96,36 @@ def run_reference(grouped_moe, case: Case, inputs: Inputs) -> Result:
 
 
 def assert_matches(got: Result, want: Result, dtype: torch.dtype, weights_dtype: Optional[torch.dtype] = None) -> None:
-    """Output and every gradient within the tolerances of dtype, each in its own dtype."""
+    """Output and every gradient in its own dtype and within the tolerances of dtype.
+
+    The gradient of routing weights of another dtype, within those of the coarser one.
+    """
     assert got.out.dtype == dtype
     assert_close("out", got.out, want.out, dtype)
     assert got.grads.keys() == want.grads.keys()
     for name, grad in got.grads.items():
         own = (weights_dtype or dtype) if name == "top_k_weights" else dtype
         assert grad is not None and grad.dtype == own, f"{name}: no gradient of {own}"
-        assert_close(f"grad of {name}", grad, want.grads[name], dtype, inner_products=name == "top_k_weights")
+        coarse = max(own, dtype, key=lambda each: torch.finfo(each).eps)
+        assert_close(f"grad of {name}", grad, want.grads[name], coarse, inner_products=name == "top_k_weights")
 
 
-def assert_same(got: Result, want: Result) -> None:
-    """Output and every gradient bitwise."""
+def check(grouped_moe, case: Case, inputs: Inputs, **changes) -> Result:
+    """The package's result, which matches the reference's."""
+    got, want = run(grouped_moe, case, inputs, **changes), run_reference(grouped_moe, case, inputs)
+    assert_matches(got, want, inputs.dout.dtype, inputs.top_k_weights.dtype)
+    return got
+
+
+def assert_same(got: Result, want: Result, frozen=()) -> None:
+    """Output and every gradient bitwise, but for those that are frozen, which have none."""
     assert_bitwise("out", got.out, want.out)
     assert got.grads.keys() == want.grads.keys()
     for name, grad in got.grads.items():
-        assert_bitwise(f"grad of {name}", grad, want.grads[name])
-
-
-def step(grouped_moe, case: Case, inputs: Inputs, recompute: bool = False) -> list:
-    """[output, gradients]. The inputs are leaves."""
-    out = call(grouped_moe, case, inputs, recompute=recompute)
-    return [out, *torch.autograd.grad(out, list(inputs.floating().values()), inputs.dout)]
+        if name in frozen:
+            assert grad is None, f"{name}: a gradient, though it is frozen"
+        else:
+            assert_bitwise(f"grad of {name}", grad, want.grads[name])
 
 
 def random_inputs(case: Case, device: str, ids: torch.Tensor) -> Inputs:
@@ -88,14 +137,4 @@ def random_inputs(case: Case, device: str, ids: torch.Tensor) -> Inputs:
     weights = torch.rand((case.T, case.top_k), device=device).to(torch.bfloat16)
     up = randn(case.E, case.preact_width, case.H).mul_(case.H**-0.5)
     down = randn(case.E, case.H, case.I).mul_(case.I**-0.5)
-    return with_leaves(Inputs(randn(case.T, case.H), ids, weights, up, down, None, None, randn(case.T, case.H)))
-
-
-def reference_step(grouped_moe, case: Case, inputs: Inputs, rows: torch.Tensor) -> list:
-    """[output, gradients] in fp64 of these tokens alone, of weights as `random_inputs` makes them."""
-    tensors = [inputs.hidden_states[rows], inputs.top_k_weights[rows], inputs.gate_up_proj, inputs.down_proj]
-    tensors = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    x, weights, up, down = tensors
-    kind = {"name": case.activation[0], "gated": case.gated}
-    out = grouped_moe.reference.grouped_mm_experts(x, inputs.top_k_index[rows], weights, up, down, **kind)
-    return [out.detach(), *torch.autograd.grad(out, tensors, inputs.dout[rows].double())]
+    return Inputs(randn(case.T, case.H), ids, weights, up, down, None, None, randn(case.T, case.H))

@@ -3,15 +3,14 @@
 Legend as in the package: T tokens, top_k slots per token, E experts, H hidden, I intermediate.
 """
 
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, NamedTuple, Optional, Tuple
 
+import pytest
 import torch
 from torch import Tensor
 
 GPT_OSS = ("silu", 1.702, 0.5625, 1.0)  # its formula; the limit is low enough to clamp a third of unit-scale inputs
 RELU2 = ("relu2", 1.0, None, 0.0)
-INT32_SENTINELS = (-1, -7, "E", "E + 3", 2**31 - 1, -(2**31))
-INT64_SENTINELS = INT32_SENTINELS + (2**31, 2**32, 2**40 + 1, 2**63 - 1, -(2**63))
 
 
 class Case(NamedTuple):
@@ -42,6 +41,9 @@ class Case(NamedTuple):
         return self.activation[2] is not None or self.activation[0] == "relu"
 
 
+TALL = Case("tall-wide", T=300, top_k=2, E=3, H=72, I=136)  # which Hopper's own kernels take
+NOT_GATED = TALL._replace(id="tall-wide-not-gated", gated=False, activation=RELU2)
+LIMIT = TALL._replace(id="tall-wide-bias-limit-recompute", bias="both", activation=GPT_OSS, recompute=True)
 CASES = [
     Case("silu"),
     Case("silu-recompute", recompute=True),
@@ -73,47 +75,34 @@ CASES = [
     Case("extents-of-one", T=5, top_k=2, E=3, H=1, I=1, sentinels=0.0),
     Case("aligned-extents", T=64, top_k=2, E=4, H=128, I=64),
     Case("tall", T=300, top_k=2, E=2, H=40, I=24),
-    Case("tall-wide", T=300, top_k=2, E=3, H=72, I=136),
-    Case("tall-wide-transposed", T=300, top_k=2, E=3, H=72, I=136, transposed=True),
-    Case("tall-wide-interleaved", T=300, top_k=2, E=3, H=72, I=136, interleaved=True),
-    Case("tall-wide-not-gated", T=300, top_k=2, E=3, H=72, I=136, gated=False, activation=RELU2),
-    Case(
-        "tall-wide-not-gated-transposed-bias-limit-recompute",
-        T=300,
-        top_k=2,
-        E=3,
-        H=72,
-        I=136,
+    TALL,
+    TALL._replace(id="tall-wide-transposed", transposed=True),
+    TALL._replace(id="tall-wide-interleaved", interleaved=True),
+    NOT_GATED,
+    LIMIT._replace(
+        id="tall-wide-not-gated-transposed-bias-limit-recompute",
         gated=False,
         transposed=True,
-        bias="both",
         activation=("silu", 1.5, 0.5625, 0.0),
-        recompute=True,
     ),
-    Case(
-        "tall-wide-gpt-oss",
-        T=300,
-        top_k=2,
-        E=3,
-        H=72,
-        I=136,
-        interleaved=True,
-        transposed=True,
-        bias="both",
-        activation=GPT_OSS,
-    ),
-    Case(
-        "tall-wide-bias-limit-recompute",
-        T=300,
-        top_k=2,
-        E=3,
-        H=72,
-        I=136,
-        bias="both",
-        activation=GPT_OSS,
-        recompute=True,
-    ),
+    LIMIT._replace(id="tall-wide-gpt-oss", interleaved=True, transposed=True, recompute=False),
+    LIMIT,
 ]
+# What a GPU is given besides: more than 2048 slots, where the routing takes three launches, and more steps along H than
+# the ring of Hopper's up-projection has.
+MEDIUM = Case("medium", T=600, top_k=4, E=6, H=64, I=48)
+CLAMPED = MEDIUM._replace(id="medium-bias", bias="both", interleaved=True, activation=GPT_OSS)
+WIDE = MEDIUM._replace(id="medium-wide", H=72, I=136)
+GPU_CASES = [
+    MEDIUM._replace(id="small", T=1),
+    MEDIUM,
+    CLAMPED,
+    WIDE,
+    CLAMPED._replace(id="medium-wide-bias", H=72, I=136, transposed=True),
+    WIDE._replace(id="medium-deep", H=392),
+    WIDE._replace(id="medium-wide-not-gated", gated=False, activation=RELU2),
+]
+GPU_PARAMS = [pytest.param(case, id=case.id, marks=pytest.mark.gpu) for case in GPU_CASES]
 BY_ID: Dict[str, Case] = {case.id: case for case in CASES}
 assert len(BY_ID) == len(CASES), "two cases of one id"
 
@@ -135,6 +124,11 @@ class Inputs(NamedTuple):
         tensors = {name: t for name, t in self._asdict().items() if name not in ("top_k_index", "dout")}
         return {name: t for name, t in tensors.items() if t is not None}
 
+    def take(self, tokens: Tensor) -> "Inputs":
+        """The inputs of these tokens alone."""
+        per_token = ("hidden_states", "top_k_index", "top_k_weights", "dout")
+        return self._replace(**{name: getattr(self, name)[tokens] for name in per_token})
+
 
 def make_ids(case: Case, dtype: torch.dtype = torch.int64) -> Tensor:
     """Random expert ids, repeats within a token allowed; with sentinels, two tokens have nothing else."""
@@ -150,9 +144,9 @@ def make_ids(case: Case, dtype: torch.dtype = torch.int64) -> Tensor:
 
 def sentinel_ids(num_experts: int, dtype: torch.dtype) -> Tensor:
     """Ids that no local expert has, up to the ends of the dtype."""
-    values: List[int] = []
-    for value in INT64_SENTINELS if dtype == torch.int64 else INT32_SENTINELS:
-        values.append({"E": num_experts, "E + 3": num_experts + 3}.get(value, value))
+    values = [-1, -7, num_experts, num_experts + 3, 2**31 - 1, -(2**31)]
+    if dtype == torch.int64:
+        values += [2**31, 2**32, 2**40 + 1, 2**63 - 1, -(2**63)]
     return torch.tensor(values)
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import warnings
-from typing import Callable, Iterator
+from typing import Callable, Dict, Iterator, Optional
 
 import torch
 from torch import Tensor
@@ -55,12 +55,34 @@ def poison_sentinels(inputs, num_experts: int, value: float = float("nan")):
     return inputs._replace(**changed)
 
 
-def guarded(tensor: Tensor, value: float = float("nan"), margin: int = 1031) -> Tensor:
-    """A copy of tensor (contiguous) in the middle of memory full of `value`, at an odd offset."""
-    storage = torch.full((tensor.numel() + 2 * margin,), value, dtype=tensor.dtype, device=tensor.device)
+def fill_of(tensor: Tensor) -> float:
+    """What stands where nothing must be read: NaN or, among ids, a local expert's."""
+    return float("nan") if tensor.is_floating_point() else 0
+
+
+def guarded(tensor: Tensor, value: Optional[float] = None, margin: int = 1031) -> Tensor:
+    """A copy of tensor (contiguous) in the middle of memory full of `value`, else `fill_of` it, at an odd offset."""
+    storage = tensor.new_full((tensor.numel() + 2 * margin,), fill_of(tensor) if value is None else value)
     view = storage[margin : margin + tensor.numel()].view(tensor.shape)
     view.copy_(tensor)
     return view
+
+
+def apart(tensor: Tensor, rows: int = 1, columns: int = 1, margin: int = 0) -> Tensor:
+    """A copy of tensor in every so many rows and columns of memory full of NaN, but for margins on both sides."""
+    first, *middle, last = tensor.shape
+    memory = tensor.new_full((rows * first, *middle, columns * last + 2 * margin), fill_of(tensor))
+    return memory[::rows, ..., margin : margin + columns * last : columns].copy_(tensor)
+
+
+# Views of other strides or alignment, of tensors of two or more dimensions.
+LAYOUTS: Dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda tensor: tensor.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "columns-apart": lambda tensor: apart(tensor, columns=2),
+    "rows-apart": lambda tensor: apart(tensor, rows=2),
+    "padded": lambda tensor: apart(tensor, margin=1),
+    "guarded": guarded,
+}
 
 
 def dirty_allocator(device: str, floats: int = 1 << 20) -> None:

@@ -1,183 +1,203 @@
-"""Ops and the dispatcher: whoever watches ops sees them, and nothing else changes."""
+"""Ops, the dispatcher and autograd: whoever watches ops sees them, and all are differentiable once, in reverse mode."""
 
 import contextlib
 
 import pytest
 import torch
-import torch.utils.checkpoint
+from block import checkpointed
 from compare import assert_bitwise, assert_differentiable_once
-from torch.utils._python_dispatch import TorchDispatchMode
-
-NAMES = ("y", "dx", "dweight", "dbias", "dscales")
-
-
-class Log(TorchDispatchMode):
-    """Names of the ops that were called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-class Seen(Exception):
-    """What `Sub` ends a call with."""
-
-
-class Sub(torch.Tensor):
-    """A subclass that sees ops itself."""
-
-    names = []
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        cls.names.append(func.overloadpacket.__name__)
-        raise Seen
-
-
-@pytest.fixture
-def linear(grouped_moe, device):
-    """(grouped_linear of fixed sizes, its tensor inputs, a cotangent)."""
-    x = torch.randn(24, 16, device=device, requires_grad=True)
-    weight = torch.randn(3, 8, 16, device=device, requires_grad=True)
-    bias = torch.randn(3, 8, device=device, requires_grad=True)
-    scales = torch.rand(24, device=device, requires_grad=True)
-    return grouped_moe.grouped_linear, (x, weight, bias, scales), torch.randn(24, 8, device=device)
-
-
-def step(linear, splits):
-    function, (x, weight, bias, scales), dy = linear
-    y = function(x, weight, splits, bias, scales)
-    return (y, *torch.autograd.grad(y, (x, weight, bias, scales), dy))
-
-
-def test_a_mode_sees_the_ops(linear, device):
-    splits = torch.tensor([5, 0, 12], device=device)
-    plain = step(linear, splits)
-    with Log() as log:
-        watched = step(linear, splits)
-    assert {"grouped_linear_forward", "grouped_linear_backward"} <= set(log.names)
-    for name, got, want in zip(NAMES, watched, plain):
-        assert_bitwise(name, got, want)
-
-
-def test_a_subclass_sees_the_op(linear, device):
-    function, (x, weight, *_), _ = linear
-    sub = torch.Tensor._make_subclass(Sub, weight.detach())
-    with torch.no_grad(), pytest.raises(Seen):
-        function(x, sub, torch.tensor([5, 0, 12], device=device))
-    assert Sub.names[-1] == "grouped_linear_forward"
-
-
-@pytest.mark.parametrize("values", [[5, 0, 12], [3, 8, 8, 20]], ids=["sizes", "offsets"])
-def test_splits_may_change_before_the_backward(linear, device, values):
-    """The gradients are those of the splits that the forward has read."""
-    function, (x, weight, bias, scales), dy = linear
-    splits = torch.tensor(values, device=device)
-    want = step(linear, splits.clone())
-    y = function(x, weight, splits, bias, scales)
-    splits.fill_(1)
-    grads = torch.autograd.grad(y, (x, weight, bias, scales), dy)
-    for name, got, expected in zip(NAMES, (y, *grads), want):
-        assert_bitwise(name, got, expected)
-
-
-@pytest.mark.parametrize("watched", ["forward", "backward"])
-def test_checkpointing_across_a_mode(linear, device, watched):
-    """What is saved is the same whether a mode sees the op or not."""
-    function, (x, weight, bias, scales), dy = linear
-    splits = torch.tensor([5, 0, 12], device=device)
-    before = step(linear, splits)
-    with Log() if watched == "forward" else contextlib.nullcontext():
-        y = torch.utils.checkpoint.checkpoint(function, x, weight, splits, bias, scales, use_reentrant=False)
-    with Log() if watched == "backward" else contextlib.nullcontext():
-        grads = torch.autograd.grad(y, (x, weight, bias, scales), dy)
-    for name, got, want in zip(NAMES, (y, *grads), before):
-        assert_bitwise(name, got, want)
-
-
-def test_a_profiler_sees_the_ops(linear, device):
-    with torch.profiler.profile() as profile:
-        step(linear, torch.tensor([5, 0, 12], device=device))
-    names = [event.key.rpartition("::")[2] for event in profile.key_averages()]
-    assert {"grouped_linear", "grouped_linear_forward", "grouped_linear_backward"} <= set(names)
-
-
-def test_forward_mode_is_refused(linear, device):
-    function, (x, weight, *_), _ = linear
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
-        dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
-        function(dual, weight.detach(), torch.tensor([5, 0, 12], device=device))
-
-
-def test_a_negative_view(linear, device):
-    """Its memory holds the values with the other sign."""
-    function, (x, weight, *_), _ = linear
-    z = torch.complex(torch.zeros_like(x), x).detach()
-    splits = torch.tensor([5, 0, 12], device=device)
-    with torch.no_grad():
-        got, want = function(z.conj().imag, weight, splits), function(-x, weight, splits)
-    assert z.conj().imag.is_neg()
-    assert_bitwise("y", got, want)
-
+from operations import MADE_OF, OPERATIONS, SEEN, SIZES, Log, kind_of, make_operation
+from torch.utils.flop_counter import FlopCounterMode
 
 by_loss = pytest.mark.parametrize("curved", [False, True], ids=["linear-loss", "curved-loss"])
 by_entry = pytest.mark.parametrize("backward", [False, True], ids=["grad", "backward"])
+by_operation = pytest.mark.parametrize("name", OPERATIONS)
 
 
-@by_loss
-@by_entry
-@pytest.mark.parametrize("watched", [False, True], ids=["plain", "watched"])
-def test_differentiable_once(linear, device, curved, backward, watched):
-    function, (x, weight, *others), _ = linear
-    with Log() if watched else contextlib.nullcontext():
-        y = function(x, weight, torch.tensor([5, 0, 12], device=device), *others)
-        assert_differentiable_once(y, x, curved, backward)
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name, tensor in got.items():
+        assert_bitwise(name, tensor, want[name])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_a_trace_keeps_the_splits_as_an_input(linear, device):
-    function, (x, weight, *_), _ = linear
-    sizes, others = (torch.tensor(values, device=device) for values in ([5, 0, 12], [9, 8, 0]))
+@by_operation
+def test_a_mode_and_a_profiler_see_the_ops(grouped_moe, device, name):
+    operation = make_operation(grouped_moe, name, device)
+    plain, made_of = operation.step(), MADE_OF[kind_of(name)]
+    with Log() as log:
+        assert_same(operation.step(), plain)
+    assert made_of <= log.names
+    with torch.profiler.profile() as profile:
+        assert_same(operation.step(), plain)
+    names = {event.key.rpartition("::")[2].replace("_overwriting", "") for event in profile.key_averages()}
+    assert made_of | SEEN[kind_of(name)] <= names
+
+
+@by_operation
+def test_no_gradient_makes_nothing_for_a_backward(grouped_moe, device, name):
+    """Watched or not."""
+    function, leaves, _ = make_operation(grouped_moe, name, device)
     with torch.no_grad():
-        weight = weight.detach()
-        traced = torch.jit.trace(lambda x, splits: function(x, weight, splits), (x, sizes), check_trace=False)
-        assert_bitwise("y", traced(x, others), function(x, weight, others))
+        plain = function(*leaves.values())
+        with Log() as log:
+            watched = function(*leaves.values())
+    assert_bitwise("out", watched, plain)
+    forward = {each for each in MADE_OF[kind_of(name)] if "_backward" not in each}
+    forward = {"experts_inference"} if kind_of(name) == "experts" else forward
+    assert forward <= log.names and "experts_forward" not in log.names
+
+
+@by_operation
+@pytest.mark.parametrize("how", ["watched-forward", "watched-backward", "graph"])
+def test_checkpoints(grouped_moe, device, name, how):
+    """What is saved is the same whether a mode sees the op or not. A graph of the gradients changes nothing."""
+    for only in ("", next(iter(make_operation(grouped_moe, name, device).leaves))):
+        operation = make_operation(grouped_moe, name, device, only)
+        want, wanted = operation.step(), {key: leaf for key, leaf in operation.leaves.items() if leaf.requires_grad}
+        with Log() if how == "watched-forward" else contextlib.nullcontext():
+            out = checkpointed(operation.function)(*operation.leaves.values())
+        with Log() if how == "watched-backward" else contextlib.nullcontext():
+            grads = torch.autograd.grad(out, list(wanted.values()), operation.dout, create_graph=how == "graph")
+        assert_same({"out": out.detach(), **dict(zip(wanted, grads))}, want)
+
+
+@pytest.mark.parametrize("values", [[5, 0, 12], [3, 8, 8, 20]], ids=["sizes", "offsets"])
+def test_splits_may_change_before_the_backward(grouped_moe, device, values):
+    """The gradients are those of the splits that the forward has read."""
+    operation, results = make_operation(grouped_moe, "linear", device), []
+    for change in (False, True):
+        splits, leaves = torch.tensor(values, device=device), list(operation.leaves.values())
+        y = grouped_moe.grouped_linear(*leaves[:2], splits, *leaves[2:])
+        splits -= int(change)
+        results.append(torch.autograd.grad(y, leaves, operation.dout))
+    assert_same(*(dict(enumerate(grads)) for grads in results))
+
+
+def test_a_negative_view(grouped_moe, device):
+    """Its memory holds the values with the other sign."""
+    function, leaves, _ = make_operation(grouped_moe, "linear", device)
+    x, *others = leaves.values()
+    view = torch.complex(torch.zeros_like(x), x).detach().conj().imag
+    assert view.is_neg()
+    assert_bitwise("y", function(view, *others), function(-x, *others))
 
 
 def test_a_default_device_changes_nothing(grouped_moe, device):
     """What calls make is where their inputs are."""
-    x, up, down = (torch.randn(shape, device=device) for shape in ((24, 16), (3, 32, 16), (3, 16, 16)))
-    ids, sizes = torch.tensor([[0, 1], [2, 5], [1, 0]] * 8, device=device), torch.tensor([5, 0, 12], device=device)
-    weights, scales = torch.rand(24, 2, device=device), torch.rand(24, device=device)
-    bias = torch.randn(3, 16, device=device)
-    layer = grouped_moe.GroupedLinear(3, 16, 16, delay_wgrad=True, device=device)
-    leaves = [leaf.requires_grad_() for leaf in (x, up, down, weights, scales, bias)]
+    dy, x, scales = (torch.randn(shape, device=device) for shape in ((24, 8), (24, 16), (24,)))
+    layer = grouped_moe.GroupedLinear(3, 16, 8, delay_wgrad=True, device=device)
+    operations = [make_operation(grouped_moe, name, device) for name in OPERATIONS]
 
     def results():
-        routing = grouped_moe.route(ids, 3)
-        for out in (
-            grouped_moe.grouped_mm_experts(x, ids, weights, up, down),
-            grouped_moe.grouped_mm_experts(x, ids, weights, up, down, recompute=True, capacity=48),
-            grouped_moe.combine_rows(grouped_moe.gather_rows(x, routing), weights, routing),
-            grouped_moe.grouped_linear(x, down, sizes, bias, scales),
-            grouped_moe.grouped_linear(x, down, [5, 0, 12]),
-            grouped_moe.grouped_mlp(x, sizes, scales, up, down),
-            layer(x, sizes),
-        ):
-            grads = torch.autograd.grad(out.sum(), leaves, allow_unused=True)
-            yield from (out.detach(), *(grad for grad in grads if grad is not None))
+        for operation in operations:
+            yield from operation.step().values()
+        layer(x, [5, 0, 12]).backward(dy)
         layer.backward_dw()
         yield from (parameter.grad.clone() for parameter in layer.parameters())
         layer.zero_grad()
-        yield from grouped_moe.grouped_dbias_dscales(out.detach(), scales, bias.detach(), sizes)
+        yield from grouped_moe.grouped_dbias_dscales(
+            dy, scales, layer.bias.detach(), torch.tensor(SIZES, device=device)
+        )
 
     want = list(results())
     with torch.device("meta"):
         got = list(results())
-    assert len(got) == len(want)
-    for tensor, expected in zip(got, want):
-        assert_bitwise("result", tensor, expected)
+    assert_same(dict(enumerate(got)), dict(enumerate(want)))
+
+
+def count_flops(function) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+@by_operation
+def test_flops(grouped_moe, device, name):
+    """`FlopCounterMode` counts the products: 2 M N K each, every slot taken for routed."""
+    operation = make_operation(grouped_moe, name, device)
+    slots = operation.leaves["top_k_weights"].numel() if name.startswith("experts") else len(operation.dout)
+    weights = [leaf for leaf in operation.leaves.values() if leaf.dim() == 3]
+    forward = 2 * slots * sum(weight[0].numel() for weight in weights)
+    again = 2 * slots * operation.leaves["gate_up_proj"][0].numel() if name.endswith("recompute") else 0
+    assert count_flops(operation.step) == 3 * forward + again
+    frozen = {key: leaf.detach().requires_grad_(leaf.dim() != 3) for key, leaf in operation.leaves.items()}
+    assert count_flops(operation._replace(leaves=frozen).step) == 2 * forward + again
+    with torch.no_grad():
+        assert count_flops(lambda: operation.function(*operation.leaves.values())) == forward
+
+
+@pytest.mark.parametrize("single", [True, False], ids=["packed", "discrete"])
+def test_flops_of_main_grads(grouped_moe, device, single):
+    options = {"bias": False, "single_grouped_weight": single, "accumulate_into_main_grad": True}
+    layer = grouped_moe.GroupedLinear(3, 16, 8, **options, device=device)
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    x, sizes = torch.rand(24, 16, device=device, requires_grad=True), torch.tensor(SIZES, device=device)
+    assert count_flops(lambda: layer(x, sizes).sum().backward()) == 3 * 2 * 24 * 16 * 8
+
+
+@by_loss
+@by_entry
+@pytest.mark.parametrize("way", ["plain", "watched", "checkpoint"])
+@by_operation
+def test_differentiable_once(grouped_moe, device, name, way, curved, backward):
+    """A second derivative raises, also where all else is frozen: what it depends on may not be among what is saved.
+
+    Of the linear layer and the parts the gradient is a constant then, for a loss that is linear.
+    """
+    constant = () if curved or name.startswith(("mlp", "experts")) else make_operation(grouped_moe, name, device).leaves
+    for only in ("", *make_operation(grouped_moe, name, device).leaves):
+        function, leaves, _ = make_operation(grouped_moe, name, device, only)
+        if only in (*constant, "down_proj_bias", "bias_scales"):
+            continue
+        with Log() if way == "watched" else contextlib.nullcontext():
+            out = (checkpointed(function) if way == "checkpoint" else function)(*leaves.values())
+            assert_differentiable_once(out, leaves[only or next(iter(leaves))], curved, backward)
+
+
+@by_operation
+def test_forward_mode_is_refused(grouped_moe, device, name):
+    operation = make_operation(grouped_moe, name, device)
+    leaves = {key: leaf.detach() for key, leaf in operation.leaves.items()}
+    for key, leaf in leaves.items():
+
+        def function(tensor):
+            return operation.function(*{**leaves, key: tensor}.values())
+
+        with pytest.raises(RuntimeError, match="jvp|setup_context"):  # the latter is PyTorch's
+            torch.func.jvp(function, (leaf,), (torch.ones_like(leaf),))
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+            function(torch.autograd.forward_ad.make_dual(leaf, torch.ones_like(leaf)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop.*:UserWarning")
+@by_operation
+def test_batched_gradients(grouped_moe, device, name):
+    """`is_grads_batched`, as vectorized Jacobians ask for it, gives each gradient; the graph of them it cannot."""
+    function, leaves, dout = make_operation(grouped_moe, name, device)
+    out, leaves = function(*leaves.values()), list(leaves.values())
+    douts = torch.randn(3, *dout.shape, device=device)
+    want = [torch.autograd.grad(out, leaves, each, retain_graph=True) for each in douts]
+    got = torch.autograd.grad(out, leaves, douts, retain_graph=True, is_grads_batched=True)
+    for index, grads in enumerate(zip(*want)):
+        assert_bitwise(f"gradient {index}", got[index], torch.stack(grads))
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(out, leaves, douts, create_graph=True, is_grads_batched=True)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop.*:UserWarning")
+@by_operation
+def test_vmap(grouped_moe, device, name):
+    """A batch of inputs one by one, gradients too, though inside of vmap nothing says that they will be asked for."""
+    operation = make_operation(grouped_moe, name, device)
+    x, *others = (leaf.detach() for leaf in operation.leaves.values())
+
+    def function(x):
+        return operation.function(x, *others)
+
+    batch = torch.randn(3, *x.shape, device=device).requires_grad_()
+    out, want = torch.func.vmap(function)(batch), torch.stack([function(x) for x in batch])
+    assert_bitwise("out", out, want)
+    dout = torch.randn_like(out)
+    (got,), (want,) = (torch.autograd.grad(result, batch, dout) for result in (out, want))
+    assert_bitwise("grad", got, want)

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 import torch
-from block import random_inputs, reference_step, step
-from cases import Case, make_ids
+from block import assert_matches, check, parts_of, random_inputs, run, run_reference
+from cases import RELU2, Case, make_ids
 from compare import assert_close
 from poison import poisoned_allocations
 
@@ -33,27 +33,33 @@ def check_long_step(grouped_moe, case: Case, device: str) -> None:
 
     The cotangent is 0 but for the sample, so that the weights' gradients can be had from the sample, too.
     """
-    ids = torch.randint(0, case.E, (case.T, case.top_k), device=device)
-    inputs = random_inputs(case, device, ids)
+    inputs = random_inputs(case, device, torch.randint(0, case.E, (case.T, case.top_k), device=device))
     ends = torch.cat([torch.arange(64, device=device), torch.arange(case.T - 192, case.T, device=device)])
     rows = torch.cat([ends, torch.randint(64, case.T - 192, (256,), device=device)]).unique()
     dout = torch.zeros_like(inputs.dout)
     dout[rows] = inputs.dout[rows]
     inputs = inputs._replace(dout=dout)
-    want = reference_step(grouped_moe, case, inputs, rows)
-    out, dx, dweights, dup, ddown = step(grouped_moe, case, inputs)
-    assert int(out.isfinite().all(1).sum()) == case.T
-    assert int(dx.ne(0).any(1).sum()) == len(rows)
-    got = [out.detach()[rows], dx[rows], dweights[rows], dup, ddown]
-    for name, a, b in zip(("out", "dx", "dweights", "dup", "ddown"), got, want):
-        assert_close(name, a, b, torch.bfloat16, inner_products=name == "dweights")
+    want, got = run_reference(grouped_moe, case, inputs.take(rows)), run(grouped_moe, case, inputs)
+    assert int(got.out.isfinite().all(1).sum()) == case.T
+    assert int(got.grads["hidden_states"].ne(0).any(1).sum()) == len(rows)
+    sampled = {name: got.grads[name][rows] for name in ("hidden_states", "top_k_weights")}
+    assert_matches(got._replace(out=got.out[rows], grads={**got.grads, **sampled}), want, torch.bfloat16)
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "not-gated"])
-def test_more_steps_than_the_ring_has(grouped_moe, gated, device):
-    """Of the up-projection, and several tiles for each program."""
-    activation = ("silu" if gated else "relu2", 1.0, None, 0.0)
-    case = Case("deep", T=1 << 15, top_k=1, E=6, H=392, I=136 if gated else 392, gated=gated, activation=activation)
+LONG = [
+    # More steps than the ring of the up-projection has, and several tiles for each program.
+    Case("deep", T=1 << 15, top_k=1, E=6, H=392, I=136),
+    Case("deep-not-gated", T=1 << 15, top_k=1, E=6, H=392, I=392, gated=False, activation=RELU2),
+    # Hidden states, pre-activation, rows, output and their gradients all exceed 2^31 elements.
+    Case("huge", T=(1 << 20) + 77, top_k=1, E=3, H=2112, I=1056),
+]
+
+
+@pytest.mark.parametrize("case", LONG, ids=lambda case: case.id)
+def test_long_steps(grouped_moe, case, device):
+    if case.id == "huge":
+        assert min(case.T * case.H, case.T * case.preact_width) > 2**31
+        need_memory(52)
     check_long_step(grouped_moe, case, device)
 
 
@@ -100,14 +106,6 @@ def test_tiles_that_two_warp_groups_share(grouped_moe, device, transposed):
     want = [out.detach(), *torch.autograd.grad(out, true, dy.double().nan_to_num(0.0))]
     for name, a, b in zip(("y", "dx", "dweight", "dbias", "dscales"), got, want):
         assert_close(name, a, b, torch.bfloat16, inner_products=name == "dscales")
-
-
-def test_more_than_2_to_31_elements(grouped_moe, device):
-    """Hidden states, pre-activation, rows, output and their gradients all exceed 2^31 elements."""
-    case = Case("huge", T=(1 << 20) + 77, top_k=1, E=3, H=2112, I=1056)
-    assert min(case.T * case.H, case.T * case.preact_width) > 2**31
-    need_memory(52)
-    check_long_step(grouped_moe, case, device)
 
 
 @pytest.fixture
@@ -157,14 +155,7 @@ def test_linear_next_to_another_process(grouped_moe, device, busy_neighbour):
 def test_more_tokens_than_a_small_grid_dimension(grouped_moe, device):
     """65535 is the limit of a grid's second and third dimension."""
     case = Case("many-tokens", T=70000, top_k=2, E=6, H=64, I=48)
+    check(grouped_moe, case, random_inputs(case, device, make_ids(case).to(device)))
+    case = case._replace(gated=False, activation=RELU2)
     inputs = random_inputs(case, device, make_ids(case).to(device))
-    want = reference_step(grouped_moe, case, inputs, torch.arange(case.T, device=device))
-    names = ("out", "dx", "dweights", "dup", "ddown")
-    for name, a, b in zip(names, step(grouped_moe, case, inputs), want):
-        assert_close(name, a, b, torch.bfloat16, inner_products=name == "dweights")
-    routing = grouped_moe.route(inputs.top_k_index, case.E)
-    rows = grouped_moe.gather_rows(inputs.hidden_states.detach(), routing)
-    ones = torch.ones_like(inputs.top_k_weights)
-    local = ((inputs.top_k_index >= 0) & (inputs.top_k_index < case.E)).sum(1, keepdim=True)
-    want = local * inputs.hidden_states.detach().double()
-    assert_close("gathered and combined", grouped_moe.combine_rows(rows, ones, routing), want, torch.bfloat16)
+    check(grouped_moe, case, inputs, around=lambda _: parts_of(grouped_moe, case))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import Case, make_ids
 from compare import assert_bitwise, assert_close
-from poison import dirty_allocator, guarded, is_sentinel, poisoned_allocations
+from poison import LAYOUTS, dirty_allocator, is_sentinel, poisoned_allocations
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -25,10 +25,12 @@ by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 
-def make(grouped_moe, case, device):
-    """(ids, routing) of a case."""
+def make(grouped_moe, case, device, dtype=torch.float32, weights_dtype=None):
+    """(ids, routing, x, y, weights, a cotangent per token) of a case."""
     ids = make_ids(case).to(device)
-    return ids, grouped_moe.route(ids, case.E)
+    shapes = (case.T, case.H), (case.T * case.top_k, case.H), (case.T, case.top_k), (case.T, case.H)
+    x, y, weights, dout = (torch.randn(shape).to(device, dtype) for shape in shapes)
+    return ids, grouped_moe.route(ids, case.E), x, y, weights.to(weights_dtype or dtype), dout
 
 
 def loop_gather(x, routing):
@@ -59,9 +61,7 @@ def differentiate(function, tensors, dout):
 @by_case
 def test_gather_matches_loop(grouped_moe, device, case, dtype):
     """Values are copied: bitwise. The gradient sums the rows of a token."""
-    _, routing = make(grouped_moe, case, device)
-    x = torch.randn(case.T, case.H).to(device, dtype)
-    dout = torch.randn(case.T * case.top_k, case.H).to(device, dtype)
+    _, routing, x, dout, *_ = make(grouped_moe, case, device, dtype)
     with poisoned_allocations():
         out, (dx,) = differentiate(lambda x: grouped_moe.gather_rows(x, routing), [x], dout)
     want, (want_dx,) = differentiate(lambda x: loop_gather(x, routing), [x.double()], dout.double())
@@ -74,11 +74,8 @@ def test_gather_matches_loop(grouped_moe, device, case, dtype):
 @by_dtype
 @by_case
 def test_combine_matches_loop(grouped_moe, device, case, dtype, weights_dtype):
-    """Also with NaN in every row past R and in the routing weights of sentinels."""
-    ids, routing = make(grouped_moe, case, device)
-    y = torch.randn(case.T * case.top_k, case.H).to(device, dtype)
-    weights = torch.rand(case.T, case.top_k).to(device, weights_dtype)
-    dout = torch.randn(case.T, case.H).to(device, dtype)
+    """Also with NaN in every row past R and in the routing weights of sentinels, and for each gradient alone."""
+    ids, routing, _, y, weights, dout = make(grouped_moe, case, device, dtype, weights_dtype)
     reference = [y.double(), weights.double()]
     want, want_grads = differentiate(lambda y, w: loop_combine(y, w, routing), reference, dout.double())
     y[int(routing.expert_offsets[-1]) :] = NAN
@@ -86,132 +83,34 @@ def test_combine_matches_loop(grouped_moe, device, case, dtype, weights_dtype):
     dout[is_sentinel(ids, case.E).all(1)] = NAN
     with poisoned_allocations():
         out, (dy, dw) = differentiate(lambda y, w: grouped_moe.combine_rows(y, w, routing), [y, weights], dout)
+        _, (dy_alone,) = differentiate(lambda y: grouped_moe.combine_rows(y, weights, routing), [y], dout)
+        _, (dw_alone,) = differentiate(lambda w: grouped_moe.combine_rows(y, w, routing), [weights], dout)
     assert (out.dtype, dy.dtype, dw.dtype) == (dtype, dtype, weights_dtype)
     coarse = torch.bfloat16 if weights_dtype == torch.bfloat16 else dtype
     assert_close("out", out, want, dtype)
     assert_close("dy", dy, want_grads[0], dtype)
     assert_close("dweights", dw, want_grads[1], coarse, inner_products=True)
+    assert_bitwise("dy alone", dy_alone, dy)
+    assert_bitwise("dweights alone", dw_alone, dw)
 
 
-def test_gather_and_combine_are_adjoint_in_fp64(grouped_moe):
-    """gradcheck of both, one after the other, with sentinels."""
-    _, routing = make(grouped_moe, Case("small", T=4, top_k=3, E=3, sentinels=0.3), "cpu")
-    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    weights = torch.rand(4, 3, dtype=torch.float64, requires_grad=True)
-
-    def function(x, weights):
-        return grouped_moe.combine_rows(grouped_moe.gather_rows(x, routing).sin(), weights, routing)
-
-    assert torch.autograd.gradcheck(function, [x, weights])
+VIEWS = {**LAYOUTS, "expanded": lambda tensor: tensor[:1, :1].expand_as(tensor)}
 
 
 @by_dtype
-def test_layouts_and_dirty_memory(grouped_moe, device, dtype):
+@pytest.mark.parametrize("view", VIEWS)
+def test_strides_and_dirty_memory(grouped_moe, device, view, dtype):
     """Strided and misaligned operands with NaN around them, after memory full of NaN was given back."""
-    case = CASES[0]
-    _, routing = make(grouped_moe, case, device)
-    x, dout = (torch.randn(case.T, case.H).to(device, dtype) for _ in range(2))
-    weights = torch.rand(case.T, case.top_k).to(device, dtype)
-
-    def block(x, weights):
-        return grouped_moe.combine_rows(grouped_moe.gather_rows(x, routing), weights, routing)
-
-    want, want_grads = differentiate(block, [x, weights], dout)
-    layouts = (guarded, lambda t: t.t().contiguous().t(), lambda t: t.repeat_interleave(2, 1)[:, ::2])
-    for layout in layouts:
+    _, routing, x, y, weights, dout = make(grouped_moe, CASES[0], device, dtype)
+    for function, *tensors in (
+        (lambda x: grouped_moe.gather_rows(x, routing), x, y),
+        (lambda y, weights: grouped_moe.combine_rows(y, weights, routing), y, weights, dout),
+    ):
+        views = [VIEWS[view](tensor) for tensor in tensors]
         dirty_allocator(device)
-        got, got_grads = differentiate(block, [layout(x), layout(weights)], layout(dout))
-        assert_bitwise("out", got, want)
-        for name, a, b in zip(("dx", "dweights"), got_grads, want_grads):
-            assert_bitwise(name, a, b)
-
-
-@pytest.mark.kernels_ci
-def test_strided_rows(grouped_moe, device):
-    """Rows transposed in memory and an expanded cotangent."""
-    case = CASES[0]
-    _, routing = make(grouped_moe, case, device)
-    y, weights = torch.randn(case.T * case.top_k, case.H, device=device), torch.rand(case.T, case.top_k, device=device)
-    dout = torch.randn(1, 1, device=device).expand(case.T, case.H)
-    wide = [y.double(), weights.double()]
-    want = differentiate(lambda y, w: loop_combine(y, w, routing), wide, dout.double())
-    strided = y.t().contiguous().t()
-    got = differentiate(lambda y, w: grouped_moe.combine_rows(y, w, routing), [strided, weights], dout)
-    assert_close("out", got[0], want[0], torch.float32)
-    assert_close("dy", got[1][0], want[1][0], torch.float32)
-    assert_close("dweights", got[1][1], want[1][1], torch.float32, inner_products=True)
-
-
-@pytest.mark.parametrize("wanted", [0, 1], ids=["y", "weights"])
-def test_only_gradients_asked_for(grouped_moe, device, wanted):
-    case = CASES[0]
-    _, routing = make(grouped_moe, case, device)
-    tensors = [torch.randn(case.T * case.top_k, case.H, device=device), torch.rand(case.T, case.top_k, device=device)]
-    dout = torch.randn(case.T, case.H, device=device)
-    _, full = differentiate(lambda y, w: grouped_moe.combine_rows(y, w, routing), tensors, dout)
-    leaves = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
-    grouped_moe.combine_rows(*leaves, routing).backward(dout)
-    assert_bitwise("grad", leaves[wanted].grad, full[wanted])
-    assert leaves[1 - wanted].grad is None
-
-
-@pytest.mark.kernels_ci
-def test_experts_block_from_its_parts(grouped_moe, device):
-    """route, gather, two grouped linears and combine make the block, output and gradients."""
-    case = Case("parts", H=32, I=24)
-    ids, routing = make(grouped_moe, case, device)
-    shapes = ((case.T, 32), (case.E, 48, 32), (case.E, 32, 24))
-    tensors = [torch.randn(shape).to(device) / shape[-1] ** 0.5 for shape in shapes]
-    tensors.append(torch.rand(case.T, case.top_k).to(device))
-    dout = torch.randn(case.T, case.H).to(device)
-
-    def parts(x, up, down, weights):
-        offsets = routing.expert_offsets
-        gate, value = grouped_moe.grouped_linear(grouped_moe.gather_rows(x, routing), up, offsets).chunk(2, 1)
-        y = grouped_moe.grouped_linear(torch.nn.functional.silu(gate) * value, down, offsets)
-        return grouped_moe.combine_rows(y, weights, routing)
-
-    def reference(x, up, down, weights):
-        return grouped_moe.reference.grouped_mm_experts(x, ids, weights, up, down)
-
-    got, grads = differentiate(parts, tensors, dout)
-    want, want_grads = differentiate(reference, [t.double() for t in tensors], dout.double())
-    assert_close("out", got, want, torch.float32)
-    for name, a, b in zip(("dx", "dup", "ddown", "dweights"), grads, want_grads):
-        assert_close(name, a, b, torch.float32, inner_products=name == "dweights")
-
-
-def test_differentiates_once(grouped_moe, device):
-    """A second derivative raises instead of being wrong."""
-    routing = grouped_moe.route(torch.tensor([[0, 1], [1, 2]], device=device), 3)
-    x = torch.randn(2, 4, device=device, requires_grad=True)
-    weights = torch.rand(2, 2, device=device, requires_grad=True)
-    out = grouped_moe.combine_rows(grouped_moe.gather_rows(x, routing), weights, routing)
-    (dx,) = torch.autograd.grad(out, x, torch.randn_like(out).requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        torch.autograd.grad(dx.sum(), weights)
-
-
-def saved_bytes(function) -> int:
-    """Bytes of the distinct storages that a forward keeps for its backward."""
-    kept = {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        function()
-    return sum(kept.values())
-
-
-def test_frozen_weights_keep_no_rows(grouped_moe, device):
-    """Rows that only the gradient of a weight reads are not saved for a frozen one."""
-    routing = grouped_moe.route(torch.arange(64, device=device)[:, None] % 3, 3)
-    rows = torch.randn(64, 512, device=device, requires_grad=True)
-    weight, ones = torch.randn(3, 2, 512, device=device), torch.ones(64, 1, device=device)
-    row_bytes = rows.untyped_storage().nbytes()
-    linear = saved_bytes(lambda: grouped_moe.grouped_linear(rows, weight, routing.expert_offsets))
-    assert linear < weight.untyped_storage().nbytes() + row_bytes // 4
-    assert saved_bytes(lambda: grouped_moe.combine_rows(rows, ones, routing)) < row_bytes // 4
-    assert saved_bytes(lambda: grouped_moe.combine_rows(rows, ones.requires_grad_(), routing)) > row_bytes
+        got, want = (
+            differentiate(function, operands, cotangent)
+            for *operands, cotangent in (views, [each.contiguous() for each in views])
+        )
+        for number, (one, other) in enumerate(zip((got[0], *got[1]), (want[0], *want[1]))):
+            assert_bitwise(f"result {number}", one, other)

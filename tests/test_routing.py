@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import Case, make_ids, sentinel_ids
+from cases import Case, make_ids
 from poison import poisoned_allocations
 
 
@@ -36,41 +36,32 @@ def assert_routed(grouped_moe, ids, num_experts):
     assert routing.slot_to_row.tolist() == places
 
 
-# Around the kernels' chunks of 128 slots, steps of 512, and 2048, where the sort takes three launches.
+# Around the kernels' chunks of 128 slots, steps of 512, and 2048, where the sort takes three launches; and more chunks
+# than the scan over chunks takes at a time.
 SIZES = [(0, 3, 4), (1, 1, 1), (1, 8, 128), (5, 3, 7), (31, 1, 2), (33, 1, 31), (64, 2, 32), (127, 1, 33), (43, 3, 64)]
 SIZES += [(511, 2, 3), (512, 2, 4), (1025, 1, 5), (40, 30, 1024), (2047, 1, 6), (1024, 2, 2), (2049, 1, 1)]
-SIZES += [(768, 3, 7), (2305, 1, 63), (1100, 8, 512), (1100, 8, 1024)]
+SIZES += [(768, 3, 7), (2305, 1, 63), (1100, 8, 512), (1100, 8, 1024), (33000, 4, 513), (33100, 4, 6)]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("sentinels", [0.0, 0.4], ids=["local", "sentinels"])
+@pytest.mark.parametrize("sentinels", [0.0, 0.4, 1.0], ids=["local", "some-sentinels", "sentinels"])
 @pytest.mark.parametrize("tokens, top_k, experts", SIZES)
 def test_matches_loop(grouped_moe, device, tokens, top_k, experts, sentinels, dtype):
     case = Case("routing", T=tokens, top_k=top_k, E=experts, sentinels=sentinels)
     assert_routed(grouped_moe, make_ids(case, dtype).to(device), experts)
 
 
-def test_many_chunks(grouped_moe, device):
-    """More chunks of slots than the scan over chunks takes at a time."""
-    for tokens, experts in ((33000, 513), (33100, 6)):
-        ids = make_ids(Case("routing", T=tokens, top_k=4, E=experts)).to(device)
-        assert_routed(grouped_moe, ids, experts)
+def test_random_sizes(grouped_moe, device):
+    for _ in range(150):
+        tokens, top_k, experts = (int(torch.randint(low, high, ())) for low, high in ((0, 51), (1, 7), (1, 13)))
+        case = Case("routing", T=tokens, top_k=top_k, E=experts, sentinels=0.5)
+        assert_routed(grouped_moe, make_ids(case).to(device), experts)
 
 
 @pytest.mark.parametrize("slots", [127, 129, 2048, 2049, 3000])
 @pytest.mark.parametrize("expert", [0, 3, 6])
 def test_one_expert_takes_all(grouped_moe, device, slots, expert):
-    ids = torch.full((slots, 1), expert, device=device)
-    assert_routed(grouped_moe, ids, 7)
-    assert grouped_moe.route(ids, 7).row_to_slot.tolist() == list(range(slots))
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("slots", [40, 3000])
-def test_sentinels_only(grouped_moe, device, slots, dtype):
-    foreign = sentinel_ids(9, dtype)
-    ids = foreign[torch.randint(len(foreign), (slots, 1))].to(device, dtype)
-    assert_routed(grouped_moe, ids, 9)
+    assert_routed(grouped_moe, torch.full((slots, 1), expert, device=device), 7)
 
 
 @pytest.mark.kernels_ci

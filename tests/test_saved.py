@@ -1,121 +1,137 @@
-"""What a backward does with what was saved for it: the last one of a graph may overwrite the pre-activation."""
+"""What the experts block saves for its backward, and what the last backward of a graph may overwrite."""
 
-import sys
-from typing import List, Tuple
+from typing import Callable, List, Tuple
 
 import pytest
 import torch
-from block import call, run, with_leaves
-from cases import BY_ID, make_inputs
+from block import assert_same, call, checkpointed, count_routed, make, run, with_leaves
+from cases import BY_ID, GPU_PARAMS, make_inputs
 from compare import assert_bitwise
+from poison import poisoned_allocations
 
-CASE = BY_ID["tall-wide"]
-PREACT = (CASE.T * CASE.top_k, CASE.preact_width)
+
+def record(function: Callable) -> Tuple[torch.Tensor, List[torch.Tensor]]:
+    """(what the function returns, what is saved for its backward)."""
+    saved: List[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.detach()) or saved[-1], lambda t: t):
+        return function(), saved
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
+@pytest.mark.parametrize("spare", [None, 3], ids=["no-capacity", "capacity"])
+@pytest.mark.parametrize("case_id", ["tall", "gpt-oss", "relu2-not-gated", "silu-transposed"])
+def test_what_is_saved(grouped_moe, module, device, case_id, spare, recompute):
+    """A pre-activation, unless it is recomputed, and maps, with room for the capacity whatever the routing."""
+    case, inputs = make(case_id, device)
+    num_slots = case.T * case.top_k
+    capacity = None if spare is None else count_routed(case, inputs) + spare
+    rows = capacity or num_slots
+    preact = (0,) if recompute else (rows, case.preact_width)
+    want = [preact, (module("rows").schedule_size(rows, case.E),), (rows,), (num_slots,)]
+    assert spare is None or rows < num_slots
+    for ids in (inputs.top_k_index, torch.full_like(inputs.top_k_index, -1)):
+        leaves = with_leaves(inputs._replace(top_k_index=ids))
+        _, saved = record(lambda: call(grouped_moe, case, leaves, recompute=recompute, capacity=capacity))
+        given = {tensor.data_ptr() for tensor in leaves if tensor is not None}
+        assert [tuple(tensor.shape) for tensor in saved if tensor.data_ptr() not in given] == want
+
+
+def test_frozen_weights_keep_no_rows(grouped_moe, device):
+    """Rows that only the gradient of a weight reads are not saved for a frozen one."""
+    case, inputs = make("tall-wide", device)
+    x, ids, weights, up, *_ = inputs
+    routing, rows = grouped_moe.route(ids, case.E), torch.randn(ids.numel(), case.H, device=device)
+    for operand, weight, function in (
+        (x, up, lambda: call(grouped_moe, case, inputs)),
+        (rows, up, lambda: grouped_moe.grouped_linear(rows, up, routing.expert_offsets)),
+        (rows, weights, lambda: grouped_moe.combine_rows(rows, weights, routing)),
+    ):
+        operand.requires_grad_()
+        for frozen in (False, True):
+            weight.requires_grad_(not frozen)
+            _, saved = record(function)
+            assert frozen != any(tensor.data_ptr() == operand.data_ptr() for tensor in saved)
+
+
+def preact_of(case, saved: List[torch.Tensor]) -> torch.Tensor:
+    """The pre-activation among what was saved."""
+    (preact,) = (tensor for tensor in saved if tensor.shape == (case.T * case.top_k, case.preact_width))
+    return preact
+
+
+@pytest.mark.parametrize("case", [BY_ID["tall-wide"], *GPU_PARAMS[1:2]], ids=lambda case: case.id)
+def test_sentinels_cost_no_memory_access(grouped_moe, device, case):
+    """Rows past the routed ones stay as they were allocated: nothing passed over them."""
+    inputs = with_leaves(make_inputs(case._replace(sentinels=0.7), torch.float32, device))
+    with poisoned_allocations():
+        preact = preact_of(case, record(lambda: call(grouped_moe, case, inputs))[1])
+    routed = count_routed(case, inputs)
+    assert 0 < routed < len(preact)
+    assert bool(preact[:routed].isfinite().all()) and bool(preact[routed:].isnan().all())
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["let-go", "kept"])
-@pytest.mark.parametrize("padding", [0, 64])
-def test_a_pool_behind_hooks_is_left_alone(grouped_moe, device, padding, keep):
+@pytest.mark.parametrize("pool", ["of-its-size", "larger", "strided"])
+def test_a_pool_behind_hooks_is_left_alone(grouped_moe, device, pool, keep):
     """Hooks that move what is saved to memory of their own hand that out: the backward does not own it."""
-    inputs = make_inputs(CASE, torch.float32, device)
+    case, inputs = make("tall-wide", device)
+    memory: List[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        spare = (*tensor.shape[:-1], 2 * tensor.shape[-1]) if pool == "strided" else (tensor.numel() + 64,)
+        memory.append(tensor.new_ones(tensor.shape if pool == "of-its-size" else spare))
+        view = memory[-1][..., ::2] if pool == "strided" else memory[-1].view(-1)[: tensor.numel()].view(tensor.shape)
+        return view.copy_(tensor.detach())
+
     leaves = with_leaves(inputs)
-    pools: List[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> Tuple[int, torch.Size]:
-        # All types here have four bytes.
-        pools.append(torch.cat([tensor.detach().reshape(-1), tensor.new_ones(padding)]))
-        return len(pools) - 1, tensor.shape
-
-    def unpack(packed: Tuple[int, torch.Size]) -> torch.Tensor:
-        number, shape = packed
-        return pools[number][: shape.numel()].view(shape)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        out = call(grouped_moe, CASE, leaves)
-    before = [pool.clone() for pool in pools]
-    got = torch.autograd.grad(out, list(leaves.floating().values()), leaves.dout, retain_graph=keep)
-    for number, (pool, want) in enumerate(zip(pools, before)):
-        assert torch.equal(pool.view(torch.int32), want.view(torch.int32)), number  # rows of no expert hold anything
-    for (name, want), grad in zip(run(grouped_moe, CASE, inputs).grads.items(), got):
-        assert_bitwise(name, grad, want)
-
-
-def test_hooks_may_return_other_strides(grouped_moe, device):
-    """The same values elsewhere."""
-    inputs = make_inputs(CASE, torch.float32, device)
-    leaves = with_leaves(inputs)
-
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        spaced = tensor.new_zeros([*tensor.shape, 2]).select(-1, 1)
-        return spaced.copy_(tensor)
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
-        out = call(grouped_moe, CASE, leaves)
-    got = torch.autograd.grad(out, list(leaves.floating().values()), leaves.dout)
-    for (name, want), grad in zip(run(grouped_moe, CASE, inputs).grads.items(), got):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda view: view):
+        out = call(grouped_moe, case, leaves)
+    before = [tensor.clone() for tensor in memory]
+    out.backward(leaves.dout, retain_graph=keep)
+    for number, (tensor, want) in enumerate(zip(memory, before)):
+        # All types here have four bytes, and rows of no expert hold anything.
+        assert torch.equal(tensor.view(torch.int32), want.view(torch.int32)), number
+    for name, want in run(grouped_moe, case, inputs).grads.items():
+        grad = getattr(leaves, name).grad
+        if pool != "strided":
+            assert_bitwise(name, grad, want)
         # On a CPU sums may go in another order then.
         assert torch.linalg.vector_norm(grad - want) <= 1e-6 * torch.linalg.vector_norm(want), name
 
 
-def record(grouped_moe, leaves) -> Tuple[torch.Tensor, torch.Tensor, int]:
-    """The output, the pre-activation that was saved for it, and how many rows of that were written."""
-    saved: List[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor.detach())
-        return saved[-1]
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = call(grouped_moe, CASE, leaves)
-    (preact,) = (tensor for tensor in saved if tensor.shape == PREACT)
-    return out, preact, int((leaves.top_k_index % CASE.E == leaves.top_k_index).sum())
-
-
 def test_the_last_backward_takes_the_preactivation(grouped_moe, device):
     """One that keeps the graph leaves it as it is. The last one gives back its memory."""
-    leaves = with_leaves(make_inputs(CASE, torch.float32, device))
-    out, preact, routed = record(grouped_moe, leaves)
-    tensors, before = list(leaves.floating().values()), preact.clone()
-    torch.autograd.grad(out, tensors, leaves.dout, retain_graph=True)
+    case, inputs = make("tall-wide", device)
+    out, saved = record(lambda: call(grouped_moe, case, with_leaves(inputs)))
+    preact, routed = preact_of(case, saved), count_routed(case, inputs)
+    before = preact.clone()
+    out.backward(inputs.dout, retain_graph=True)
     assert_bitwise("kept", preact[:routed], before[:routed])
-    torch.autograd.grad(out, tensors, leaves.dout)
+    out.backward(inputs.dout)
     assert preact.untyped_storage().nbytes() == 0
 
 
-def test_a_checkpoint_takes_it_too(grouped_moe, device):
+def test_a_checkpoint_takes_it_too(grouped_moe, module, device, monkeypatch):
     """What a checkpoint computes again is as much the backward's own, and gives the same."""
-    inputs = make_inputs(CASE, torch.float32, device)
-    leaves = with_leaves(inputs)
-    taken = []
-    autograd = sys.modules[f"{grouped_moe.__name__}.common.autograd"]
-    experts = sys.modules[f"{grouped_moe.__name__}.block_op"]
-
-    def take_over(saved: torch.Tensor) -> bool:
-        taken.append(autograd.take_over(saved))
-        return taken[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "take_over", take_over)
-        out = torch.utils.checkpoint.checkpoint(lambda: call(grouped_moe, CASE, leaves), use_reentrant=False)
-        got = torch.autograd.grad(out, list(leaves.floating().values()), leaves.dout)
+    case, inputs = make("tall-wide", device)
+    want, taken = run(grouped_moe, case, inputs), []
+    take_over = module("common.autograd").take_over
+    monkeypatch.setattr(module("block_op"), "take_over", lambda saved: taken.append(take_over(saved)) or taken[-1])
+    assert_same(run(grouped_moe, case, inputs, around=checkpointed), want)
     assert taken == [True]
-    for (name, want), grad in zip(run(grouped_moe, CASE, inputs).grads.items(), got):
-        assert_bitwise(name, grad, want)
 
 
-def test_after_a_backward_that_failed_another_raises(grouped_moe, device):
+def test_after_a_backward_that_failed_another_raises(grouped_moe, module, device):
     """It would read what the first one has overwritten."""
-    leaves = with_leaves(make_inputs(CASE, torch.float32, device))
-    out = call(grouped_moe, CASE, leaves)
-    tensors = list(leaves.floating().values())
-    experts = sys.modules[f"{grouped_moe.__name__}.block_op"]
+    case, inputs = make("tall-wide", device)
+    out = call(grouped_moe, case, with_leaves(inputs))
 
     def fail(*_, **__):
         raise MemoryError("of the test")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "_backward", fail)
+        patch.setattr(module("block_op"), "_backward", fail)
         with pytest.raises(MemoryError, match="of the test"):
-            torch.autograd.grad(out, tensors, leaves.dout)
+            out.backward(inputs.dout)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(out, tensors, leaves.dout)
+        out.backward(inputs.dout)

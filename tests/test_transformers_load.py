@@ -1,113 +1,166 @@
-"""Models whose experts cannot run as asked, as they are built: FP8 raises, experts outside of the interface warn."""
+"""The ways into the package from transformers and kernels: registration, Hub layers, and models as they are built."""
 
-import json
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
+import kernels
 import pytest
 import torch
-from safetensors.torch import save_file
+from experts_modules import EXPERTS, GPT_OSS, build, make_inputs, run
+
+
+def test_names_of_transformers_are_refused(grouped_moe):
+    """All that it has, and the ones that it does not keep in its registries; they stay what they were."""
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    grouped_moe.register_experts_implementation("of_another_test", capacity=0.5)
+    registries = ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS
+    theirs = {
+        name: function for registry in registries for name, function in registry.items()
+        if getattr(function, "__module__", "").startswith("transformers.")
+    }  # fmt: skip
+    assert {"grouped_mm", "batched_mm", "deepgemm_megamoe"} <= theirs.keys()
+    for name in ("", "eager", *theirs):
+        with pytest.raises(ValueError, match=f"^name: expected one that transformers does not use .*, got '{name}'$"):
+            grouped_moe.register_experts_implementation(name)
+    assert all(function in (registry.get(name) for registry in registries) for name, function in theirs.items())
+
+
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        *(({"name": name}, TypeError, "^name: expected a string, got") for name in (0.25, None)),
+        *(({"capacity": share}, ValueError, "^capacity: expected") for share in (0.0, -0.5, 1.5, float("nan"))),
+        *(({"capacity": share}, TypeError, "^capacity: expected") for share in ("half", True)),
+    ],
+    ids=str,
+)
+def test_errors_of_registration(grouped_moe, given, error, message):
+    with pytest.raises(error, match=message):
+        grouped_moe.register_experts_implementation(**given)
+
+
+def test_capacity_as_a_share_of_the_slots(grouped_moe, device):
+    """Enough: the same results, compiled with other numbers of tokens, too. Too little, of 32 slots: an error.
+
+    Of several registrations, under the usual name or another one, the last one holds.
+    """
+    register = grouped_moe.register_experts_implementation
+    assert [register(), register(), register("again")] == ["grouped_moe", "grouped_moe", "again"]
+    experts = build(GPT_OSS, device, "grouped_moe")
+    x, ids, weights = (tensor[:16] for tensor in make_inputs(device)[:3])
+    ids, weights = ids[:, :2], weights[:, :2]
+    ids[:, 1] = EXPERTS  # half of the slots are not local
+    want = experts(x, ids, weights)
+    experts.config._experts_implementation = register("again", capacity=0.5)
+    assert torch.equal(experts(x, ids, weights), want)
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    for tokens in (16, 9, 13):
+        inputs = x[:tokens], ids[:tokens], weights[:tokens]
+        assert torch.equal(compiled(*inputs), experts(*inputs))
+    for share, room in ((0.3, 10), (1 / 3, 11), (1e-9, 1)) if device == "cpu" else ():
+        register("again", capacity=share)
+        with pytest.raises(RuntimeError, match=f"^capacity: expected at least the 16 slots.*, got {room}$"):
+            experts(x, ids, weights)
+    register("again")
+    assert torch.equal(experts(x, ids, weights), want)
+
+
+LOAD = "import kernels, sys; kernel = kernels.get_kernel({!r}, version={})\n"
+WITHOUT_TRANSFORMERS = """
+print("transformers" in sys.modules)
+sys.modules["transformers"] = None
+try:
+    kernel.register_experts_implementation()
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_transformers(hub):
+    """The package loads without it; the registration raises an error that says what to install."""
+    code = LOAD.format(hub.repo_id, hub.version) + WITHOUT_TRANSFORMERS
+    result = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and result.stdout.startswith("False\n"), result.stderr
+    assert "register_experts_implementation" in result.stdout and "pip install 'transformers>=5.9'" in result.stdout
+
+
+def test_hub_layer_computes_the_same(grouped_moe, implementation, device):
+    """Through kernels, which checks the layer's rules on the way: stateless, same signature, no members of its own."""
+    experts = build(GPT_OSS, device)
+    *inputs, cotangent = make_inputs(device)
+    want = run(experts, implementation, inputs, cotangent)
+    extensible = type("ExtensibleExperts", (type(experts),), {})
+    kernels.replace_kernel_forward_from_hub(extensible, "GroupedMoeExperts")
+    experts.__class__ = extensible
+    repository = kernels.LocalLayerRepository(Path(grouped_moe.__file__).parent, layer_name="GroupedMoeExperts")
+    with kernels.use_kernel_mapping({"GroupedMoeExperts": {device: repository}}, inherit_mapping=False):
+        mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
+        (layer,) = kernels.kernelize(torch.nn.Sequential(experts), mode=mode, device=device, use_fallback=False)
+    assert layer.forward.__func__.__qualname__ == "GroupedMoeExperts.forward"
+    got = run(layer, "eager", inputs, cotangent)
+    assert torch.equal(got.out, want.out)
+    assert all(torch.equal(got.grads[name], grad) for name, grad in want.grads.items())
+
 
 SIZES = {"vocab_size": 64, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
-         "num_hidden_layers": 1, "num_experts_per_tok": 2}  # fmt: skip
+         "num_hidden_layers": 1, "num_experts_per_tok": 2, "intermediate_size": 128}  # fmt: skip
+TEXT = {**SIZES, "intermediate_size_mlp": 64, "num_local_experts": 2, "pad_token_id": 0}
+VISION = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1,
+          "image_size": 28, "patch_size": 14, "vision_output_dim": 64, "projector_input_dim": 64,
+          "projector_output_dim": 64}  # fmt: skip
+DBRX = {"vocab_size": 64, "d_model": 64, "n_heads": 2, "n_layers": 1,
+        "attn_config": {"kv_n_heads": 1, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 2}}  # fmt: skip
+QWEN3_MOE = "Qwen3MoeForCausalLM"
+CONFIGS = {
+    QWEN3_MOE: ("Qwen3MoeConfig", {**SIZES, "num_experts": 4, "moe_intermediate_size": 128}),
+    "Llama4ForConditionalGeneration": ("Llama4Config", {"text_config": TEXT, "vision_config": VISION}),
+    "DbrxForCausalLM": ("DbrxConfig", DBRX),
+}
 
 
-def qwen3_moe_config(implementation: str):
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(
-        **SIZES, num_experts=4, moe_intermediate_size=128, intermediate_size=128, experts_implementation=implementation
-    )
-
-
-def llama4_config(implementation: str):
-    """Text and vision; the experts are of the text model."""
-    from transformers import Llama4Config
-
-    vision = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1,
-              "image_size": 28, "patch_size": 14, "vision_output_dim": 64, "projector_input_dim": 64,
-              "projector_output_dim": 64}  # fmt: skip
-    text = {**SIZES, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_local_experts": 2, "pad_token_id": 0}
-    config = Llama4Config(text_config=text, vision_config=vision)
-    config._experts_implementation = implementation
-    return config
-
-
-def dbrx_config(implementation: str):
-    from transformers import DbrxConfig
-
-    sizes = {"vocab_size": 64, "d_model": 64, "n_heads": 2, "n_layers": 1}
-    attention = {"kv_n_heads": 1, "clip_qkv": 8, "rope_theta": 1e4}
-    config = DbrxConfig(**sizes, attn_config=attention, ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 2})
-    config._experts_implementation = implementation
-    return config
-
-
-def build(config, name: str) -> torch.nn.Module:
+def build_model(name: str, implementation: str) -> torch.nn.Module:
     import transformers
 
+    config_class, sizes = CONFIGS[name]
+    config = getattr(transformers, config_class)(**sizes)
+    config._experts_implementation = implementation
     with torch.device("meta"):
         return getattr(transformers, name)(config)
 
 
-def test_fp8_experts_raise_before_the_weights_load(implementation):
-    """As transformers puts them into a model whose parameters have no memory yet."""
-    from transformers import FineGrainedFP8Config
-    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
-
-    model = build(qwen3_moe_config(implementation), "Qwen3MoeForCausalLM")
-    with pytest.raises(ValueError, match="FP8 experts are not supported.*choose another experts_implementation"):
-        replace_with_fp8_linear(model, ["lm_head"], FineGrainedFP8Config())
-
-
-def test_fp8_checkpoints_raise_in_from_pretrained(implementation, tmp_path, monkeypatch):
-    """A checkpoint without nearly all of its weights, which nobody has missed yet."""
-    from transformers import AutoModelForCausalLM
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
-    config = qwen3_moe_config("eager")
-    build(config, "Qwen3MoeForCausalLM").config.save_pretrained(tmp_path)
-    contents = json.loads((tmp_path / "config.json").read_text())
-    contents["architectures"] = ["Qwen3MoeForCausalLM"]
-    contents["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (tmp_path / "config.json").write_text(json.dumps(contents))
-    save_file({"model.norm.weight": torch.ones(128)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    # On a machine without a GPU transformers would dequantize the checkpoint.
-    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
-    with pytest.raises(ValueError, match="FP8 experts are not supported"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=implementation)
-
-
-def test_fp8_experts_that_are_there_raise_when_they_run(implementation):
-    """transformers asks nothing of an implementation that a model is set to later."""
+def test_fp8_experts_raise(implementation):
+    """When they come into a model, before its weights load; of one that is set to us later, when they run."""
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, replace_with_fp8_linear
 
-    model = build(qwen3_moe_config("eager"), "Qwen3MoeForCausalLM")
+    message = "FP8 experts are not supported.*choose another experts_implementation"
+    with pytest.raises(ValueError, match=message):
+        replace_with_fp8_linear(build_model(QWEN3_MOE, implementation), ["lm_head"], FineGrainedFP8Config())
+    model = build_model(QWEN3_MOE, "eager")
     replace_with_fp8_linear(model, ["lm_head"], FineGrainedFP8Config())
     model.set_experts_implementation(implementation)
     experts = model.model.layers[0].mlp.experts
     assert implementation in ALL_FP8_EXPERTS_FUNCTIONS and "FP8" in type(experts).__name__
     ids, weights = torch.zeros(16, 2, dtype=torch.int64), torch.ones(16, 2)
-    with pytest.raises(ValueError, match="FP8 experts are not supported.*choose another experts_implementation"):
+    with pytest.raises(ValueError, match=message):
         experts(torch.zeros(16, 128), ids, weights)
 
 
-OUTSIDE = {
-    "Llama4ForConditionalGeneration": (llama4_config, "Llama4TextExperts"),
-    "Llama4ForCausalLM": (lambda name: llama4_config(name).text_config, "Llama4TextExperts"),
-    "Llama4TextModel": (lambda name: llama4_config(name).text_config, "Llama4TextExperts"),
-    "DbrxForCausalLM": (dbrx_config, "DbrxExperts"),
-}
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_experts_outside_of_the_interface_are_warned_of(implementation, name):
-    make_config, kind = OUTSIDE[name]
+@pytest.mark.parametrize(
+    "name, kind", [("Llama4ForConditionalGeneration", "Llama4TextExperts"), ("DbrxForCausalLM", "DbrxExperts")]
+)
+def test_experts_outside_of_the_interface_are_warned_of(implementation, name, kind):
     with pytest.warns(UserWarning, match=f"{implementation}' has no effect on {kind}, which does not go by"):
-        build(make_config(implementation), name)
+        build_model(name, implementation)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        build(make_config("eager"), name)
+        build_model(name, "eager")
 
 
 def test_experts_of_modules_are_warned_of(implementation):
@@ -120,7 +173,7 @@ def test_experts_of_modules_are_warned_of(implementation):
             self.shared_experts = torch.nn.Linear(4, 4)
 
     model = torch.nn.Module()
-    model.config = qwen3_moe_config(implementation)
+    model.config = build_model(QWEN3_MOE, implementation).config
     with pytest.warns(UserWarning, match="has no effect on ModuleList"):
         model.block = Block()
     with warnings.catch_warnings():
@@ -134,7 +187,7 @@ def test_quantized_experts_that_leave_the_interface_are_warned_of(implementation
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = build(qwen3_moe_config(implementation), "Qwen3MoeForCausalLM")
+        model = build_model(QWEN3_MOE, implementation)
         model.set_submodule("model.layers.0.mlp.experts", torch.nn.Sequential(model.model.layers[0].mlp.experts))
         model.set_submodule("model.layers.0.mlp.experts", model.model.layers[0].mlp.experts[0])
     model.config.num_local_experts = 4

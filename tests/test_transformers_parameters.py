@@ -2,12 +2,8 @@
 
 import pytest
 import torch
-from test_shim import HIDDEN, NUM_EXPERTS, TOKENS
-from test_shim import make_experts as make_biased
-from test_shim import make_inputs as make_biased_inputs
-from test_transformers_experts import make_custom, make_inputs, run
+from experts_modules import EXPERTS, GPT_OSS, build, make_custom, make_inputs, run
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map_only
 
 
 @pytest.fixture
@@ -21,129 +17,103 @@ def expert_mesh(device):
     torch.distributed.destroy_process_group()
 
 
+def shard(experts: torch.nn.Module, name: str, local: torch.Tensor, mesh) -> None:
+    sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    setattr(experts, name, torch.nn.Parameter(sharded, requires_grad=experts.get_parameter(name).requires_grad))
+
+
 def test_expert_parallel_dtensors(implementation, expert_mesh, device):
     """A rank's half of the experts as DTensors, as transformers shards them: as without, and DTensor gradients."""
-    experts = make_biased(device, implementation, num_experts=NUM_EXPERTS // 2)
-    inputs = make_biased_inputs(device, num_experts=NUM_EXPERTS // 2)
-    cotangent = torch.randn(TOKENS, HIDDEN, device=device)
-    parameters = dict(experts.named_parameters())
-    expected = experts(*inputs)
-    grads = torch.autograd.grad(expected, (inputs[0], inputs[2], *parameters.values()), cotangent)
-    for name, parameter in parameters.items():
-        sharded = DTensor.from_local(parameter.detach(), expert_mesh, [Shard(0)], run_check=False)
-        setattr(experts, name, torch.nn.Parameter(sharded))
-    leaves = (inputs[0], inputs[2], *experts.parameters())
-    actual = experts(*inputs)
-    actual_grads = torch.autograd.grad(actual, leaves, cotangent)
-    assert torch.equal(actual, expected)
-    for leaf, grad, reference in zip(leaves, actual_grads, grads):
-        assert isinstance(grad, DTensor) == isinstance(leaf, DTensor) and grad.shape == leaf.shape
-        assert torch.equal(grad.to_local() if isinstance(grad, DTensor) else grad, reference)
-    assert experts.gate_up_proj.shape[0] == NUM_EXPERTS
+    experts = build(GPT_OSS, device)
+    *inputs, cotangent = make_inputs(device)
+    inputs[1].masked_fill_(inputs[1] == 1, EXPERTS)
+    expected = run(experts, implementation, inputs, cotangent)
+    for name, parameter in list(experts.named_parameters()):
+        shard(experts, name, parameter.detach(), expert_mesh)
+    actual = run(experts, implementation, inputs, cotangent)
+    assert torch.equal(actual.out, expected.out)
+    for name, grad in actual.grads.items():
+        parameter = dict(experts.named_parameters()).get(name)
+        assert isinstance(grad, DTensor) == (parameter is not None)
+        assert parameter is None or grad.shape == parameter.shape == (2 * EXPERTS, *parameter.shape[1:])
+        assert torch.equal(grad if parameter is None else grad.to_local(), expected.grads[name])
 
 
 class Plain(torch.Tensor):
     """A subclass that only adds a name."""
 
 
-class Fp8Training(torch.Tensor):
-    """As torchao's for FP8 training: grouped GEMMs are other ones, and all else is as with the tensor inside."""
-
-    @staticmethod
-    def __new__(cls, tensor):
-        made = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        made.inside = tensor
-        return made
+class OwnFunctions(torch.Tensor):
+    """As torchao's for FP8 training: some functions are other ones, such as grouped GEMMs."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if "grouped_mm" in function.__name__:
-            raise NotImplementedError("an FP8 GEMM")
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        args, kwargs = tree_map_only(cls, lambda each: each.inside, (args, kwargs or {}))
-        out = function(*args, **kwargs)
-        return cls(out) if function.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.view) else out
+        return super().__torch_function__(function, types, args, kwargs or {})
 
 
-class Quantized(torch.Tensor):
+class OwnOperations(torch.Tensor):
     """As torchao's quantized weights: a shape and a dtype over other data, with few operations."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, tensor):
-        made = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        made.data_in_int8 = tensor.to(torch.int8)
-        return made
+        return torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.detach.default:
-            return args[0]
+        if function.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.view):
+            return cls(args[0])
         raise NotImplementedError(f"{function} of quantized tensors")
 
 
-MAKERS = {
-    "training": Fp8Training,
-    "quantized": Quantized,
-    "plain": lambda tensor: tensor.as_subclass(Plain),
-}
+def convert(experts: torch.nn.Module, name: str, function) -> None:
+    converted = function(getattr(experts, name).detach())
+    setattr(experts, name, torch.nn.Parameter(converted, requires_grad=False))
 
 
-def convert(experts: torch.nn.Module, name: str, kind: str) -> None:
-    tensor = getattr(experts, name).detach()
-    setattr(experts, name, torch.nn.Parameter(MAKERS[kind](tensor), requires_grad=False))
-
-
-@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
-@pytest.mark.parametrize("kind", ["training", "quantized"])
-def test_parameters_with_operations_of_their_own_are_named(implementation, device, name, kind):
-    experts = make_custom(device)
-    experts.config._experts_implementation = implementation
-    convert(experts, name, kind)
-    message = f"^{name}: expected a plain tensor or a DTensor, got {type(getattr(experts, name)).__name__}, whose own"
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"])
+@pytest.mark.parametrize("kind, sharded", [(OwnFunctions, False), (OwnOperations, False), (OwnOperations, True)])
+def test_parameters_with_operations_of_their_own_are_named(implementation, expert_mesh, device, name, kind, sharded):
+    """torchao's may also be what a DTensor is made of."""
+    experts = build(GPT_OSS, device, implementation)
+    convert(experts, name, OwnOperations if kind is OwnOperations else lambda tensor: tensor.as_subclass(kind))
+    if sharded:
+        shard(experts, name, getattr(experts, name), expert_mesh)
+    message = f"^{name}: expected a plain tensor or a DTensor, got {kind.__name__}, whose own"
     with pytest.raises(TypeError, match=message):
         experts(*make_inputs(device)[:3])
 
 
-def test_biases_with_operations_of_their_own_are_named(implementation, device):
-    experts = make_biased(device, implementation)
-    convert(experts, "down_proj_bias", "training")
-    with pytest.raises(TypeError, match="^down_proj_bias: expected a plain tensor or a DTensor, got Fp8Training"):
-        experts(*make_biased_inputs(device))
-
-
-def test_a_shard_with_operations_of_its_own_is_named(implementation, expert_mesh, device):
-    """torchao's may be what a DTensor is made of."""
-    experts = make_custom(device)
-    experts.config._experts_implementation = implementation
-    local = MAKERS["training"](experts.down_proj.detach())
-    sharded = DTensor.from_local(local, expert_mesh, [Shard(0)], run_check=False)
-    experts.down_proj = torch.nn.Parameter(sharded, requires_grad=False)
-    with pytest.raises(TypeError, match="^down_proj: expected a plain tensor or a DTensor, got Fp8Training"):
+def test_dtypes_and_numbers_of_experts_are_named(implementation, device):
+    experts = build(GPT_OSS, device, implementation)
+    experts.num_experts += 1
+    with pytest.raises(ValueError, match=f"num_experts: expected {EXPERTS} as in gate_up_proj, got {EXPERTS + 1}"):
+        experts(*make_inputs(device)[:3])
+    experts.num_experts -= 1
+    convert(experts, "gate_up_proj", torch.Tensor.byte)
+    with pytest.raises(TypeError, match="^gate_up_proj: expected one of .*, got torch.uint8"):
         experts(*make_inputs(device)[:3])
 
 
-def test_tensors_that_only_have_another_class_pass(implementation, device):
-    experts = make_custom(device)
-    *inputs, cotangent = make_inputs(device)
-    expected = run(experts, implementation, inputs, cotangent)
-    for name in ("gate_up_proj", "down_proj"):
-        convert(experts, name, "plain")
-    with torch.no_grad():
-        assert torch.equal(experts(*inputs), expected.out)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_output_has_the_dtype_of_hidden_states(dtype, implementation, device):
+    """As in eager, where weights and activations may differ: with fp32 norms before bf16 experts, say."""
+    experts = build(GPT_OSS, device, implementation).to(torch.bfloat16)
+    x, ids, weights, _ = make_inputs(device)
+    assert experts(x.to(dtype), ids, weights).dtype == dtype
 
 
-@pytest.mark.parametrize("way", ["compile", "export", "functional", "vmap"])
-def test_tracing_and_functorch_pass(implementation, device, way):
-    """FakeTensor, FunctionalTensor and what functorch wraps are the compiler's and not the user's."""
+@pytest.mark.parametrize("way", ["compile", "export", "functional", "vmap", "subclass"])
+def test_tracing_functorch_and_plain_subclasses_pass(implementation, device, way):
+    """FakeTensor, FunctionalTensor and what functorch wraps are the compiler's and not the user's.
+
+    Cold: the gate of a class that was not seen before is probed on real values all the same.
+    """
     experts = make_custom(device)
     *inputs, cotangent = make_inputs(device)
-    expected = run(experts, implementation, inputs, cotangent).out
+    expected = run(experts, "eager", inputs, cotangent).out
+    experts.config._experts_implementation = implementation
     with torch.no_grad():
         if way == "compile":
             actual = torch.compile(experts, fullgraph=True, backend="aot_eager")(*inputs)
@@ -151,6 +121,10 @@ def test_tracing_and_functorch_pass(implementation, device, way):
             actual = torch.export.export(experts, tuple(inputs), strict=False).module()(*inputs)
         elif way == "functional":
             actual = torch.func.functionalize(lambda *args: experts(*args))(*inputs)
+        elif way == "subclass":
+            for name in ("gate_up_proj", "down_proj"):
+                convert(experts, name, lambda tensor: tensor.as_subclass(Plain))
+            actual = experts(*inputs)
         else:
             parameters = {name: torch.stack((p, p)) for name, p in experts.named_parameters()}
             call = torch.vmap(lambda given: torch.func.functional_call(experts, given, tuple(inputs)))

@@ -1,0 +1,136 @@
+"""Small calls of every differentiable op, for tests of what holds for all of them; and who watches what they call."""
+
+from functools import partial
+from typing import Callable, Dict, NamedTuple, Set
+
+import mlps
+import torch
+from block import call, make
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+SIZES = (5, 0, 12)  # rows of each group of the linear layer; there are more
+
+
+class Operation(NamedTuple):
+    """function(*leaves) is the output, whose cotangent is dout."""
+
+    function: Callable[..., Tensor]
+    leaves: Dict[str, Tensor]
+    dout: Tensor
+
+    def step(self, retain_graph: bool = False) -> Dict[str, Tensor]:
+        """The output, and the gradients of leaves that require one."""
+        wanted = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
+        out = self.function(*self.leaves.values())
+        grads = torch.autograd.grad(out, list(wanted.values()), self.dout, retain_graph=retain_graph) if wanted else ()
+        return {"out": out.detach(), **dict(zip(wanted, grads))}
+
+
+def _linear(transposed, package, device):
+    shapes = {"x": (24, 16), "weight": (3, 16, 8) if transposed else (3, 8, 16), "bias": (3, 8), "bias_scales": (24,)}
+    leaves = {name: torch.randn(shape).to(device) for name, shape in shapes.items()}
+    sizes = torch.tensor(SIZES, device=device)
+    return lambda x, *others: package.grouped_linear(x, others[0], sizes, *others[1:], transposed=transposed), leaves
+
+
+def _experts(case_id, recompute, package, device):
+    case, inputs = make(case_id, device, recompute=recompute, sentinels=0.0)
+    leaves, capacity = inputs.floating(), case.T * case.top_k + 1 if recompute else None
+
+    def function(*tensors):
+        return call(package, case, inputs._replace(**dict(zip(leaves, tensors))), capacity=capacity)
+
+    return function, leaves
+
+
+def _mlp(recompute, package, device):
+    mlp = mlps.BY_MLP["no-tail"]
+    inputs = mlps.make(mlp, torch.float32, device)
+    leaves = inputs.given()
+
+    def function(*tensors):
+        return mlps.call(package, mlp, inputs.replace(**dict(zip(leaves, tensors))), recompute=recompute)
+
+    return function, leaves
+
+
+def _parts(package, device):
+    ids = torch.tensor([[0, 1], [1, -1], [2, 1]], device=device)
+    shapes = {"x": (3, 4), "y": (6, 4), "top_k_weights": (3, 2)}
+    leaves = {name: torch.randn(shape).to(device) for name, shape in shapes.items()}
+
+    def function(x, y, weights):
+        routing = package.route(ids, 3)
+        return package.combine_rows(package.gather_rows(x, routing) + y, weights, routing)
+
+    return function, leaves
+
+
+# Every row has a group or an expert where a result would else be unwritten in part: some tests compare all of it.
+OPERATIONS = {"linear": partial(_linear, False), "linear-transposed": partial(_linear, True), "parts": _parts}
+for recompute, suffix in ((False, ""), (True, "-recompute")):
+    OPERATIONS[f"mlp{suffix}"] = partial(_mlp, recompute)
+    for case_id in ("silu-bias", "gpt-oss", "relu2-not-gated"):
+        OPERATIONS[f"experts-{case_id}{suffix}"] = partial(_experts, case_id, recompute)
+# The ops of an operation: those that a compiler sees, and those that they are made of, which a dispatch mode sees.
+SEEN = {
+    "linear": {"grouped_linear"},
+    "mlp": {"experts"},
+    "experts": {"experts"},
+    "parts": {"gather_rows", "combine_rows"},
+}
+MADE_OF = {
+    "linear": {"grouped_linear_forward", "grouped_linear_backward", "grouped_linear_bias_backward"},
+    "mlp": {"experts_forward", "experts_backward"},
+    "experts": {"experts_forward", "experts_backward"},
+    "parts": {"route", "gather_rows_forward", "combine_rows_forward", "combine_rows_backward"},
+}
+
+
+def kind_of(name: str) -> str:
+    """What kind of operation that is."""
+    return name.partition("-")[0]
+
+
+def make_operation(package, name: str, device: str, only: str = "") -> Operation:
+    """only: the one leaf that requires a gradient; if empty, all do."""
+    function, tensors = OPERATIONS[name](package, device)
+    leaves = {key: tensor.detach().requires_grad_(only in ("", key)) for key, tensor in tensors.items()}
+    out = function(*tensors.values())
+    return Operation(function, leaves, torch.randn(out.shape).to(out))
+
+
+class Log(TorchDispatchMode):
+    """Within it the package's ops that do the work are noted in `calls`, each with copies of its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    @property
+    def names(self) -> Set[str]:
+        """Those that were called, whether they overwrite what was saved or not."""
+        return {op.overloadpacket.__name__.replace("_overwriting", "") for op, _ in self.calls}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "grouped_moe" in func.namespace:
+            self.calls.append((func, tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args)))
+        return func(*args, **(kwargs or {}))
+
+
+class RecordedLog(TorchFunctionMode):
+    """As `Log`, of the differentiable ops that compilers see, where autograd records them."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        recorded = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        if recorded and "grouped_moe" in getattr(func, "namespace", ""):
+            copies = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), args)
+            self.calls.append((func, copies))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,115 @@
+"""What no result shows, found without a GPU: how kernels are launched, which ones are, and what the log says of them.
+
+Hopper's own kernels give what Triton's give, so that only speed would tell if they were not taken.
+"""
+
+import ast
+import importlib
+import logging
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+ROWS, TOP_K, EXPERTS, HIDDEN = 4096, 2, 4, 256
+HOPPER = ("hopper_gathered_up_proj_kernel", "hopper_up_proj_kernel", "hopper_down_dgrad_kernel")
+TRITON = ("up_proj_kernel", "up_proj_kernel", "down_dgrad_kernel")
+
+
+@pytest.fixture
+def load(grouped_moe):
+    """Imports a module of the package, which may need Triton, by its name."""
+    pytest.importorskip("triton")
+    return lambda name: importlib.import_module(f"{grouped_moe.__name__}.{name}")
+
+
+def is_compiled(function: ast.FunctionDef) -> bool:
+    """Whether Triton or Gluon compiles it."""
+    return any(".jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def test_every_kernel_waits_for_the_stream(grouped_moe):
+    """Before all else, as a dependent launch must: the kernel before it may still run."""
+    count = 0
+    for path in Path(grouped_moe.__file__).parent.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and is_compiled(node):
+                assert ast.unparse(node.body[1]) == "wait_for_stream()", f"{path.name}: {node.name}"
+                count += 1
+    assert count > 20
+
+
+@pytest.mark.parametrize("capability, hip, dependent", [
+    ((9, 0), None, True), ((12, 0), None, True), ((8, 9), None, False), ((9, 4), "7", False),
+])  # fmt: skip
+def test_who_launches_dependently(load, monkeypatch, capability, hip, dependent):
+    """NVIDIA's GPUs from Hopper on; AMD's Triton does not know the option. All fuse, whatever Triton's default."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    options_of, fused = load("backends.triton.launch")._options_of.__wrapped__, {"enable_fp_fusion": True}
+    assert options_of(torch.device("cuda", 0)) == {**fused, **({"launch_pdl": True} if dependent else {})}
+    assert options_of(torch.device("cpu")) == options_of(torch.device("xpu", 0)) == fused
+
+
+@pytest.mark.parametrize(
+    "n, kind, taken",
+    [
+        *((136, kind, (True, True, True)) for kind in (
+            {}, {"interleaved": True}, {"interleaved": True, "transposed": True}, {"gated": False},
+            {"gated": False, "transposed": True}, {"gated": False, "activation": "relu2"}, {"activation": "gelu"},
+        )),
+        # A box of both halves of (E, H, 2 I) would be no operand of the matrix instructions.
+        (136, {"transposed": True}, (False, False, True)),
+        (136, {"gated": False, "activation": "gelu"}, (False, False, False)),
+        # Enough columns for a tile, and rows of 16 bytes.
+        (72, {}, (True, True, True)), (64, {}, (False, True, False)), (56, {}, (False, False, False)),
+        (132, {}, (False, False, False)), (136, {"gated": False}, (True, True, True)),
+        (128, {"gated": False}, (False, True, True)), (120, {"gated": False}, (False, False, True)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_which_kernels_hopper_takes(grouped_moe, load, monkeypatch, n, kind, taken):
+    """For the up-projection of gathered rows and of rows in place, and for the dgrad in place."""
+    spec = load("common.device").DeviceSpec(132, 232448, hopper=True, name="stub")
+    monkeypatch.setattr(load("common.device"), "device_spec", lambda device_type, index: spec)
+    launcher_of, problem_of = load("backends.table").launcher_of, load("backends.triton.up_proj").problem_of
+    kind = {"gated": True, "interleaved": False, "transposed": False, "activation": "silu", **kind}
+    transposed, p = kind["transposed"], 2 * n if kind["gated"] else n
+    shapes = (ROWS, HIDDEN), (EXPERTS, p, HIDDEN), (EXPERTS, HIDDEN, n)
+    x, up, down = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
+    if transposed:
+        up, down = (weight.mT.contiguous() for weight in (up, down))
+    activation = grouped_moe.Activation(kind.pop("activation"))
+    block = load("block").Block(up, down, None, None, activation, **kind, recompute=False)
+    in_place = load("rows").Rows(torch.empty(0), EXPERTS, ROWS, block_m=128)
+    found = [
+        launcher_of("up_proj", problem_of(block, x, up, in_place._replace(top_k=TOP_K), True, transposed)),
+        launcher_of("up_proj", problem_of(block, x, up, in_place, True, transposed)),
+        launcher_of("down_dgrad", problem_of(block, x, down, in_place, False, not transposed)),
+    ]
+    want = [hopper if take else other for hopper, other, take in zip(HOPPER, TRITON, taken)]
+    assert [launcher.kernel.function.__name__ for launcher in found] == want
+
+
+def test_one_line_says_what_runs(load, caplog):
+    """Once per kernel and config, by the first launch; none below INFO, none for kernels without a choice."""
+    launch, config = load("backends.triton.launch"), load("tuning.heuristic").GemmConfig
+    kernel = MagicMock(fn=lambda BLOCK_M: None, __name__="some_kernel")  # takes every launch
+    launch._log_once.cache_clear()
+    choices = [config(128, 64, 32, 4, 3, tuned=tuned).describe("a path") for tuned in (False, True)]
+
+    def lines(level):
+        caplog.clear()
+        with caplog.at_level(level, logger="grouped_moe"):
+            for choice in (*choices, choices[0], None):
+                bound = launch.Kernel(kernel, {"BLOCK_M": 1}, None, choice)
+                for _ in range(2):
+                    bound((1, 1, 1), torch.zeros(1))
+        return [(record.name, record.levelno, record.getMessage()) for record in caplog.records]
+
+    assert lines(logging.WARNING) == []
+    start = "some_kernel on cpu: a path, tile 128x64x32, 4 warps, 3 stages, "
+    assert lines(logging.INFO) == [("grouped_moe", logging.INFO, start + how) for how in ("heuristic", "tuned")]
+    assert lines(logging.INFO) == []
+    assert kernel[1, 1, 1].call_count == 24

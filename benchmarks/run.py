@@ -1,4 +1,5 @@
-"""Benchmarks of the experts block (see experts.py), linear layers (linear.py) and new token counts (new_shapes.py).
+"""Benchmarks of the experts block (see experts.py), linear layers (linear.py), low-rank pairs (lora.py) and new token
+counts (new_shapes.py).
 
 python benchmarks/run.py [NAME...]                       # these or all, each in a process, and the figures
 python benchmarks/run.py layers --only Mixtral T=8192 --output layers.json
@@ -15,6 +16,7 @@ from types import ModuleType
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import linear
+import lora
 import new_shapes
 import torch
 from experts import SUITES, Experts, cells_of, make_block
@@ -23,8 +25,9 @@ from problems import OURS, run_group
 from timing import EAGER, GRAPH, time_box
 from workload import QWEN3_30B, SMOKE
 
+WAYS, GPU = (EAGER, GRAPH), DEVICE == "cuda"
 GRACE_SECONDS, HANGING_SECONDS = 8.0, 30.0  # past the budget: a task is stopped, the process ends
-BENCHMARKS = (*SUITES, "linear", "new_shapes")
+BENCHMARKS = (*SUITES, "linear", "lora", "new_shapes")
 
 
 class Task(NamedTuple):
@@ -66,6 +69,11 @@ def tasks_of(benchmark: str, kernel: ModuleType, arguments: argparse.Namespace) 
         return experts_tasks(benchmark, {OURS: kernel}, arguments, arguments.peers or suite.names, suite.ways)
     if benchmark == "linear":
         return linear_tasks({OURS: kernel}, arguments, True, (EAGER, GRAPH))
+    if benchmark == "lora":
+        return [
+            Task(str(case), lambda case=case: run_group([lora.make_problem(kernel, case)], WAYS, arguments, GPU))
+            for case in lora.cases(arguments.smoke)
+        ]
     block = make_block(SMOKE if arguments.smoke else QWEN3_30B, DEVICE)
     return [
         Task(str(shapes), lambda shapes=shapes: new_shapes.run(kernel, block, shapes, arguments))

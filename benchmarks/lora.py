@@ -1,0 +1,143 @@
+"""Low-rank pairs (LoRA) on the experts block, its weights frozen: steps and small batches, all tokens local.
+
+frozen            our block without pairs, which all others are to be compared with: it computes something else
+eight adapters    our block with as many adapters, of which each token has one; in small batches alone
+merged            our block on W + b a, made twice in each forward, as by the parametrization of peft's ParamWrapper
+grouped_mm merged transformers' grouped_mm on the same
+split             x W^T + (x a^T) b^T by PyTorch's grouped_mm, over rows that are sorted and gathered first
+"""
+
+from types import ModuleType
+from typing import Callable, List, NamedTuple, Tuple
+
+import torch
+from experts import GROUPED, Block, make_block
+from linear import grouped_mm
+from machine import DEVICE
+from problems import FORWARD, OURS, STEP, Inputs, Problem, Provider
+from torch import Tensor
+from torch.nn import functional as F
+from workload import DEEPSEEK_V3, MIXTRAL, QWEN3_30B, SMOKE, Cell, Layer, make_inputs
+
+FROZEN, EIGHT, MERGED, SPLIT = "frozen", "eight adapters", "merged", "split"
+NAMES = ("hidden_states", "top_k_weights", "up_a", "up_b", "down_a", "down_b")
+SETS, RANKS, STEP_TOKENS, BATCHES = 2, (16, 64), 8192, (1, 8, 32, 128)
+
+
+class Case(NamedTuple):
+    """A layer with pairs of a rank, for so many tokens."""
+
+    layer: Layer
+    rank: int
+    tokens: int
+    backward: bool
+
+    def __str__(self) -> str:
+        return f"{self.layer.name} r={self.rank} {'step' if self.backward else 'forward'} T={self.tokens}"
+
+
+def cases(smoke: bool) -> List[Case]:
+    """Equal layers are in a row."""
+    if smoke:
+        return [Case(SMOKE, 3, 12, True), Case(SMOKE, 3, 2, False)]
+    steps = [Case(layer, r, STEP_TOKENS, True) for layer in (QWEN3_30B, DEEPSEEK_V3, MIXTRAL) for r in RANKS]
+    return steps + [Case(QWEN3_30B, RANKS[0], tokens, False) for tokens in BATCHES]
+
+
+def make_factors(block: Block, rank: int, *adapters: int) -> List[Tensor]:
+    """up_a, up_b, down_a, down_b of unit scale over the root of their fan-in."""
+    up, down = block.weights
+    shapes = [
+        shape for e, n, k in (up.shape, down.shape) for shape in ((*adapters, e, rank, k), (*adapters, e, n, rank))
+    ]
+    return [torch.randn(shape, device=DEVICE, dtype=up.dtype).div_(shape[-1] ** 0.5) for shape in shapes]
+
+
+def make_split(block: Block, ids: Tensor) -> Callable[..., Tensor]:
+    """Over rows that are sorted by expert."""
+    product, (up, down) = grouped_mm(), block.weights
+    order = ids.flatten().argsort(stable=True)
+    tokens, ends = order // ids.shape[1], ids.flatten().bincount(minlength=len(up)).cumsum(0, dtype=torch.int32)
+
+    def adapted(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        low_rank = product(product(x, a.transpose(1, 2), offs=ends), b.transpose(1, 2), offs=ends)
+        return product(x, weight.transpose(1, 2), offs=ends) + low_rank
+
+    def forward(x: Tensor, weights: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor, down_b: Tensor) -> Tensor:
+        gate, value = adapted(x[tokens], up, up_a, up_b).chunk(2, dim=-1)
+        rows = adapted(F.silu(gate) * value, down, down_a, down_b) * weights.flatten()[order, None].to(x.dtype)
+        return torch.zeros_like(x).index_add(0, tokens, rows)
+
+    return forward
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """As peft does it: the first sum is thrown away."""
+    with torch.no_grad():
+        torch.baddbmm(weight, b, a)
+    return torch.baddbmm(weight, b, a)
+
+
+def make_problem(kernel: ModuleType, case: Case) -> Problem:
+    """The providers of a case. A step differentiates hidden states, routing weights and factors."""
+    torch.manual_seed(0)
+    block = make_block(case.layer, DEVICE)
+    (up, down), experts = [weight.requires_grad_(False) for weight in block.weights], kernel.grouped_mm_experts
+    sets = [make_inputs(Cell(case.layer, case.tokens, backward=case.backward), DEVICE) for _ in range(SETS)]
+    factors = [factor.requires_grad_(case.backward) for factor in make_factors(block, case.rank)]
+    inputs = [Inputs((s.x, s.weights, *factors), s.dout) for s in sets]
+
+    def pairs(up_a: Tensor, up_b: Tensor, down_a: Tensor, down_b: Tensor) -> dict:
+        return {"gate_up_lora": kernel.LoRA(up_a, up_b), "down_lora": kernel.LoRA(down_a, down_b)}
+
+    def ours(i: int, x: Tensor, weights: Tensor, *some: Tensor) -> Tensor:
+        return experts(x, sets[i].ids, weights, up, down, **pairs(*some))
+
+    def merged(i: int, x: Tensor, weights: Tensor, up_a: Tensor, up_b: Tensor, *of_down: Tensor) -> Tensor:
+        return experts(x, sets[i].ids, weights, merge(up, up_a, up_b), merge(down, *of_down))
+
+    def grouped_merged(i: int, x: Tensor, weights: Tensor, up_a: Tensor, up_b: Tensor, *of_down: Tensor) -> Tensor:
+        from transformers.integrations import moe
+
+        module = Stand(block.module, merge(up, up_a, up_b), merge(down, *of_down))
+        return moe.grouped_mm_experts_forward(module, x, sets[i].ids, weights)
+
+    def frozen(n: int) -> Tuple[Tensor, ...]:
+        s = sets[n % SETS]
+        out = experts(s.x, s.ids, s.weights, up, down)
+        return (out, *torch.autograd.grad(out, (s.x, s.weights), s.dout)) if case.backward else (out,)
+
+    baselines, providers = {FROZEN: frozen}, {OURS: Provider(ours, inputs)}
+    if case.backward:
+        split = [make_split(block, s.ids) for s in sets]
+        providers[MERGED] = Provider(merged, inputs)
+        providers[f"{GROUPED} {MERGED}"] = Provider(grouped_merged, inputs)
+        providers[SPLIT] = Provider(lambda i, *leaves: split[i](*leaves), inputs)
+    else:
+        eight = pairs(*make_factors(block, case.rank, 8))
+        chosen = [torch.arange(case.tokens, device=DEVICE) % 8 for _ in sets]
+        baselines[EIGHT] = lambda n: (
+            experts(
+                sets[n % SETS].x, sets[n % SETS].ids, sets[n % SETS].weights, up, down,
+                adapter_index=chosen[n % SETS], **eight,
+            ),
+        )  # fmt: skip
+
+    def right(first: int, x: Tensor, weights: Tensor, up_a: Tensor, up_b: Tensor, *of_down: Tensor) -> Tensor:
+        some = slice(first, first + len(up_a))
+        sums = up[some].float() + up_b @ up_a, down[some].float() + of_down[1] @ of_down[0]
+        return kernel.reference.grouped_mm_experts(x, sets[0].ids - first, weights, *sums)
+
+    cell = Cell(case.layer, case.tokens, backward=case.backward)
+    described = {**cell.described(), "name": str(case), "rank": case.rank}
+    return Problem(described, providers, (STEP if case.backward else FORWARD,), right, NAMES, 2, {}, baselines)
+
+
+class Stand:
+    """An experts module with other weights, for transformers' function."""
+
+    def __init__(self, module: torch.nn.Module, up: Tensor, down: Tensor) -> None:
+        self._module, self.gate_up_proj, self.down_proj = module, up, down
+
+    def __getattr__(self, name: str):
+        return getattr(self._module, name)

@@ -73,17 +73,6 @@ class GuardedAllocations(TorchFunctionMode):
         return super().__exit__(*exception)
 
 
-def linear_backward(module, dy, x, weight, schedule, bias, scales, transposed, needs):
-    """The gradients of x, weight, bias and scales by what the ops of `grouped_linear` call, None where not needed."""
-    functions, (needs_x, needs_weight, needs_bias, needs_scales) = module("grouped_linear"), needs
-    dx, dweight = functions._backward(dy, x, weight, schedule, transposed, needs_x, needs_weight)
-    dbias = dscales = None
-    if needs_bias or needs_scales:
-        given = dy, schedule, weight.shape[0], bias if needs_scales else None, scales, needs_bias
-        dbias, dscales = functions._bias_backward(*given)
-    return dx, dweight, dbias, dscales
-
-
 def _poisoned(tensor):
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     memory = torch.full((size + 2 * MARGIN,), poison_value(tensor.dtype), dtype=tensor.dtype)

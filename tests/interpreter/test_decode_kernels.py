@@ -11,14 +11,25 @@ from interpreter.guard import GuardedAllocations
 from interpreter.test_experts_kernels import block_of, guarded_inputs
 
 FEW = [case._replace(T=min(case.T, 3), E=min(case.E, 12)) for case in CASES if case.T and not case.transposed]
+FP16 = [BY_ID[kind]._replace(T=3, transposed=False) for kind in ("silu-interleaved", "gpt-oss", "relu2-not-gated")]
+FP16 += [BY_ID["odd-extents"]._replace(T=3)]
+# Steps of the sizes that K asks for, with a rest.
+FP16 += [
+    BY_ID["silu-bias"]._replace(id=f"silu-bias-{h}", T=1, top_k=top_k, E=2, H=h, I=i)
+    for top_k, h, i in ((2, 2050, 700), (32, 70, 520), (5, 9, 1537))
+]
 
 
 def check(module, grouped_moe, case, dtype):
+    """Weights that are transposed are views, contiguous along K all the same."""
     inputs = make_inputs(case, dtype, "cpu")
-    poisoned = guarded_inputs(poison_sentinels(inputs, case.E))
-    x, ids, weights = poisoned[:3]
-    with GuardedAllocations(*poisoned):
-        out = module("backends.triton").decode(block_of(module, grouped_moe, case, poisoned), x, ids, weights)
+    given = guarded_inputs(poison_sentinels(inputs, case.E))
+    if case.transposed:
+        views = {name: getattr(given, name).mT.contiguous().mT for name in ("gate_up_proj", "down_proj")}
+        given = given._replace(**views)
+    block, (x, ids, weights) = block_of(module, grouped_moe, case, given), given[:3]
+    with GuardedAllocations(*given):
+        out = module("backends.triton").decode(block, x, ids, weights)
     with torch.enable_grad():
         want = run_reference(grouped_moe, case, inputs)
     assert out.dtype == dtype
@@ -30,9 +41,14 @@ def test_fp32_matches_reference(module, grouped_moe, case):
     check(module, grouped_moe, case, torch.float32)
 
 
-@pytest.mark.parametrize("case_id", ["silu-interleaved", "gpt-oss", "relu2-not-gated", "odd-extents"])
-def test_fp16_matches_reference(module, grouped_moe, case_id):
-    check(module, grouped_moe, BY_ID[case_id]._replace(T=3, transposed=False), torch.float16)
+@pytest.mark.parametrize("case", FP16, ids=lambda case: case.id)
+def test_fp16_matches_reference(module, grouped_moe, case):
+    check(module, grouped_moe, case, torch.float16)
+
+
+def test_transposed_views(module, grouped_moe):
+    """Weights that are contiguous along K may be views of another layout, of any other strides."""
+    check(module, grouped_moe, BY_ID["silu-bias"]._replace(T=2, transposed=True), torch.float16)
 
 
 def test_several_tiles(module, grouped_moe, monkeypatch):
@@ -47,46 +63,19 @@ def test_several_tiles(module, grouped_moe, monkeypatch):
         check(module, grouped_moe, case, torch.float32)
 
 
-@pytest.mark.parametrize("top_k, h, i", [(2, 2050, 700), (32, 70, 520), (5, 9, 1537)])
-def test_tails_of_real_tiles(module, grouped_moe, top_k, h, i):
-    """Steps of the sizes that K asks for, with a rest."""
-    case = BY_ID["silu-bias"]._replace(T=1, top_k=top_k, E=2, H=h, I=i, transposed=False)
-    check(module, grouped_moe, case, torch.float16)
-
-
-def test_transposed_views(module, grouped_moe):
-    """Weights that are contiguous along K may be views of another layout, of any other strides."""
-    case = BY_ID["silu-bias"]._replace(T=2, transposed=True)
-    inputs = make_inputs(case, torch.float16, "cpu")
-    k_contiguous = {name: getattr(inputs, name).mT.contiguous().mT for name in ("gate_up_proj", "down_proj")}
-    inputs = inputs._replace(**k_contiguous)
-    block = block_of(module, grouped_moe, case, inputs)
-    assert module("backends.triton").is_decode(block, 1, case.top_k)
-    out = module("backends.triton").decode(block, *inputs[:3])
-    with torch.enable_grad():
-        assert_close("out", out, run_reference(grouped_moe, case, inputs).out, torch.float16)
-
-
 def test_which_calls_are_taken(module, grouped_moe):
-    """One token always, more while slots are few next to experts; no weights strided along K, no wide types."""
-    case = BY_ID["silu-bias"]._replace(E=32, bias=None)
+    """One token always, more while slots are few next to experts; no weights strided along K, no wide types.
+
+    Fewer where experts are large: two tokens of 128 experts share half an expert's weights, four share three of them.
+    """
+    case, is_decode = BY_ID["silu-bias"]._replace(E=32, bias=None), module("backends.triton").is_decode
     block = block_of(module, grouped_moe, case, make_inputs(case, torch.float16, "cpu"))
-    is_decode = module("backends.triton").is_decode
     assert is_decode(block, 1, 32) and is_decode(block, 4, 2)
     assert not is_decode(block, 5, 2)
     assert not is_decode(block, 1, 33) and not is_decode(block._replace(up=block.up.float()), 1, 2)
     assert not is_decode(block._replace(down=block.down.mT.contiguous().mT), 1, 2)
-
-
-def test_fewer_calls_are_taken_where_experts_are_large(module, grouped_moe):
-    """Two tokens of 128 experts share half an expert's weights, four share three of them."""
-    case = BY_ID["silu-bias"]._replace(E=8, bias=None)
-    block = block_of(module, grouped_moe, case, make_inputs(case, torch.float16, "cpu"))
-
-    def taken(intermediate: int, num_tokens: int) -> bool:
-        up, down = ((128, 2 * intermediate, 2048), (128, 2048, intermediate))
-        weights = {n: torch.empty(s, dtype=torch.float16, device="meta") for n, s in (("up", up), ("down", down))}
-        return module("backends.triton").is_decode(block._replace(**weights), num_tokens, 8)
-
-    assert taken(768, 4) and taken(1536, 2) and taken(14336, 1)
-    assert not taken(1024, 4) and not taken(14336, 2)
+    assert is_decode(block._replace(up=block.up.mT, down=block.down.mT, transposed=True), 1, 2)
+    for intermediate, tokens, taken in ((768, 4, 1), (1536, 2, 1), (14336, 1, 1), (1024, 4, 0), (14336, 2, 0)):
+        up, down = (128, 2 * intermediate, 2048), (128, 2048, intermediate)
+        up, down = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in (up, down))
+        assert is_decode(block._replace(up=up, down=down), tokens, 8) == bool(taken)

@@ -1,18 +1,27 @@
 """Kernels of grouped_linear, grouped_mlp and their gradients under poison, with their bounds checked."""
 
+import contextlib
+
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
-from linears import Linear, make
-from mlps import BY_MLP
+from group_splits import WRONG_OFFSETS as WRONG
+from linears import LINEARS, Linear, make
+from mlps import BY_MLP, NAMES, PER_GROUP
 from mlps import make as make_mlp
 from poison import guarded
-from sorted_rows import assert_matches, run_reference
+from sorted_rows import PER_ROW, assert_matches, run_reference
 
-from interpreter.guard import GuardedAllocations, linear_backward
+from interpreter.guard import GuardedAllocations
 
 NAN = float("nan")
 SIZES = (200, 0, 130, 64)  # whole row tiles, one that is cut, none
+SMALL = [case if len(case.sizes) < 100 else case._replace(sizes=(0, 1, 2, 0) * 16) for case in LINEARS]
+DEEP = [
+    Linear("ten-row-tiles", sizes=(600, 3), tail=5, N=130, K=8, bias=True),
+    Linear("ten-weight-tiles", sizes=(5, 0), tail=1, N=600, K=70),
+    Linear("deep", sizes=(20, 45), tail=3, N=70, K=200, transposed=True),
+]
 WIDE = [
     Linear("whole-tiles", SIZES, tail=70, N=256, K=64),
     Linear("cut-tiles", SIZES, tail=3, head=5, N=40, K=72, bias=True),
@@ -20,6 +29,7 @@ WIDE = [
     Linear("many-rows", (700, 0, 900), tail=10, N=136, K=200),
     Linear("many-rows-transposed", (1, 1700, 0), N=264, K=40, transposed=True),
 ]
+by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 
 
 @pytest.fixture
@@ -31,58 +41,110 @@ def descriptors(module, monkeypatch):
     return made
 
 
+def run_linear(module, linear, x, weight, offsets, bias, dy, scales=None, needs=None, guard=True):
+    """{"y", "x", "weight", "bias", "scales"} by what the ops call. Needs the fixture `accelerated`."""
+    functions, tensors = module("grouped_linear"), (x, weight, offsets, bias, dy, scales)
+    needs = needs or (True, True, bias is not None, scales is not None)
+    needs_x, needs_weight, needs_bias, needs_scales = needs
+    with GuardedAllocations(*tensors) if guard else contextlib.nullcontext():
+        no_pair, kind = (None, None, None), (0.0, linear.transposed)
+        y, schedule, _ = functions._forward(x, weight, offsets, bias, scales, *no_pair, *kind)
+        wanted = [needs_x, needs_weight, False, False]
+        grads = functions._backward(dy, x, weight, schedule, *no_pair, None, *kind, wanted)[:2]
+        if needs_bias or needs_scales:
+            given = dy, schedule, weight.shape[0], bias if needs_scales else None, scales, needs_bias
+            grads = *grads, *functions._bias_backward(*given)
+        named = zip(("y", "x", "weight", "bias", "scales"), (y, *grads), (True, *needs))
+        return {name: tensor.clone() for name, tensor, need in named if need}
+
+
+def check_linear(module, grouped_moe, linear, dtype, scales_dtype=None, guard=True):
+    """Against the reference, with NaN in rows of no group, in weights and biases of groups without rows.
+
+    guard: NaN around every operand as well, which then lies at an address that descriptors do not take.
+    """
+    x, weight, offsets, bias, dy = make(linear, dtype, "cpu")
+    scales = None if scales_dtype is None else (torch.rand(x.shape[0]) - 0.5).to(scales_dtype)
+    leaves = [t if t is None else t.double().requires_grad_() for t in (x, weight, bias, scales)]
+    with torch.enable_grad():
+        y = grouped_moe.reference.grouped_linear(*leaves[:2], offsets, *leaves[2:], transposed=linear.transposed)
+        y.backward(dy.double())
+    rows = torch.arange(x.shape[0])
+    outside, empty = (rows < offsets[0]) | (rows >= offsets[-1]), offsets.diff() == 0
+    for tensor, unread in ((x, outside), (dy, outside), (scales, outside), (weight, empty), (bias, empty)):
+        if tensor is not None:
+            tensor[unread] = NAN
+    if guard:
+        x, weight, bias, dy, scales = (t if t is None else guarded(t) for t in (x, weight, bias, dy, scales))
+    got = run_linear(module, linear, x, weight, offsets, bias, dy, scales, guard=guard)
+    assert_close("y", got.pop("y"), y.detach(), dtype)
+    want = {name: leaf for name, leaf in zip(("x", "weight", "bias", "scales"), leaves) if leaf is not None}
+    assert got.keys() == want.keys()
+    for name, grad in got.items():
+        own = scales_dtype if name == "scales" else dtype
+        coarser = max(dtype, own, key=lambda d: torch.finfo(d).eps)
+        assert grad.dtype == own
+        assert_close(name, grad, want[name].grad, coarser, inner_products=name == "scales")
+
+
+@by_dtype
+@pytest.mark.parametrize("linear", SMALL + DEEP, ids=lambda linear: linear.id)
+def test_grouped_linear(module, grouped_moe, accelerated, linear, dtype):
+    check_linear(module, grouped_moe, linear, dtype)
+
+
 @pytest.mark.parametrize("linear", WIDE, ids=lambda linear: linear.id)
 def test_reads_by_descriptor(module, grouped_moe, accelerated, descriptors, linear):
-    """Aligned operands of enough rows: forward, dgrad and wgrad next to NaN in rows of no group."""
-    x, weight, offsets, bias, dy = make(linear, torch.float16, "cpu")
-    rows = torch.arange(x.shape[0])
-    outside = (rows < offsets[0]) | (rows >= offsets[-1])
-    leaves = [t if t is None else t.double().requires_grad_() for t in (x, weight, bias)]
-    with torch.enable_grad():
-        y = grouped_moe.reference.grouped_linear(leaves[0], leaves[1], offsets, leaves[2], transposed=linear.transposed)
-        y.backward(dy.double())
-    x[outside], dy[outside] = NAN, NAN
-    functions = module("grouped_linear")
-    got, schedule = functions._forward(x, weight, offsets, bias, None, linear.transposed)
-    assert_close("y", got, y.detach(), torch.float16)
-    needs = (True, True, bias is not None, False)
-    grads = linear_backward(module, dy, x, weight, schedule, bias, None, linear.transposed, needs)
-    for name, grad, leaf in zip(("x", "weight", "bias"), grads, leaves):
-        if leaf is not None:
-            assert_close(name, grad, leaf.grad, torch.float16)
+    """Aligned operands of enough rows: forward, dgrad and wgrad."""
+    check_linear(module, grouped_moe, linear, torch.float16, guard=False)
     assert len(descriptors) == 6 + (linear.id.startswith("many-rows"))  # of which dw is written by one
 
 
 @pytest.mark.parametrize("scales_dtype", [torch.float32, torch.float16], ids=["fp32-scales", "fp16-scales"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@by_dtype
 def test_scaled_bias(module, grouped_moe, accelerated, dtype, scales_dtype):
     linear = Linear("scaled", sizes=(7, 0, 119, 5), tail=6, head=3, N=70, bias=True)
-    x, weight, offsets, bias, dy = make(linear, dtype, "cpu")
-    scales = (torch.rand(x.shape[0]) - 0.5).to(scales_dtype)
-    leaves = [t.double().requires_grad_() for t in (x, weight, bias, scales)]
-    with torch.enable_grad():
-        y = grouped_moe.reference.grouped_linear(leaves[0], leaves[1], offsets, *leaves[2:])
-        y.backward(dy.double())
-    rows = torch.arange(x.shape[0])
-    outside = (rows < offsets[0]) | (rows >= offsets[-1])
-    x[outside], dy[outside], scales[outside], bias[1] = NAN, NAN, NAN, NAN
-    x, weight, bias, scales, dy = (guarded(t) for t in (x, weight, bias, scales, dy))
-    functions = module("grouped_linear")
-    with GuardedAllocations(x, weight, offsets, bias, scales, dy):
-        got, schedule = functions._forward(x, weight, offsets, bias, scales, False)
-        grads = linear_backward(module, dy, x, weight, schedule, bias, scales, False, (True,) * 4)
-        got, grads = got.clone(), [grad.clone() for grad in grads]
-    assert_close("y", got, y.detach(), dtype)
-    for name, grad, leaf in zip(("x", "weight", "bias"), grads, leaves):
-        assert_close(name, grad, leaf.grad, dtype)
-    coarser = max(dtype, scales_dtype, key=lambda d: torch.finfo(d).eps)
-    assert grads[3].dtype == scales_dtype
-    assert_close("bias_scales", grads[3], leaves[3].grad, coarser, inner_products=True)
+    check_linear(module, grouped_moe, linear, dtype, scales_dtype)
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_offsets_stay_in_bounds(module, accelerated, kind):
+    """And the result is that of the offsets that they are clamped to."""
+    x, weight, _, bias, dy = make(LINEARS[1], torch.float32, "cpu")
+    x, weight, bias, dy = (guarded(t) for t in (x, weight, bias, dy))
+    wrong = torch.tensor(WRONG[kind])
+    clamped = wrong.clamp(0, x.shape[0]).cummax(0).values
+    got, want = (run_linear(module, LINEARS[1], x, weight, offsets, bias, dy) for offsets in (wrong, clamped))
+    for name, tensor in got.items():
+        assert_bitwise(name, tensor, want[name])
+
+
+@pytest.mark.parametrize("only", [0, 1, 2])
+def test_only_gradients_asked_for(module, accelerated, only):
+    inputs = make(LINEARS[3], torch.float32, "cpu")
+    full = run_linear(module, LINEARS[3], *inputs)
+    got = run_linear(module, LINEARS[3], *inputs, needs=[number == only for number in range(4)])
+    assert list(got) == ["y", list(full)[1 + only]]
+    for name, tensor in got.items():
+        assert_bitwise(name, tensor, full[name])
+
+
+def test_strides_beyond_int32(kernels):
+    """Column times stride passes 2^31: a weight whose columns lie 2^27 elements apart, in memory that is never touched
+    but where it is read."""
+    n, k, stride = 20, 16, 2**27
+    storage = torch.empty(n * stride, dtype=torch.float16)
+    weight = storage.as_strided((1, n, k), (16, stride, 1))
+    values = torch.randn(1, n, k).half()
+    weight.copy_(values)
+    x, offsets = torch.randn(5, k).half(), torch.tensor([0, 5], dtype=torch.int32)
+    y = kernels.gemm(x, weight, kernels.split_rows(offsets, 1, 5, x.dtype))
+    assert_close("y", y, x.double() @ values[0].double().t(), torch.float16)
 
 
 @pytest.mark.parametrize("sizes", [(7, 0, 19), (200, 0, 130)], ids=["thin", "tall"])
 @pytest.mark.parametrize("layout", ["nk", "kn"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["into-fp32", "into-fp16"])
+@by_dtype
 def test_wgrad_accumulates(kernels, dtype, layout, sizes):
     """Into a buffer of its own dtype and strides; a group without rows keeps what it has, whatever that is."""
     rows = sum(sizes) + 9
@@ -121,41 +183,31 @@ MLPS = ["no-scales", "two-scales", "same-scales", "recompute", "gpt-oss", "inter
 MLPS += ["relu2-not-gated", "head-and-tail", "no-rows", "tail-only", "odd-extents", "tall"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@by_dtype
 @pytest.mark.parametrize("mlp_id", MLPS)
 def test_grouped_mlp(module, grouped_moe, kernels, mlp_id, dtype):
-    mlp, names = BY_MLP[mlp_id], ("x", "activation_scales", "bias_scales")
-    inputs, pipeline = make_mlp(mlp, dtype, "cpu"), module("pipeline")
+    mlp, pipeline = BY_MLP[mlp_id], module("pipeline")
+    inputs, case = make_mlp(mlp, dtype, "cpu"), mlp.case
     with torch.enable_grad():
         want = run_reference(grouped_moe, mlp, inputs)
     rows = torch.arange(mlp.rows)
     outside = (rows < inputs.offsets[0]) | (rows >= inputs.offsets[-1])
-    inputs = inputs.map(lambda name, t: guarded(t.masked_fill(outside.view(-1, *[1] * (t.dim() - 1)), NAN)
-                                                if name in names else t))  # fmt: skip
-    dy, case, given = guarded(inputs.dy.masked_fill(outside[:, None], NAN)), mlp.case, inputs.tensors
-    weights = [given[n] for n in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")]
-    kind = (grouped_moe.Activation(*case.activation), case.gated, case.interleaved, case.transposed, case.recompute)
-    block, scales = module("block").Block(*weights, *kind), (given["activation_scales"], given["bias_scales"])
-    tensors = (given["x"], *scales, *weights)
-    needs = module("block").Needs(*(t is not None for t in tensors))
-    with GuardedAllocations(*tensors, inputs.offsets, dy):
+
+    def poisoned(name, tensor):
+        if name in PER_ROW:
+            tensor = tensor.masked_fill(outside.view(-1, *[1] * (tensor.dim() - 1)), NAN)
+        return guarded(tensor)
+
+    dy, given = poisoned("x", inputs.dy), inputs.map(poisoned).tensors
+    kind = grouped_moe.Activation(*case.activation), case.gated, case.interleaved, case.transposed, case.recompute
+    block = module("block").Block(*(given[name] for name in PER_GROUP), None, None, *kind)
+    x, *scales = (given[name] for name in PER_ROW)
+    needs = module("block").Needs(*(given[name] is not None for name in NAMES))
+    with GuardedAllocations(*given.values(), inputs.offsets, dy):
         split = kernels.split_rows(inputs.offsets, block.num_experts, mlp.rows, dtype)
-        y, preact = pipeline.forward(kernels, block, given["x"], split, *scales, save=not case.recompute)
-        grads = pipeline.backward(kernels, block, dy, given["x"], split, *scales, preact, needs)
-        y, grads = y.clone(), [grad if grad is None else grad.clone() for grad in grads]
-    order = (*names, "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
-    got = {name: grad for name, grad, need in zip(order, grads, needs) if need}
+        y, preact, _ = pipeline.forward(kernels, block, x, split, *scales, save=not case.recompute)
+        grads = pipeline.backward(kernels, block, dy, x, split, *scales, preact, None, needs)
+        got = {name: tensor.clone() for name, tensor in zip(("y", *NAMES), (y, *grads)) if tensor is not None}
     if scales[0] is scales[1] and scales[0] is not None:
-        got["activation_scales"] = got["activation_scales"] + got.pop("bias_scales")
-    assert_matches({"y": y, **got}, want, dtype)
-
-
-def test_bitwise_of_splits(module, kernels, monkeypatch):
-    """Sizes and the offsets that they make give the same schedule."""
-    sizes = torch.tensor([5, 0, 130, 7])
-    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int()
-    for block_m in (16, 64):
-        monkeypatch.setattr(module("backends.triton.routing"), "choose_block_m", lambda *_, rows=block_m: rows)
-        first, second = (kernels.split_rows(splits, 4, 150, torch.float32).schedule for splits in (sizes, offsets))
-        written = 10 + int((-(-sizes // block_m)).sum())
-        assert_bitwise("schedule", first[:written], second[:written])
+        got["activation_scales"] += got.pop("bias_scales")
+    assert_matches(got, want, dtype)

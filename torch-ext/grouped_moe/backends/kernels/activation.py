@@ -74,19 +74,13 @@ def activate_grad(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
 @triton.jit
 def clamp_above(x, LIMIT: tl.constexpr):
     """min(x, LIMIT); a NaN stays one."""
-    if LIMIT is None:
-        return x
-    else:
-        return tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return x if LIMIT is None else tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def clamp_up(up, LIMIT: tl.constexpr):
     """up limited to [-LIMIT, LIMIT]; a NaN stays one."""
-    if LIMIT is None:
-        return up
-    else:
-        return tl.maximum(clamp_above(up, LIMIT), -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return up if LIMIT is None else tl.maximum(clamp_above(up, LIMIT), -LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -109,10 +103,7 @@ def act_grad(x, OPTIONS: tl.constexpr):
 @triton.jit
 def zero_past(grad, x, LIMIT: tl.constexpr):
     """grad, but 0 where x > LIMIT, also if grad is not finite there."""
-    if LIMIT is None:
-        return grad
-    else:
-        return tl.where(x > clamp_above(x, LIMIT), 0.0, grad)
+    return grad if LIMIT is None else tl.where(x > clamp_above(x, LIMIT), 0.0, grad)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from .tiles import (
     load_scales,
     load_slots,
     num_row_tiles,
+    tile_rows,
     tokens_of,
 )
 
@@ -32,7 +33,10 @@ from .tiles import (
 
 @triton.jit
 def find_rows(expert, tile, schedule_ptr, TILING: tl.constexpr):
-    """A tile number and its expert -> its place: (n tile, first row, number of rows of the expert from there on)."""
+    """A tile number and its expert -> its place: (n tile, first row, number of rows of the expert from there on).
+
+    All loads come before what is computed from them.
+    """
     before, num_m_tiles = expert_tiles(expert, schedule_ptr, TILING.NUM_EXPERTS)
     begin, end = expert_rows(expert, schedule_ptr)
     within = tile - before * TILING.NUM_N_TILES
@@ -43,9 +47,10 @@ def find_rows(expert, tile, schedule_ptr, TILING: tl.constexpr):
 
 @triton.jit
 def load_tile_slots(row_to_slot_ptr, place, TILING: tl.constexpr):
-    """Slots of a tile's rows, or without row_to_slot_ptr the rows; those past the expert's last one repeat it."""
+    """Slots of a tile's rows, or without row_to_slot_ptr the rows."""
     _, first_row, count = place
-    return load_slots(row_to_slot_ptr, first_row + tl.minimum(tl.arange(0, TILING.BLOCK_M), count - 1))
+    rows, _ = tile_rows(first_row, count, TILING.BLOCK_M)
+    return load_slots(row_to_slot_ptr, rows)
 
 
 @triton.jit
@@ -83,10 +88,9 @@ def up_proj_kernel(
     row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
     schedule_ptr,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    TMA: tl.constexpr, W_KN: tl.constexpr, R: tl.constexpr, R_KN: tl.constexpr,
+    TMA: tl.constexpr, W_KN: tl.constexpr, R: tl.constexpr, R_KN: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """preact[r] = W[e] x[token of r] + bias[e]; act[r] = scales[r] activation(preact[r]), from the unrounded preact.
@@ -111,13 +115,10 @@ def up_proj_kernel(
         for tile in tl.range(tl.program_id(0), num_tiles, step):
             slots1, place2, expert3 = prefetch(place1, expert2, tile, step, last, row_to_slot_ptr, schedule_ptr, TILING)
             n_tile, row, count = place
-            row_mask = tl.arange(0, BLOCK_M) < count
+            rows, row_mask = tile_rows(row, count, BLOCK_M)
             x = locate_rows(x_ptr, stride_xt, stride_xk, tokens_of(slots, TOP_K), row_mask, BLOCK_K)
             expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
-            rows = row + tl.minimum(tl.arange(0, BLOCK_M), count - 1)
-            scales = None
-            if scales_ptr is not None:
-                scales = load_scales(scales_ptr, rows)
+            scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
             column = n_tile * BLOCK_N
             if GATED and not INTERLEAVED:
                 gate, up = dot_gate_up(x, w, expert, column, N, BLOCK_N, PRODUCT)
@@ -153,10 +154,9 @@ def down_dgrad_kernel(
     row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
     schedule_ptr,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    TMA: tl.constexpr, W_KN: tl.constexpr, R: tl.constexpr, R_KN: tl.constexpr,
+    TMA: tl.constexpr, W_KN: tl.constexpr, R: tl.constexpr, R_KN: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """With g[r] = dout[token of r] W[e], the routing weight w[r] and a[r], the activation recomputed from preact[r]:
@@ -182,12 +182,11 @@ def down_dgrad_kernel(
         )
         for tile in tl.range(tl.program_id(0), num_tiles, step):
             n_tile, row, count = place
-            row_mask = tl.arange(0, BLOCK_M) < count
+            rows, row_mask = tile_rows(row, count, BLOCK_M)
             dout = locate_rows(dout_ptr, stride_dt, stride_dk, tokens_of(slots, TOP_K), row_mask, BLOCK_K)
             weights = load_scales(weights_ptr, slots) if weights_ptr is not None else None
             column = n_tile * BLOCK_N
             grad = dot_rows(dout, w, expert, column, N, BLOCK_N, PRODUCT)
-            rows = row + tl.minimum(tl.arange(0, BLOCK_M), count - 1)
             grad = add_low_rank(grad, low_rank, expert, rows, row_mask, column, N, R, R_KN, PRECISION)
             # The pre-activation of a piece is loaded while the piece before it is computed.
             gate, up = load_preact(preact_ptr, row, row_mask, column, OPTIONS, PIECE)

@@ -9,7 +9,7 @@ from .products import Product, Weights, dot_rows_advancing, load_w, locate_rows
 from .tiles import (
     Tiling,
     add_bias,
-    column_halves,
+    column_pieces,
     end_of_rows,
     expert_rows,
     find_tile,
@@ -18,6 +18,7 @@ from .tiles import (
     num_row_tiles,
     source_rows,
     store_columns,
+    tile_extent,
     tile_rows,
 )
 
@@ -83,7 +84,8 @@ def grouped_gemm_kernel(
     # Flattened, a tile's loads start before the previous tile is stored. Without TMA, each step would compute pointers.
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=TMA):
         expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
-        first_row, rows, row_mask = tile_rows(expert, m_tile, schedule_ptr, BLOCK_M)
+        first_row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
+        rows, row_mask = tile_rows(first_row, count, BLOCK_M)
         column = n_tile * BLOCK_N
         if TMA:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -97,7 +99,7 @@ def grouped_gemm_kernel(
         acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, R, R_KN, PRECISION)
         expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
         scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
-        halves = column_halves(acc)
+        halves = column_pieces(acc, 2)
         for i in tl.static_range(2):
             first_column = column + i * (BLOCK_N // 2)
             half = add_bias(halves[i], expert_bias_ptr, stride_bn, first_column, scales, N)
@@ -186,7 +188,7 @@ def wgrad_kernel(
             # An expert without rows has nothing to add.
             columns_end = tl.where(start < end, N, 0) if ACCUMULATE else N
             expert_ptr = dw_ptr + expert.to(tl.int64) * stride_de + m.to(tl.int64)[:, None] * stride_dm
-            halves = column_halves(acc)
+            halves = column_pieces(acc, 2)
             for i in tl.static_range(2):
                 columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N // 2) + i * (BLOCK_N // 2)
                 dw_ptrs = expert_ptr + columns.to(tl.int64)[None, :] * stride_dn

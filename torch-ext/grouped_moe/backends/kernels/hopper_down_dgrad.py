@@ -47,11 +47,9 @@ class DgradOutput(NamedTuple):
 @gluon.jit
 def pair_coordinates(row, end, column, COLUMNS: gl.constexpr, INTERLEAVED: gl.constexpr):
     """Coordinates of the left and the right staging tile of COLUMNS columns of the activation."""
-    if INTERLEAVED:
-        return ragged_coordinates(row, end, 2 * column), ragged_coordinates(row, end, 2 * column + COLUMNS)
-    else:
-        coordinates = ragged_coordinates(row, end, column)
-        return coordinates, coordinates
+    left = 2 * column if INTERLEAVED else column
+    right = left + COLUMNS if INTERLEAVED else left
+    return ragged_coordinates(row, end, left), ragged_coordinates(row, end, right)
 
 
 @gluon.jit
@@ -243,8 +241,7 @@ def hopper_down_dgrad_kernel(
     W_KN: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
     SLOTS: gl.constexpr,  # pieces of the pre-activation in shared memory
-    STAGES: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """With g[r] = dout[r] W[e], the routing weight w[r] and a[r], the activation recomputed from preact[r]:
 

@@ -13,7 +13,7 @@ from .dependent import wait_for_stream
 from .hopper import allocate_barriers, ragged_coordinates, tma_store, write_staging
 from .hopper_pipeline import Bias, Schedule, Zeros, consume, produce
 from .hopper_ring import Product, allocate_ring, finish_products
-from .tiles import Tiling, column_halves, load_bias, load_scales, num_row_tiles
+from .tiles import Tiling, column_pieces, load_bias, load_scales, num_row_tiles
 
 
 class Output(NamedTuple):
@@ -31,7 +31,7 @@ def store_rows(acc, output, row, end, column, bias_ptr, N: gl.constexpr):
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
     if COLUMNS > output.staging.shape[3]:
-        left, right = column_halves(acc)
+        left, right = column_pieces(acc, 2)
         store_rows(left, output, row, end, column, bias_ptr, N)
         store_rows(right, output, row, end, column + COLUMNS // 2, bias_ptr, N)
     else:
@@ -65,7 +65,7 @@ def consume_gemm(
 ):  # fmt: skip
     """A consumer warp group."""
     # Made here: in the kernel, strides that are constants would become arguments of the partition.
-    output = Output(y_desc, staging, Bias(bias_ptr, stride_be, stride_bn), scales_ptr)
+    output = Output(y_desc, staging.index(GROUP), Bias(bias_ptr, stride_be, stride_bn), scales_ptr)
     consume(
         GROUP, ring, pingpong, schedule, TILING, PRODUCT, gemm_epilogue, output, PRODUCT.N, PREFETCH=True, SHARED=SHARED
     )
@@ -83,8 +83,8 @@ def hopper_gemm_kernel(
     schedule_ptr,
     total_rows,
     NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ZERO_UNGROUPED: gl.constexpr,
-    W_KN: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    W_KN: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e.
 
@@ -100,8 +100,7 @@ def hopper_gemm_kernel(
     SHARED: gl.constexpr = ROWS < BLOCK_M
     dtype: gl.constexpr = x_desc.dtype
     ring = allocate_ring(x_desc, w_desc, STAGES, 2 if SHARED else 1)
-    staging0 = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
-    staging1 = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
+    staging = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
     pingpong = allocate_barriers(2, 1)
     if ZERO_UNGROUPED:
         COLUMNS: gl.constexpr = y_desc.block_type.shape[3]
@@ -115,9 +114,9 @@ def hopper_gemm_kernel(
     schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)
     # Registers of a thread: a consumer's holds 128 sums of products.
     gl.warp_specialize([
-        (consume_gemm, (0, ring, pingpong, y_desc, staging0, bias_ptr, stride_be, stride_bn, scales_ptr, schedule,
+        (consume_gemm, (0, ring, pingpong, y_desc, staging, bias_ptr, stride_be, stride_bn, scales_ptr, schedule,
                         TILING, PRODUCT, SHARED)),
-        (consume_gemm, (1, ring, pingpong, y_desc, staging1, bias_ptr, stride_be, stride_bn, scales_ptr, schedule,
+        (consume_gemm, (1, ring, pingpong, y_desc, staging, bias_ptr, stride_be, stride_bn, scales_ptr, schedule,
                         TILING, PRODUCT, SHARED)),
         (produce, (x_desc, w_desc, projected_desc, factor_desc, ring, schedule, zeros, TILING, PRODUCT)),
     ], [4, 1], [232, 40])  # fmt: skip

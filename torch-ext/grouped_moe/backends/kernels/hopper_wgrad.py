@@ -201,10 +201,7 @@ def hopper_wgrad_kernel(
     scheduler = schedule_experts(offsets_ptr, TILING)
     staging = gl.allocate_shared_memory(dw_desc.dtype, [2] + dw_desc.block_shape, dw_desc.layout)
     # Only where it is waited for: see `allocate_barriers`.
-    if ACCUMULATE:
-        output = WgradOutput(dw_desc, staging, allocate_barriers(2, 1))
-    else:
-        output = WgradOutput(dw_desc, staging, None)
+    output = WgradOutput(dw_desc, staging, allocate_barriers(2, 1) if ACCUMULATE else None)
     ring = allocate_ring(p_desc, q_desc, STAGES, 2)
     gl.warp_specialize([
         (consume, (0, ring, scheduler, output, TILING, False)),
@@ -220,8 +217,8 @@ def hopper_gathered_wgrad_kernel(
     rows_desc,  # the other operand, ragged, (rows, N) or (rows, M)
     dw_desc,  # (E, M, N), out, in blocks of a warp group's rows
     offsets_ptr,  # (E + 1,) int32
-    NUM_EXPERTS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, TOP_K: gl.constexpr,
-    P_GATHERED: gl.constexpr, ACCUMULATE: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
+    TOP_K: gl.constexpr, P_GATHERED: gl.constexpr, ACCUMULATE: gl.constexpr,
     ORDER_SIZE: gl.constexpr,  # as in `hopper_scheduler.WgradTiling`
     STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
@@ -242,10 +239,7 @@ def hopper_gathered_wgrad_kernel(
     scheduler = schedule_experts(offsets_ptr, TILING)
     staging = gl.allocate_shared_memory(dw_desc.dtype, [2] + dw_desc.block_shape, dw_desc.layout)
     # Only where it is waited for: see `allocate_barriers`.
-    if ACCUMULATE:
-        output = WgradOutput(dw_desc, staging, allocate_barriers(2, 1))
-    else:
-        output = WgradOutput(dw_desc, staging, None)
+    output = WgradOutput(dw_desc, staging, allocate_barriers(2, 1) if ACCUMULATE else None)
     if P_GATHERED:
         lhs = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_K, BLOCK_M], LAYOUT)
         rhs = gl.allocate_shared_memory(rows_desc.dtype, [STAGES] + rows_desc.block_shape, rows_desc.layout)

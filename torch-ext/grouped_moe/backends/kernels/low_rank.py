@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .dependent import wait_for_stream
-from .tiles import expert_tiles, find_expert, load_slots, num_row_tiles, tile_rows, tokens_of
+from .tiles import expert_rows, expert_tiles, find_expert, load_slots, num_row_tiles, tile_rows, tokens_of
 
 
 @triton.jit(do_not_specialize=["scaling"])
@@ -41,7 +41,9 @@ def project_kernel(
     if tile < num_row_tiles(schedule_ptr, NUM_EXPERTS):
         expert = find_expert(tile, schedule_ptr, NUM_EXPERTS)
         tiles_before, _ = expert_tiles(expert, schedule_ptr, NUM_EXPERTS)
-        _, rows, row_mask = tile_rows(expert, tile - tiles_before, schedule_ptr, BLOCK_M)
+        begin, end = expert_rows(expert, schedule_ptr)
+        first_row = begin + (tile - tiles_before) * BLOCK_M
+        rows, row_mask = tile_rows(first_row, end - first_row, BLOCK_M)
         tokens = tokens_of(load_slots(row_to_slot_ptr, rows), TOP_K)
         sources = tokens if OF_TOKENS else rows.to(tl.int64)
         columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

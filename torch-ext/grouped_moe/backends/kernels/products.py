@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import column_halves
+from .tiles import column_pieces
 
 
 class Product(NamedTuple):
@@ -63,10 +63,10 @@ def load_masked(ptrs, row_mask, column_mask, EVEN_ROWS: tl.constexpr, EVEN_COLUM
 
 
 @triton.jit
-def load_x(x_ptrs, x, start, PRODUCT: tl.constexpr):
-    """The BLOCK_K columns of TileRows from `start` on, 0 past K and in rows that are not read."""
+def load_x(x_ptrs, row_mask, start, PRODUCT: tl.constexpr):
+    """The BLOCK_K columns of a tile's rows from `start` on, 0 past K and in rows that are not read."""
     inside = tl.arange(0, PRODUCT.BLOCK_K) < PRODUCT.K - start
-    return load_masked(x_ptrs, x.mask, inside, False, PRODUCT.K % PRODUCT.BLOCK_K == 0)
+    return load_masked(x_ptrs, row_mask, inside, False, PRODUCT.K % PRODUCT.BLOCK_K == 0)
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def dot_rows(x, w, expert, first_column, N: tl.constexpr, BLOCK_N: tl.constexpr,
     """x @ w over K for BLOCK_N columns: (BLOCK_M, BLOCK_N) fp32."""
     acc = tl.zeros((x.mask.shape[0], BLOCK_N), tl.float32)
     for start in range(0, PRODUCT.K, PRODUCT.BLOCK_K):
-        x_tile = load_x(x.ptrs + start * tl.cast(x.stride_k, tl.int64), x, start, PRODUCT)
+        x_tile = load_x(x.ptrs + start * tl.cast(x.stride_k, tl.int64), x.mask, start, PRODUCT)
         w_tile = load_w(w, expert, first_column, start, N, N % BLOCK_N == 0, BLOCK_N, PRODUCT)
         acc = tl.dot(x_tile, w_tile, acc, input_precision=PRODUCT.PRECISION)
     return acc
@@ -105,16 +105,16 @@ def dot_gate_up(x, w, expert, first_column, N: tl.constexpr, BLOCK_N: tl.constex
         # One product for gate and up: wgmma reads x once for up to 256 columns.
         acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
         for start in range(0, PRODUCT.K, PRODUCT.BLOCK_K):
-            x_tile = load_x(x.ptrs + start * tl.cast(x.stride_k, tl.int64), x, start, PRODUCT)
+            x_tile = load_x(x.ptrs + start * tl.cast(x.stride_k, tl.int64), x.mask, start, PRODUCT)
             w_tile = w.ptr.load([expert, 0, first_column, start]).reshape(2 * BLOCK_N, PRODUCT.BLOCK_K)
             acc = tl.dot(x_tile, w_tile.T, acc)
-        return column_halves(acc)
+        return column_pieces(acc, 2)
     else:
         EVEN_N: tl.constexpr = N % BLOCK_N == 0
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, PRODUCT.K, PRODUCT.BLOCK_K):
-            x_tile = load_x(x.ptrs + start * tl.cast(x.stride_k, tl.int64), x, start, PRODUCT)
+            x_tile = load_x(x.ptrs + start * tl.cast(x.stride_k, tl.int64), x.mask, start, PRODUCT)
             w_gate = load_w(w, expert, first_column, start, N, EVEN_N, BLOCK_N, PRODUCT)
             w_up = load_w(w, expert, N + first_column, start, 2 * N, EVEN_N, BLOCK_N, PRODUCT)
             gate = tl.dot(x_tile, w_gate, gate, input_precision=PRODUCT.PRECISION)
@@ -130,7 +130,7 @@ def dot_rows_advancing(x, w, expert, first_column, N: tl.constexpr, BLOCK_N: tl.
     x_ptrs, w_ptrs = x.ptrs, weight_ptrs(w, expert, columns, k)
     acc = tl.zeros((x.mask.shape[0], BLOCK_N), tl.float32)
     for start in range(0, PRODUCT.K, BLOCK_K):
-        x_tile = load_x(x_ptrs, x, start, PRODUCT)
+        x_tile = load_x(x_ptrs, x.mask, start, PRODUCT)
         w_tile = load_masked(w_ptrs, k < PRODUCT.K - start, columns < N, PRODUCT.K % BLOCK_K == 0, N % BLOCK_N == 0)
         acc = tl.dot(x_tile, w_tile, acc, input_precision=PRODUCT.PRECISION)
         x_ptrs += tl.cast(x.stride_k, tl.int64) * BLOCK_K

@@ -97,7 +97,7 @@ def place_slots_kernel(
     ids_ptr,  # (S,) int32 or int64
     counts_ptr,  # (chunks, E) int32, slots of the expert in earlier chunks, or None
     totals_ptr,  # (E,) int32, slots of the expert, or None
-    offsets_ptr,  # (E + 1,) int32, out; with BLOCK_M a schedule's map, which begins with them
+    schedule_ptr,  # out
     row_to_slot_ptr,  # (rows,) int32, out: the first R are written
     slot_to_row_ptr,  # (S,) int32, out
     num_routed_ptr,  # () int32, out: R; None if there are as many rows as slots
@@ -105,7 +105,7 @@ def place_slots_kernel(
     num_rows,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,  # power of two, NUM_EXPERTS or more
-    BLOCK_M: tl.constexpr,  # rows of a tile, 0 for no schedule
+    BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,  # slots counted at a time
 ):
@@ -147,14 +147,13 @@ def place_slots_kernel(
     tl.store(row_to_slot_ptr + rows, slots, mask=routed)
     tl.store(slot_to_row_ptr + slots, tl.where(routed, rows, -1), mask=slots < num_slots)
     if tl.program_id(0) == 0:
-        store_offsets(offsets_ptr, ends, NUM_EXPERTS, EXPERTS_POW2)
-    if BLOCK_M != 0:
-        tiles = (totals + (BLOCK_M - 1)) // BLOCK_M
-        tile_ends = tl.cumsum(tiles, 0)
-        tile = tl.gather(tile_ends - tiles, experts, 0) + rank // BLOCK_M
-        tl.store(tile_experts(offsets_ptr, NUM_EXPERTS) + tile, experts, mask=routed & (rank % BLOCK_M == 0))
-        if tl.program_id(0) == 0:
-            store_offsets(tile_offsets(offsets_ptr, NUM_EXPERTS), tile_ends, NUM_EXPERTS, EXPERTS_POW2)
+        store_offsets(schedule_ptr, ends, NUM_EXPERTS, EXPERTS_POW2)
+    tiles = (totals + (BLOCK_M - 1)) // BLOCK_M
+    tile_ends = tl.cumsum(tiles, 0)
+    tile = tl.gather(tile_ends - tiles, experts, 0) + rank // BLOCK_M
+    tl.store(tile_experts(schedule_ptr, NUM_EXPERTS) + tile, experts, mask=routed & (rank % BLOCK_M == 0))
+    if tl.program_id(0) == 0:
+        store_offsets(tile_offsets(schedule_ptr, NUM_EXPERTS), tile_ends, NUM_EXPERTS, EXPERTS_POW2)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from .tiles import (
     load_scales,
     num_row_tiles,
     source_rows,
+    tile_extent,
     tile_offsets,
     tile_rows,
 )
@@ -42,7 +43,8 @@ def bias_grads_kernel(
     if tile < num_row_tiles(schedule_ptr, NUM_EXPERTS):
         expert = find_expert(tile, schedule_ptr, NUM_EXPERTS)
         before, _ = expert_tiles(expert, schedule_ptr, NUM_EXPERTS)
-        first_row, rows, row_mask = tile_rows(expert, tile - before, schedule_ptr, BLOCK_M)
+        first_row, count = tile_extent(expert, tile - before, schedule_ptr, BLOCK_M)
+        rows, row_mask = tile_rows(first_row, count, BLOCK_M)
         columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         dy_ptrs = dy_ptr + source_rows(rows, row_to_slot_ptr, TOP_K)[:, None] * stride_dt + columns[None, :]
         dy = tl.load(dy_ptrs, mask=row_mask[:, None] & (columns < N)[None, :], other=0.0).to(tl.float32)

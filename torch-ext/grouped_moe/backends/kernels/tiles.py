@@ -98,16 +98,21 @@ def grouped_order(tile, num_m_tiles, NUM_N_TILES: tl.constexpr, GROUP_M: tl.cons
 
 
 @triton.jit
-def tile_rows(expert, m_tile, expert_offsets_ptr, BLOCK_M: tl.constexpr):
-    """(first row, rows, mask) of a tile.
+def tile_extent(expert, m_tile, expert_offsets_ptr, BLOCK_M: tl.constexpr):
+    """(first row of a tile, number of rows that its expert has from there on)."""
+    first = tl.load(expert_offsets_ptr + expert) + m_tile * BLOCK_M
+    return first, tl.load(expert_offsets_ptr + expert + 1) - first
+
+
+@triton.jit
+def tile_rows(first_row, count, BLOCK_M: tl.constexpr):
+    """(rows, mask) of a tile whose expert has `count` rows from its first one on.
 
     Rows past the expert's last one repeat it, so that every address is valid. The mask leaves them out of stores, and
     out of loads, which would read that one row many times.
     """
-    first = tl.load(expert_offsets_ptr + expert) + m_tile * BLOCK_M
-    count = tl.load(expert_offsets_ptr + expert + 1) - first
     index = tl.arange(0, BLOCK_M)
-    return first, first + tl.minimum(index, count - 1), index < count
+    return first_row + tl.minimum(index, count - 1), index < count
 
 
 @triton.jit
@@ -137,10 +142,7 @@ def load_bias(bias_ptr, stride_bn, columns, N: tl.constexpr):
 @triton.jit
 def load_slots(row_to_slot_ptr, rows):
     """The slot of each row; the row itself without row_to_slot_ptr."""
-    if row_to_slot_ptr is None:
-        return rows
-    else:
-        return tl.load(row_to_slot_ptr + rows)
+    return rows if row_to_slot_ptr is None else tl.load(row_to_slot_ptr + rows)
 
 
 @triton.jit
@@ -158,37 +160,28 @@ def store_columns(ptr, value, first_row, row_mask, first_column, N: tl.constexpr
 
 
 @triton.jit
-def column_halves(acc):
-    """(left half, right half) of a tile. An epilogue that takes them one after the other needs fewer registers."""
-    return tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2)), (0, 2, 1)))
-
-
-@triton.jit
 def column_pieces(acc, PIECES: tl.constexpr):
-    """A tile as a tuple of PIECES tiles of neighbouring columns."""
+    """A tile as a tuple of PIECES tiles of neighbouring columns.
+
+    An epilogue that takes them one after the other needs fewer registers.
+    """
     if PIECES == 1:
         return (acc,)
     else:
-        left, right = column_halves(acc)
+        left, right = tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2)), (0, 2, 1)))
         return column_pieces(left, PIECES // 2) + column_pieces(right, PIECES // 2)
 
 
 @triton.jit
 def scale_rows(value, scales):
     """value times one factor per row; value itself without scales."""
-    if scales is None:
-        return value
-    else:
-        return scales[:, None] * value
+    return value if scales is None else scales[:, None] * value
 
 
 @triton.jit
 def tokens_of(slots, TOP_K: tl.constexpr):
     """The token of each slot, slot // TOP_K, or with TOP_K == 0, where slots are rows, the row itself. int64."""
-    if TOP_K == 0:
-        return slots.to(tl.int64)
-    else:
-        return (slots // TOP_K).to(tl.int64)
+    return (slots if TOP_K == 0 else slots // TOP_K).to(tl.int64)
 
 
 @triton.jit

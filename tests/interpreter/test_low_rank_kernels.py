@@ -1,0 +1,63 @@
+"""Kernels of low-rank pairs where the CPU counts as an accelerator, with NaN in fresh memory and what is not read."""
+
+import pytest
+import torch
+from block import call, with_leaves
+from cases import BY_ID, make_inputs
+from compare import assert_close
+from lora import Pairs, factors, make_loras, run_merged, with_factors
+from poison import poison_sentinels, poisoned_allocations
+
+pytestmark = pytest.mark.usefixtures("accelerated")
+
+SMALL = {"T": 20, "E": 3}
+ROUTED = {
+    "rank-3": ("silu", Pairs(rank=3)),
+    "rank-40": ("silu-recompute", Pairs(rank=40)),
+    "gpt-oss": ("gpt-oss", Pairs()),
+    "transposed": ("silu-transposed", Pairs(rank=17, shared="a")),
+    "not-gated": ("relu2-not-gated", Pairs(rank=5, shared="b")),
+    "adapters": ("silu-bias", Pairs(rank=5, adapters=3)),
+}
+FEW = {
+    "one-token": ("silu", Pairs(rank=3), 1),
+    "rank-70": ("silu-bias", Pairs(rank=70, shared="ab"), 2),
+    "interleaved": ("silu-interleaved", Pairs(rank=16), 3),
+    "adapters": ("silu", Pairs(rank=1, adapters=2), 3),
+}
+by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+
+
+@by_dtype
+@pytest.mark.parametrize("case_id, pairs", ROUTED.values(), ids=ROUTED)
+def test_routed_rows(grouped_moe, case_id, pairs, dtype):
+    case = BY_ID[case_id]._replace(**SMALL, activation=("silu", 1.0, None, 0.0))
+    inputs = make_inputs(case, dtype, "cpu")
+    arguments = make_loras(grouped_moe, case, inputs, pairs, torch.float32)
+    with torch.enable_grad():
+        want = run_merged(grouped_moe, case, inputs, arguments)
+        leaves = with_leaves(poison_sentinels(inputs, case.E))
+        wide = {name: t.requires_grad_() for name, t in factors(arguments).items()}
+        with poisoned_allocations():
+            out = call(grouped_moe, case, leaves, **with_factors(arguments, wide))
+            out.backward(inputs.dout)
+    assert_close("out", out, want.out, dtype)
+    for name, leaf in {**leaves.floating(), **wide}.items():
+        single = name == "top_k_weights" or leaf[0].numel() <= 2
+        assert_close(f"grad of {name}", leaf.grad, want.grads[name], dtype, inner_products=single)
+
+
+@pytest.mark.parametrize("case_id, pairs, tokens", FEW.values(), ids=FEW)
+def test_few_tokens(grouped_moe, module, monkeypatch, case_id, pairs, tokens):
+    case = BY_ID[case_id]._replace(T=tokens, top_k=2, E=32)
+    inputs = make_inputs(case, torch.float16, "cpu")
+    arguments = make_loras(grouped_moe, case, inputs, pairs, torch.float32)
+    kernels, taken = module("backends.triton"), []
+    decode = kernels.decode
+    monkeypatch.setattr(kernels, "decode", lambda *args: taken.append(1) or decode(*args))
+    with torch.enable_grad():
+        want = run_merged(grouped_moe, case, inputs, arguments)
+    with poisoned_allocations():
+        out = call(grouped_moe, case, poison_sentinels(inputs, case.E), **arguments)
+    assert taken, "another path"
+    assert_close("out", out, want.out, torch.float16)

@@ -75,19 +75,14 @@ for recompute, suffix in ((False, ""), (True, "-recompute")):
     OPERATIONS[f"mlp{suffix}"] = partial(_mlp, recompute)
     for case_id in ("silu-bias", "gpt-oss", "relu2-not-gated"):
         OPERATIONS[f"experts-{case_id}{suffix}"] = partial(_experts, case_id, recompute)
-# The ops of an operation: those that a compiler sees, and those that they are made of, which a dispatch mode sees.
-SEEN = {
-    "linear": {"grouped_linear"},
-    "mlp": {"grouped_mlp"},
-    "experts": {"experts"},
-    "parts": {"gather_rows", "combine_rows"},
-}
+# The ops that the work of an operation is made of, which a dispatch mode sees, and those that a compiler sees instead.
 MADE_OF = {
     "linear": {"grouped_linear_forward", "grouped_linear_backward", "grouped_linear_bias_backward"},
     "mlp": {"grouped_mlp_forward", "grouped_mlp_backward"},
     "experts": {"experts_forward", "experts_backward"},
     "parts": {"route", "gather_rows_forward", "combine_rows_forward", "combine_rows_backward"},
 }
+SEEN = {kind: {op.partition("_forward")[0] for op in ops if "_forward" in op} for kind, ops in MADE_OF.items()}
 
 
 def kind_of(name: str) -> str:

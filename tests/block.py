@@ -39,11 +39,6 @@ def call(grouped_moe, case: Case, inputs: Inputs, **changes) -> Tensor:
     return grouped_moe.grouped_mm_experts(*positional, **tensors, **kind)
 
 
-def function_of(grouped_moe, case: Case, **changes) -> Callable[..., Tensor]:
-    """`call` as a function of the tensors in `Inputs`, without the cotangent."""
-    return lambda *tensors: call(grouped_moe, case, Inputs(*tensors, None), **changes)
-
-
 def parts_of(grouped_moe, case: Case) -> Callable[..., Tensor]:
     """The block of relu2 experts without a gate, made of the building blocks, as a function of the same tensors."""
     assert (case.activation[0], case.gated) == ("relu2", False)
@@ -74,8 +69,12 @@ def run(grouped_moe, case: Case, inputs: Inputs, frozen=(), around: Optional[Cal
 
     around: of the block as a function of its tensors makes the one that is called, such as `checkpointed`.
     """
-    leaves, function = with_leaves(inputs, frozen), function_of(grouped_moe, case, **changes)
-    out = (function if around is None else around(function))(*leaves[:-1])
+    leaves = with_leaves(inputs, frozen)
+
+    def block(*tensors: Tensor) -> Tensor:
+        return call(grouped_moe, case, Inputs(*tensors, None), **changes)
+
+    out = (block if around is None else around(block))(*leaves[:-1])
     out.backward(inputs.dout)
     return Result(out.detach(), {name: t.grad for name, t in leaves.floating().items()})
 

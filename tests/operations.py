@@ -5,7 +5,8 @@ from typing import Callable, Dict, NamedTuple, Set
 
 import mlps
 import torch
-from block import call, make
+from block import call, count_routed, make
+from poison import LAYOUTS
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,8 +38,11 @@ def _linear(transposed, package, device):
 
 
 def _experts(case_id, recompute, package, device):
-    case, inputs = make(case_id, device, recompute=recompute, sentinels=0.0)
-    leaves, capacity = inputs.floating(), case.T * case.top_k + 1 if recompute else None
+    """With recompute also with sentinels, with a capacity without room for them, and weights of other strides."""
+    case, inputs = make(case_id, device, recompute=recompute, sentinels=0.3 if recompute else 0.0)
+    capacity = count_routed(case, inputs) if recompute else None
+    strided = {key: LAYOUTS["transposed"](tensor) for key, tensor in inputs.floating().items() if tensor.dim() == 3}
+    leaves = {**inputs.floating(), **(strided if recompute else {})}
 
     def function(*tensors):
         return call(package, case, inputs._replace(**dict(zip(leaves, tensors))), capacity=capacity)
@@ -88,6 +92,7 @@ MADE_OF = {
     "experts": {"experts_forward", "experts_backward"},
     "parts": {"route", "gather_rows_forward", "combine_rows_forward", "combine_rows_backward"},
 }
+SEEN = {kind: {op.partition("_forward")[0] for op in ops if "_forward" in op} for kind, ops in MADE_OF.items()}
 
 
 def kind_of(name: str) -> str:

@@ -70,8 +70,9 @@ def test_capacity_as_a_share_of_the_slots(grouped_moe, device):
     assert torch.equal(experts(x, ids, weights), want)
 
 
-LOAD = "import kernels, sys; kernel = kernels.get_kernel({!r}, version={})\n"
 WITHOUT_TRANSFORMERS = """
+import kernels, sys
+kernel = kernels.get_kernel({!r}, version={})
 print("transformers" in sys.modules)
 sys.modules["transformers"] = None
 try:
@@ -83,7 +84,7 @@ except ImportError as error:
 
 def test_without_transformers(hub):
     """The package loads without it; the registration raises an error that says what to install."""
-    code = LOAD.format(hub.repo_id, hub.version) + WITHOUT_TRANSFORMERS
+    code = WITHOUT_TRANSFORMERS.format(hub.repo_id, hub.version)
     result = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0 and result.stdout.startswith("False\n"), result.stderr
     assert "register_experts_implementation" in result.stdout and "pip install 'transformers>=5.9'" in result.stdout

@@ -24,9 +24,9 @@ FP32_TOLERANCE = 1e-5
 # rounded at about four places (pre-activation, activation, down-projection, sum), forward and again backward, where
 # eager and the package may round apart: in the norm, one eps was seen.
 ROUNDINGS = 2.0
+LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16, "autocast": torch.bfloat16}
 
-
-BUILDERS = {  # the class, the name of its config, and that config's own fields for a number of layers
+MODELS = {  # the class, the name of its config, and that config's own fields for a number of layers
     # Gated experts without bias.
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", lambda layers: {
         "num_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": layers,
@@ -44,7 +44,7 @@ BUILDERS = {  # the class, the name of its config, and that config's own fields 
     }),
 }  # fmt: skip
 WITH_STATIC_CACHE = ("qwen3_moe", "gpt_oss")  # transformers 5.9 builds no masks for it with nemotron_h, eager neither
-by_name = pytest.mark.parametrize("name", BUILDERS)
+by_name = pytest.mark.parametrize("name", MODELS)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def make_model(name: str, device: str, num_layers: int = 2):
     """The model in evaluation mode, and input ids."""
     import transformers
 
-    model_class, config_class, sizes = BUILDERS[name]
+    model_class, config_class, sizes = MODELS[name]
     config = getattr(transformers, config_class)(**SIZES, **sizes(num_layers))
     model = getattr(transformers, model_class)(config).to(device).eval()
     for parameter_name, parameter in model.named_parameters():
@@ -88,44 +88,33 @@ def assert_close(actual: dict, expected: dict, tolerance: float, only: str = "")
             assert error <= tolerance, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("way", ["plain", "reentrant-checkpoint", "checkpoint", "compiled"])
+@pytest.mark.parametrize("way", ["plain", "reentrant-checkpoint", "checkpoint", "compiled", *LOW])
 @by_name
 def test_matches_eager(name, way, implementation, device):
-    """In logits and gradients, to which the experts matter: without them, the model computes something else."""
-    model, ids = make_model(name, device)
+    """In logits and gradients, to which the experts matter: without them, the model computes something else.
+
+    In low precision, with one layer: both route by the same values, so no token goes elsewhere for a rounding. Of the
+    gradients only those of the experts: sums that cancel magnify the roundings in some of the others.
+    """
     if way == "compiled" and name not in WITH_STATIC_CACHE:
         pytest.skip("transformers does not compile it whole")
-    if way.endswith("checkpoint"):
-        model.train()
-    expected = logits_and_grads(model, ids, "eager")
-    if way.endswith("checkpoint"):
+    low, autocast = LOW.get(way), torch.bfloat16 if way == "autocast" else None
+    model, ids = make_model(name, device, num_layers=1 if low else 2)
+    model.to(torch.float32 if autocast or not low else low).train("checkpoint" in way)
+    expected = logits_and_grads(model, ids, "eager", autocast)
+    if "checkpoint" in way:
         options = {"use_reentrant": way.startswith("reentrant")}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     elif way == "compiled":
         model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-    assert_close(logits_and_grads(model, ids, implementation), expected, FP32_TOLERANCE)
+    actual = logits_and_grads(model, ids, implementation, autocast)
+    tolerance, only = (ROUNDINGS * torch.finfo(low).eps, ".experts.") if low else (FP32_TOLERANCE, "")
+    assert_close(actual, expected, tolerance, only)
     for parameter_name, parameter in model.named_parameters():
         if "experts.down_proj" in parameter_name:
             torch.nn.init.zeros_(parameter)
-    without = logits_and_grads(model, ids, implementation)["logits"]
+    without = logits_and_grads(model, ids, implementation, autocast)["logits"]
     assert (without - expected["logits"]).norm() > 0.1 * expected["logits"].norm()
-
-
-@pytest.mark.parametrize(
-    "dtype, autocast", [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)], ids=str
-)
-@by_name
-def test_low_precision_matches_eager(name, dtype, autocast, implementation, device):
-    """One layer: both route by the same values, so no token goes elsewhere for a rounding.
-
-    Of the gradients only those of the experts: sums that cancel magnify the roundings in some of the others.
-    """
-    model, ids = make_model(name, device, num_layers=1)
-    model.to(torch.float32 if autocast else dtype)
-    expected, actual = (
-        logits_and_grads(model, ids, each, dtype if autocast else None) for each in ("eager", implementation)
-    )
-    assert_close(actual, expected, ROUNDINGS * torch.finfo(dtype).eps, only=".experts.")
 
 
 def generate(model, ids: torch.Tensor, implementation: str, **options) -> list:

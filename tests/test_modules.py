@@ -218,8 +218,9 @@ def test_meta_and_fake(grouped_moe, device, form, delay):
     """Modules without storage. One made on the meta device computes once it has some."""
     module, batch = make_module(grouped_moe, form, "meta", delay_wgrad=delay), layers.make_batch(form, "cpu")
     given = [tensor for tensor in batch[:3] if tensor is not None]
-    y = module(*(tensor.to("meta") for tensor in given))
-    assert y.shape == batch.dy.shape and y.is_meta and all(parameter.is_meta for parameter in module.parameters())
+    x, offsets, *scales = (tensor.to("meta") for tensor in given)
+    for y in (module(x, offsets, *scales), module(x, list(SIZES), *scales)):
+        assert y.shape == batch.dy.shape and y.is_meta and all(parameter.is_meta for parameter in module.parameters())
     with torch._subclasses.FakeTensorMode() as mode:
         fake = make_module(grouped_moe, form, "cpu", delay_wgrad=delay)
         assert fake(*map(mode.from_tensor, given)).shape == batch.dy.shape

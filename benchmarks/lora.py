@@ -130,7 +130,8 @@ def make_problem(kernel: ModuleType, case: Case) -> Problem:
 
     cell = Cell(case.layer, case.tokens, backward=case.backward)
     described = {**cell.described(), "name": str(case), "rank": case.rank}
-    return Problem(described, providers, (STEP if case.backward else FORWARD,), right, NAMES, 2, {}, baselines)
+    part = STEP if case.backward else FORWARD
+    return Problem(described, providers, (part,), right, NAMES, 2, baselines=baselines, frozen=(up, down))
 
 
 class Stand:

@@ -45,7 +45,7 @@ class Problem(NamedTuple):
     `first` on, whose weights it gets, add to the output of input set 0. names: of the leaves. shared: how many leaves,
     the first ones, all experts share. absent: why some providers are not here. baselines: calls that compute something
     else, which are timed beside and not checked. eager_only: providers whose graph would replay sizes of the host.
-    unjudged: names of gradients whose errors are reported only.
+    unjudged: names of gradients whose errors are reported only. frozen: parameters without a gradient.
     """
 
     described: dict
@@ -58,6 +58,7 @@ class Problem(NamedTuple):
     baselines: Dict[str, Call] = {}
     eager_only: Sequence[str] = ()
     unjudged: Sequence[str] = ()
+    frozen: Sequence[Tensor] = ()
 
     @property
     def sets(self) -> int:
@@ -143,7 +144,7 @@ def measure_memory(problem: Problem) -> dict:
     saved = {}
     for name, (forward, (first, *_), _) in problem.providers.items():
         if problem.parts[-1] == STEP:
-            parameters = first.leaves[problem.shared :]
+            parameters = [*first.leaves[problem.shared :], *problem.frozen]
             saved[name] = timing.saved_mib(lambda f=forward, s=first: f(0, *s.leaves), parameters)
     return {"peak_mib": peak, "saved_mib": saved}
 

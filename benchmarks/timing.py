@@ -44,13 +44,15 @@ def capture(call: Call, sets: int) -> Call:
     """The call as one CUDA graph per input set; without CUDA the call itself."""
     if not torch.cuda.is_available():
         return call
-    graphs, results = [], []
+    graphs, results, stream = [], [], torch.cuda.Stream()
     for i in range(sets):
-        call(i)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # a backward runs on the stream of its forward
+            call(i)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results.append(call(i))
+        with torch.cuda.graph(graph, stream=stream):
+            results.append([tensor.detach() for tensor in call(i)])
         graphs.append(graph)
 
     def replay(i: int) -> Sequence[Tensor]:

@@ -118,7 +118,7 @@ def make_products(
     up, down = (tensor(*shape, scale=fan_in**-0.5) for shape, fan_in in zip(layer.weight_shapes, (h, i)))
     biases = (tensor(e, 2 * i), tensor(e, h)) if layer.bias else (None, None)
     activation = package["common.activation"].Activation(*layer.activation)
-    block = package["block"].Block(up, down, *biases, activation, **layer.kind, recompute=False)
+    block = package["block"].Block(up, down, *biases, None, None, activation, **layer.kind, recompute=False)
     ids = draw_ids(Cell(layer, tokens), device) if real else torch.empty((tokens, top_k), dtype=torch.int64)
     rows = kernels.route(ids, e, torch.bfloat16)
     x, dout, act, preact = tensor(tokens, h), tensor(tokens, h), tensor(ids.numel(), i), tensor(ids.numel(), 2 * i)

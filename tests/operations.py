@@ -79,13 +79,7 @@ for recompute, suffix in ((False, ""), (True, "-recompute")):
     OPERATIONS[f"mlp{suffix}"] = partial(_mlp, recompute)
     for case_id in ("silu-bias", "gpt-oss", "relu2-not-gated"):
         OPERATIONS[f"experts-{case_id}{suffix}"] = partial(_experts, case_id, recompute)
-# The ops of an operation: those that a compiler sees, and those that they are made of, which a dispatch mode sees.
-SEEN = {
-    "linear": {"grouped_linear"},
-    "mlp": {"experts"},
-    "experts": {"experts"},
-    "parts": {"gather_rows", "combine_rows"},
-}
+# The ops that the work of an operation is made of, which a dispatch mode sees, and those that a compiler sees instead.
 MADE_OF = {
     "linear": {"grouped_linear_forward", "grouped_linear_backward", "grouped_linear_bias_backward"},
     "mlp": {"experts_forward", "experts_backward"},

@@ -81,7 +81,7 @@ def test_which_kernels_hopper_takes(grouped_moe, load, monkeypatch, n, kind, tak
     if transposed:
         up, down = (weight.mT.contiguous() for weight in (up, down))
     activation = grouped_moe.Activation(kind.pop("activation"))
-    block = load("block").Block(up, down, None, None, activation, **kind, recompute=False)
+    block = load("block").Block(up, down, *[None] * 4, activation, **kind, recompute=False)
     in_place = load("rows").Rows(torch.empty(0), EXPERTS, ROWS, block_m=128)
     found = [
         launcher_of("up_proj", problem_of(block, x, up, in_place._replace(top_k=TOP_K), True, transposed)),
@@ -95,7 +95,7 @@ def test_which_kernels_hopper_takes(grouped_moe, load, monkeypatch, n, kind, tak
 def test_one_line_says_what_runs(load, caplog):
     """Once per kernel and config, by the first launch; none below INFO, none for kernels without a choice."""
     launch, config = load("backends.triton.launch"), load("tuning.heuristic").GemmConfig
-    kernel = MagicMock(fn=lambda BLOCK_M: None, __name__="some_kernel")  # takes every launch
+    kernel = MagicMock(fn=lambda x_ptr, y_ptr, BLOCK_M: None, __name__="some_kernel")  # takes every launch
     launch._log_once.cache_clear()
     choices = [config(128, 64, 32, 4, 3, tuned=tuned).describe("a path") for tuned in (False, True)]
 

@@ -134,7 +134,7 @@ def test_without_gluon_triton_launches(grouped_moe, stub, request):
         compat.has_gluon.cache_clear()
         spec = device.DeviceSpec(132, 232448, hopper=compat.has_gluon())
         problem = stub.module("backends.problems").GemmProblem(
-            spec, torch.bfloat16, "ieee", 4, 128, 512, 256, "nk", True, False, False
+            spec, torch.bfloat16, "ieee", 4, 128, 512, 256, "nk", False, 0, zero_rest=True, many_rows=False, wide=False
         )
         return stub.module("backends.table").launcher_of("gemm", problem).kernel.function.__name__
 

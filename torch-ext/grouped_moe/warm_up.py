@@ -210,7 +210,7 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
     p = up.shape[2 if transposed else 1]
     # Without memory: under autocast the weights would be copied.
     like = [torch.empty_like(t, device="meta", dtype=dtype) for t in (up, down)]
-    block = Block(*like, None, None, activation or Activation(), gated, interleaved, transposed, False)
+    block = Block(*like, *[None] * 4, activation or Activation(), gated, interleaved, transposed, False)
     products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, trains)
 
     def num_rows(num_slots: int) -> int:

@@ -52,6 +52,15 @@ def num_steps(K, R, BLOCK_K):
     return (K + BLOCK_K - 1) // BLOCK_K + (R + BLOCK_K - 1) // BLOCK_K
 
 
+@constexpr_function
+def narrow_columns(R, BLOCK_K):
+    """Columns of the last step of R ranks, a power of two, if the matrix instructions can take fewer; else 0."""
+    columns = 16
+    while columns < R % BLOCK_K:
+        columns *= 2
+    return columns % BLOCK_K if R % BLOCK_K else 0
+
+
 @gluon.jit
 def slot_at(position, STAGES: gl.constexpr):
     """(slot, phase) at a position in the sequence of all slots that a program fills."""
@@ -118,7 +127,7 @@ def multiply(
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
-    LAST: gl.constexpr = (PRODUCT.R + 15) // 16 * 16 % BLOCK_K if ENDS else 0  # columns of the last step, 0 for all
+    LAST: gl.constexpr = narrow_columns(PRODUCT.R, BLOCK_K) if ENDS else 0
     BLOCK_N: gl.constexpr = PRODUCT.BLOCK_N
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     acc = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT) if sums is None else sums

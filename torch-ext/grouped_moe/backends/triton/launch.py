@@ -27,6 +27,8 @@ _log = logging.getLogger("grouped_moe")
 class Kernel:
     """A kernel with its constexprs and options bound: called with a grid and the arguments before the constexprs.
 
+    At least two of the arguments are pointers.
+
     variants: the compiled kernels by all that Triton specializes them on besides the constexprs: the device, dtypes and
     alignment of pointers, which are called *_ptr or *_desc, and the values of ints that do not vary.
     """

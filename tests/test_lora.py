@@ -8,7 +8,7 @@ import torch
 from block import Result, assert_same, call, with_leaves
 from cases import BY_ID, make_inputs
 from compare import assert_bitwise, assert_close, assert_differentiable_once
-from lora import Pairs, factors, make_loras, run_merged, with_factors
+from pairs import Pairs, factors, make_loras, run_merged, with_factors
 from poison import dirty_allocator, guarded, poison_sentinels, poisoned_allocations
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
-from lora import Pairs, factors, make_index, make_lora, merged, over_adapters, with_factors
+from pairs import Pairs, factors, make_index, make_lora, merged, over_adapters, with_factors
 from poison import poisoned_allocations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode

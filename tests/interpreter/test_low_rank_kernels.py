@@ -5,7 +5,7 @@ import torch
 from block import call, with_leaves
 from cases import BY_ID, make_inputs
 from compare import assert_close
-from lora import Pairs, factors, make_loras, run_merged, with_factors
+from pairs import Pairs, factors, make_loras, run_merged, with_factors
 from poison import poison_sentinels, poisoned_allocations
 
 pytestmark = pytest.mark.usefixtures("accelerated")

@@ -69,15 +69,14 @@ def grouped_mm_experts(
     **kind,
 ) -> Tensor:
     """The experts block by a loop over experts; sentinels are simply never visited. `kind`: see `hidden`."""
-    if transposed:
-        gate_up_proj, down_proj = gate_up_proj.mT, down_proj.mT
     out = torch.zeros_like(hidden_states)
     for e in range(gate_up_proj.shape[0]):
         tokens, ks = (top_k_index == e).nonzero(as_tuple=True)
         if tokens.numel() == 0:
             continue
+        weights = (weight[e].t() if transposed else weight[e] for weight in (gate_up_proj, down_proj))
         biases = (None if bias is None else bias[e] for bias in (gate_up_proj_bias, down_proj_bias))
-        y = expert(hidden_states[tokens], gate_up_proj[e], down_proj[e], *biases, **kind)
+        y = expert(hidden_states[tokens], *weights, *biases, **kind)
         out = out.index_add(0, tokens, y * top_k_weights[tokens, ks, None])
     return out
 
@@ -94,12 +93,13 @@ def grouped_linear(
 
     x (rows, K), weight (G, N, K) or, transposed, (G, K, N), group_offsets (G + 1,), bias (G, N), bias_scales (rows,).
     """
-    weight, bounds = weight.mT if transposed else weight, group_offsets.tolist()
-    parts = [x.new_zeros((bounds[0], weight.shape[1]))]
+    N, bounds = weight.shape[2 if transposed else 1], group_offsets.tolist()
+    parts = [x.new_zeros((bounds[0], N))]
     for group, (start, end) in enumerate(zip(bounds, bounds[1:])):
         scales = None if bias_scales is None else bias_scales[start:end]
-        parts.append(linear(x[start:end], weight[group], None if bias is None else bias[group], scales))
-    return torch.cat([*parts, x.new_zeros((x.shape[0] - bounds[-1], weight.shape[1]))])
+        own = weight[group].t() if transposed else weight[group]
+        parts.append(linear(x[start:end], own, None if bias is None else bias[group], scales))
+    return torch.cat([*parts, x.new_zeros((x.shape[0] - bounds[-1], N))])
 
 
 def grouped_mlp(

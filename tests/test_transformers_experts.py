@@ -128,6 +128,7 @@ GATES = {  # the gate, attributes of its module, and whether the fused block com
     ),
     "other_activation": (lambda m, gate, up: torch.relu(gate) * up, {}, False),
     "other_activation_beside_a_large_limit": (lambda m, gate, up: torch.relu(gate) * up, {"limit": 1e3}, False),
+    "almost_the_same": (lambda m, gate, up: 1.0001 * plain(m, gate, up), {}, False),
     "up_first": (lambda m, gate, up: plain(m, up, gate), {}, False),
     "reads_more": (lambda m, gate, up: plain(m, gate, up) * m.scale, {"scale": 0.5}, False),
     "mixes_columns": (lambda m, gate, up: normalize(plain(m, gate, up), dim=-1), {}, False),

@@ -112,6 +112,9 @@ GATES = {  # the gate, attributes of its module, and whether the fused block com
     "clamped_to_zero": (clamped, {"limit": 0.0}, False),
     "clamped_to_tensor": (clamped, {"limit": torch.tensor(0.6)}, False),
     "clamped_to_constant": (lambda m, gate, up: m.act_fn(gate.clamp(max=20.0)) * up, {}, False),
+    "clamped_to_another_constant": (
+        lambda m, gate, up: plain(m, gate.clamp(max=0.75), up.clamp(-0.75, 0.75)), {"limit": 0.6}, False
+    ),
     "limit_of_none": (plain, {"limit": None}, True),
     "optional_clamp": (optionally_clamped, {"limit": 0.6}, True),
     "optional_clamp_of_none": (optionally_clamped, {"limit": None}, True),

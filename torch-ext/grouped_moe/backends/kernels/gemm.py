@@ -82,7 +82,7 @@ def grouped_gemm_kernel(
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
     last_row = end_of_rows(schedule_ptr, NUM_EXPERTS)
     # Flattened, a tile's loads start before the previous tile is stored. Without TMA, each step would compute pointers.
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=TMA):
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=TMA and R == 0):
         expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
         first_row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
         rows, row_mask = tile_rows(first_row, count, BLOCK_M)

@@ -135,24 +135,6 @@ def build_model(name: str, implementation: str) -> torch.nn.Module:
         return getattr(transformers, name)(config)
 
 
-def test_fp8_experts_raise(implementation):
-    """When they come into a model, before its weights load; of one that is set to us later, when they run."""
-    from transformers import FineGrainedFP8Config
-    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, replace_with_fp8_linear
-
-    message = "FP8 experts are not supported.*choose another experts_implementation"
-    with pytest.raises(ValueError, match=message):
-        replace_with_fp8_linear(build_model(QWEN3_MOE, implementation), ["lm_head"], FineGrainedFP8Config())
-    model = build_model(QWEN3_MOE, "eager")
-    replace_with_fp8_linear(model, ["lm_head"], FineGrainedFP8Config())
-    model.set_experts_implementation(implementation)
-    experts = model.model.layers[0].mlp.experts
-    assert implementation in ALL_FP8_EXPERTS_FUNCTIONS and "FP8" in type(experts).__name__
-    ids, weights = torch.zeros(16, 2, dtype=torch.int64), torch.ones(16, 2)
-    with pytest.raises(ValueError, match=message):
-        experts(torch.zeros(16, 128), ids, weights)
-
-
 @pytest.mark.parametrize(
     "name, kind", [("Llama4ForConditionalGeneration", "Llama4TextExperts"), ("DbrxForCausalLM", "DbrxExperts")]
 )

@@ -6,6 +6,7 @@ E local experts, H hidden, I intermediate; M, N, K are GEMM dimensions.
 
 from . import layers, reference
 from .bias_grads import grouped_dbias_dscales
+from .block_scaled import BlockScaled, quantize_blocks
 from .common.activation import Activation
 from .common.flops import register_formulas
 from .experts import grouped_mm_experts
@@ -23,6 +24,7 @@ register_formulas()
 
 __all__ = [
     "Activation",
+    "BlockScaled",
     "GroupOffsets",
     "GroupSizes",
     "GroupedLinear",
@@ -35,6 +37,7 @@ __all__ = [
     "grouped_mlp",
     "grouped_mm_experts",
     "layers",
+    "quantize_blocks",
     "reference",
     "register_experts_implementation",
     "route",

@@ -5,13 +5,15 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from .block_scaled import Weight, as_weight
 from .common.activation import Activation
 from .operands import LoRA
 
 # In the schema of ops: the arguments of `make_block`. A call's cost on the host grows with the number of arguments.
 BLOCK_SCHEMA = (
     "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor? up_a, Tensor? up_b, Tensor? down_a,"
-    " Tensor? down_b, str activation, float[] parameters, bool[] flags, SymInt? capacity"
+    " Tensor? down_b, Tensor? up_scale, Tensor? down_scale, str activation, float[] parameters, bool[] flags,"
+    " int[] blocks, SymInt? capacity"
 )
 
 
@@ -23,8 +25,8 @@ class Block(NamedTuple):
     saved. capacity: rows there is room for, None for all slots.
     """
 
-    up: Tensor
-    down: Tensor
+    up: Weight
+    down: Weight
     up_bias: Optional[Tensor]
     down_bias: Optional[Tensor]
     up_lora: Optional[LoRA]
@@ -58,16 +60,18 @@ class Block(NamedTuple):
 
 def kind_arguments(
     activation: Activation, gated: bool, interleaved: bool, transposed: bool, recompute: bool,
-    up_lora: Optional[LoRA] = None, down_lora: Optional[LoRA] = None,
-) -> Tuple[str, List[float], List[bool]]:  # fmt: skip
-    """What of a block is not a tensor, as arguments of ops: the activation's name, parameters with scalings, flags.
+    up_lora: Optional[LoRA] = None, down_lora: Optional[LoRA] = None, blocks: Sequence[int] = (),
+) -> Tuple[str, List[float], List[bool], List[int]]:  # fmt: skip
+    """What of a block is not a tensor, as arguments of ops: the activation's name, parameters with scalings, flags, and
+
+    blocks, extents and parts of those of up and of down where these are block-scaled.
 
     A limit of 0 stands for none: AOTInductor cannot load a program with an infinite one.
     """
     name, alpha, limit, up_offset = activation
     scalings = [0.0 if lora is None else float(lora.scaling) for lora in (up_lora, down_lora)]
     parameters = [float(alpha), 0.0 if limit is None else float(limit), float(up_offset), *scalings]
-    return name, parameters, [gated, interleaved, transposed, recompute]
+    return name, parameters, [gated, interleaved, transposed, recompute], list(blocks)
 
 
 def factors_of(*loras: Optional[LoRA]) -> List[Optional[Tensor]]:
@@ -84,17 +88,21 @@ def make_block(
     up_b: Optional[Tensor],
     down_a: Optional[Tensor],
     down_b: Optional[Tensor],
+    up_scale: Optional[Tensor],
+    down_scale: Optional[Tensor],
     activation: str,
     parameters: Sequence[float],
     flags: Sequence[bool],
+    blocks: Sequence[int],
     capacity: Optional[int] = None,
 ) -> Block:
-    """The block of an op's arguments: the inverse of `factors_of` and `kind_arguments`, with the weights."""
+    """The block of an op's arguments: the inverse of `parts_of`, `factors_of` and `kind_arguments`."""
     alpha, limit, up_offset, up_scaling, down_scaling = parameters
     act = Activation(activation, alpha, limit or None, up_offset)
     up_lora = None if up_a is None else LoRA(up_a, up_b, up_scaling)
     down_lora = None if down_a is None else LoRA(down_a, down_b, down_scaling)
-    return Block(up, down, up_bias, down_bias, up_lora, down_lora, act, *flags, capacity)
+    weights = as_weight(up, up_scale, blocks[:3]), as_weight(down, down_scale, blocks[-3:])
+    return Block(*weights, up_bias, down_bias, up_lora, down_lora, act, *flags, capacity)
 
 
 class Needs(NamedTuple):

@@ -31,7 +31,8 @@ from .rows import Rows, schedule_size
 from .tuning.heuristic import choose_block_m
 
 _TENSORS = "Tensor? act_scales, Tensor? bias_scales, Tensor? adapters"
-_NUM_KINDS = 4  # the last arguments: activation, parameters, flags, capacity
+_NUM_KINDS = 5  # the last arguments: activation, parameters, flags, blocks, capacity
+_NUM_SCALES = 2  # before them: of weights, which take no gradient
 _ARGUMENTS = f"Tensor x, Tensor index, {_TENSORS}, {BLOCK_SCHEMA}"
 
 
@@ -167,8 +168,9 @@ class _Experts(torch.autograd.Function):
         x, index, act_scales, bias_scales, adapters, *weights = inputs[:-_NUM_KINDS]
         kind = inputs[-_NUM_KINDS:]
         needs_x, _, needs_act_scales, needs_bias_scales, _, *needs_weights = ctx.needs_input_grad[:-_NUM_KINDS]
+        needs_weights = needs_weights[:-_NUM_SCALES]
         needs = ctx.needs = Needs(needs_x, needs_act_scales, needs_bias_scales, *needs_weights)
-        _, _, (_, _, _, recompute), _ = kind
+        _, _, (_, _, _, recompute), *_ = kind
         out, preact, projected, schedule, *maps = ops.experts_forward.default(*inputs, needs.preact and not recompute)
         ctx.set_materialize_grads(False)
         ctx.kind = kind
@@ -194,7 +196,7 @@ class _Experts(torch.autograd.Function):
         else:
             made = wanted(ops.experts_backward.default(*arguments), ctx.needs)
         dx, d_act_scales, d_bias_scales, *dweights = spread(made, ctx.needs)
-        return (dx, None, d_act_scales, d_bias_scales, None, *dweights) + (None,) * _NUM_KINDS
+        return (dx, None, d_act_scales, d_bias_scales, None, *dweights) + (None,) * (_NUM_SCALES + _NUM_KINDS)
 
 
 experts_op = define_differentiable_op("experts", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, _like_x)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .block import factors_of, kind_arguments
 from .block_op import experts_op
+from .block_scaled import Weight, check_scaled, parts_of
 from .common import _compat, checks
 from .common.activation import Activation, as_activation
 from .common.autograd import refuse_forward_mode
@@ -16,8 +17,8 @@ def grouped_mm_experts(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
+    gate_up_proj: Weight,
+    down_proj: Weight,
     *,
     gate_up_proj_bias: Optional[Tensor] = None,
     down_proj_bias: Optional[Tensor] = None,
@@ -40,8 +41,9 @@ def grouped_mm_experts(
     top_k_weights: (T, top_k), any of these floating dtypes, kept as it is. gate_up_proj: (E, 2 I, H), or (E, I, H)
     if not gated; down_proj: (E, H, I); with transposed=True (E, H, 2 I) and (E, I, H); of any strides, in the dtype of
     hidden_states. Biases: (E, 2 I) or (E, I), and (E, H); gated blocks take both or none. interleaved: gate and up
-    columns alternate instead of [gate | up]. E up to 1024. Returns (T, H) in the dtype of hidden_states. Under autocast
-    hidden states, weights and biases are cast as `F.linear` does.
+    columns alternate instead of [gate | up]. E up to 1024. A weight may be `BlockScaled`, not transposed: FP8 that is
+    frozen. Returns (T, H) in the dtype of hidden_states. Under autocast hidden states, plain weights and biases are
+    cast as `F.linear` does.
 
     gate_up_lora, down_lora: a `LoRA` each, or None, that is added to the weights without making their sum. Factors are
     rounded to the dtype of the products, their gradients come in their own. Several adapters in one call: in all that
@@ -75,18 +77,25 @@ def grouped_mm_experts(
     checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     activation = as_activation(activation, gated, interleaved)
     checks.check_capacity("capacity", capacity)
-    dtype = checks.autocast_dtype(hidden_states.device.type) if isinstance(hidden_states, Tensor) else None
-    x, up, down, up_bias, down_bias = (
-        checks.autocast(tensor, dtype)
-        for tensor in (hidden_states, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
+    checks.check_tensor("hidden_states", hidden_states)
+    dtype = checks.autocast_dtype(hidden_states.device.type)
+    x = checks.autocast(hidden_states, dtype)
+    scaled = (
+        check_scaled("gate_up_proj", gate_up_proj, x, "hidden_states", transposed),
+        check_scaled("down_proj", down_proj, x, "hidden_states", transposed),
     )
-    checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed)
+    (up, up_scale, up_block), (down, down_scale, down_block) = parts_of(gate_up_proj), parts_of(down_proj)
+    up, down, up_bias, down_bias = (
+        checks.autocast(tensor, dtype) for tensor in (up, down, gate_up_proj_bias, down_proj_bias)
+    )
+    checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed, scaled)
     check_loras({"gate_up_lora": (gate_up_lora, up), "down_lora": (down_lora, down)}, transposed, x, adapter_index)
     factors = factors_of(gate_up_lora, down_lora)
     refuse_forward_mode("grouped_mm_experts", x, top_k_weights, up, down, up_bias, down_bias, *factors)
     if not _compat.has_device_assertions():  # an overflow would go unseen
         capacity = capacity if x.device.type == "cpu" else None
-    kind = kind_arguments(activation, gated, interleaved, transposed, recompute, gate_up_lora, down_lora)
+    blocks = *up_block, *down_block
+    kind = kind_arguments(activation, gated, interleaved, transposed, recompute, gate_up_lora, down_lora, blocks)
     scales, adapters = top_k_weights.contiguous(), None if adapter_index is None else adapter_index.contiguous()
-    weights = up, down, up_bias, down_bias, *factors
+    weights = up, down, up_bias, down_bias, *factors, up_scale, down_scale
     return experts_op(x, top_k_index, scales, None, adapters, *weights, *kind, capacity)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ._ops import ops
 from .backends import backend_of
+from .block_scaled import Weight, as_weight, check_scaled, parts_of
 from .common import checks
 from .common.autograd import (
     define_differentiable_op,
@@ -22,7 +23,7 @@ from .splits import Splits, as_splits
 
 _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor splits, Tensor? bias, Tensor? bias_scales, Tensor? a, Tensor? b, Tensor? adapters,"
-    " float scaling, bool transposed"
+    " Tensor? weight_scale, int[] block, float scaling, bool transposed"
 )
 
 
@@ -35,6 +36,8 @@ def _forward(
     a: Optional[Tensor],
     b: Optional[Tensor],
     adapters: Optional[Tensor],
+    weight_scale: Optional[Tensor],
+    block: Sequence[int],
     scaling: float,
     transposed: bool,
 ) -> Tuple[Tensor, Tensor, Tensor]:
@@ -48,12 +51,13 @@ def _forward(
             pair = pack(LoRA(a, b, scaling), weight.shape[0], x.dtype, transposed)
             low_rank = project(kernels, pair, x, rows, transposed)
         y = kernels.gemm(
-            x, weight, rows, transposed=transposed, bias=bias, scales=bias_scales, zero_rest=True, low_rank=low_rank
+            x, as_weight(weight, weight_scale, block), rows, transposed=transposed, bias=bias, scales=bias_scales,
+            zero_rest=True, low_rank=low_rank,
         )  # fmt: skip
     return y, rows.schedule, x.new_empty(0) if low_rank is None else low_rank.rows
 
 
-def _forward_fake(x, weight, splits, bias, bias_scales, a, b, adapters, scaling, transposed):
+def _forward_fake(x, weight, splits, bias, bias_scales, a, b, adapters, weight_scale, block, scaling, transposed):
     y = x.new_empty((x.shape[0], weight.shape[2 if transposed else 1]))
     schedule = splits.new_empty(schedule_size(x.shape[0], weight.shape[0]), dtype=torch.int32)
     return y, schedule, x.new_empty(0 if a is None else (x.shape[0], LoRA(a, b).padded_rank))
@@ -68,6 +72,8 @@ def _backward(
     b: Optional[Tensor],
     adapters: Optional[Tensor],
     projected: Optional[Tensor],
+    weight_scale: Optional[Tensor],
+    block: Sequence[int],
     scaling: float,
     transposed: bool,
     needs: Sequence[bool],
@@ -87,7 +93,10 @@ def _backward(
                 pair = pack(lora, weight.shape[0], dy.dtype, transposed)
                 low_rank = project(kernels, pair, dy, rows, transposed, backward=True)
         if needs_x:
-            dx = kernels.gemm(dy, weight, rows, transposed=not transposed, zero_rest=True, low_rank=low_rank)
+            dx = kernels.gemm(
+                dy, as_weight(weight, weight_scale, block), rows, transposed=not transposed, zero_rest=True,
+                low_rank=low_rank,
+            )  # fmt: skip
         if needs_weight:
             dweight = torch.empty_like(weight)
             kernels.wgrad(dy, x, rows, dweight.transpose(1, 2) if transposed else dweight)
@@ -98,7 +107,7 @@ def _backward(
     return or_empty((dx, dweight, da, db), dy)
 
 
-def _backward_fake(dy, x, weight, splits, a, b, adapters, projected, scaling, transposed, needs):
+def _backward_fake(dy, x, weight, splits, a, b, adapters, projected, weight_scale, block, scaling, transposed, needs):
     needs_x, needs_weight, needs_a, needs_b = needs
     dx = dy.new_empty((dy.shape[0], weight.shape[1 if transposed else 2])) if needs_x else None
     factors = (factor.new_empty(factor.shape) if need else None for factor, need in ((a, needs_a), (b, needs_b)))
@@ -148,7 +157,8 @@ define_op(
 define_op(
     "grouped_linear_backward",
     "(Tensor dy, Tensor? x, Tensor weight, Tensor splits, Tensor? a, Tensor? b, Tensor? adapters, Tensor? projected,"
-    " float scaling, bool transposed, bool[] needs) -> (Tensor dx, Tensor dweight, Tensor da, Tensor db)",
+    " Tensor? weight_scale, int[] block, float scaling, bool transposed, bool[] needs)"
+    " -> (Tensor dx, Tensor dweight, Tensor da, Tensor db)",
     _backward,
     _backward_fake,
 )
@@ -169,7 +179,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        x, weight, _, bias, bias_scales, a, b, adapters, ctx.scaling, ctx.transposed = inputs
+        x, weight, _, bias, bias_scales, a, b, adapters, weight_scale, ctx.block, ctx.scaling, ctx.transposed = inputs
         y, schedule, projected = ops.grouped_linear_forward.default(*inputs)
         needs_x, needs_weight, _, needs_bias, needs_scales, needs_a, needs_b, *_ = ctx.needs_input_grad
         # What the backward does not read may change until then. Of a weight it then needs the shape.
@@ -177,7 +187,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(
             x if needs_weight or needs_a else None, saved_weight, schedule, a, b, adapters,
             projected if needs_b else None, bias if needs_scales else None,
-            bias_scales if needs_bias or needs_scales else None,
+            bias_scales if needs_bias or needs_scales else None, weight_scale,
         )  # fmt: skip
         return y
 
@@ -185,25 +195,26 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, saved, dy):
         needs_x, needs_weight, _, needs_bias, needs_scales, needs_a, needs_b, *_ = ctx.needs_input_grad
-        x, weight, schedule, a, b, adapters, projected, bias, bias_scales = saved
+        x, weight, schedule, a, b, adapters, projected, bias, bias_scales, weight_scale = saved
         needs = [needs_x, needs_weight, needs_a, needs_b]
         dx = dweight = da = db = dbias = dscales = None
         if any(needs):
             grads = ops.grouped_linear_backward.default(
-                dy, x, weight, schedule, a, b, adapters, projected, ctx.scaling, ctx.transposed, needs
-            )
+                dy, x, weight, schedule, a, b, adapters, projected, weight_scale, ctx.block, ctx.scaling,
+                ctx.transposed, needs,
+            )  # fmt: skip
             dx, dweight, da, db = (grad if need else None for grad, need in zip(grads, needs))
         if needs_bias or needs_scales:
             dbias, dscales = ops.grouped_linear_bias_backward.default(
                 dy, schedule, weight.shape[0], bias, bias_scales, needs_bias
             )
             dbias, dscales = dbias if needs_bias else None, dscales if needs_scales else None
-        return dx, dweight, None, dbias, dscales, da, db, None, None, None
+        return dx, dweight, None, dbias, dscales, da, db, *(None,) * 5
 
 
 def grouped_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     splits: Splits,
     bias: Optional[Tensor] = None,
     bias_scales: Optional[Tensor] = None,
@@ -214,11 +225,11 @@ def grouped_linear(
 ) -> Tensor:
     """y[r] = (W[g] + scaling b[g] a[g]) x[r] + bias[g] * bias_scales[r] for the rows r of group g.
 
-    x: (rows, K). weight: (G, N, K) or, transposed, (G, K, N), of any strides, G up to 1024. splits: which rows are
-    whose, int32 or int64 on the device: `GroupSizes` (G,), `GroupOffsets` (G + 1,), or a tensor of one of these shapes,
-    which tells the two apart; or a list of sizes, which has to fit the rows and is copied to the device once
-    (RuntimeError under CUDA graph capture). bias: (G, N). bias_scales: (rows,), of any floating dtype. Returns
-    (rows, N) in the dtype of x.
+    x: (rows, K). weight: (G, N, K) or, transposed, (G, K, N), of any strides, G up to 1024; or a `BlockScaled`
+    one (G, N, K), which is frozen. splits: which rows are whose, int32 or int64 on the device: `GroupSizes` (G,),
+    `GroupOffsets` (G + 1,), or a tensor of one of these shapes, which tells the two apart; or a list of sizes, which
+    has to fit the rows and is copied to the device once (RuntimeError under CUDA graph capture). bias: (G, N).
+    bias_scales: (rows,), of any floating dtype. Returns (rows, N) in the dtype of x.
 
     lora: a and b with their scaling, for all groups, or None; the sum of weights is never made. Several adapters: a
     (L, G, r, K) and b (L, G, N, r); then adapter_index (rows,), int32 or int64, says which adapter a row has, and any
@@ -233,20 +244,22 @@ def grouped_linear(
     TypeError or ValueError that names the argument.
     """
     checks.check_flags(transposed=transposed)
-    x, *tensors = _checked(x, weight, splits, bias, bias_scales, transposed)
+    checks.check_tensor("x", x)
+    scaled = check_scaled("weight", weight, x, "x", transposed)
+    weight, weight_scale, block = parts_of(weight)
+    x, *tensors = _checked(x, weight, splits, bias, bias_scales, transposed, scaled)
     if lora is None is adapter_index:
-        pair = None, None, None, 0.0
+        factors, scaling = (None, None, None), 0.0
     else:
         check_loras({"lora": (lora, weight)}, transposed, x, adapter_index)
-        adapters = None if adapter_index is None else adapter_index.contiguous()
-        pair = lora.a, lora.b, adapters, float(lora.scaling)
-    refuse_forward_mode("grouped_linear", x, *tensors, *pair)
-    return _grouped_linear(x, *tensors, *pair, transposed)
+        factors = lora.a, lora.b, None if adapter_index is None else adapter_index.contiguous()
+        scaling = float(lora.scaling)
+    refuse_forward_mode("grouped_linear", x, *tensors, *factors)
+    return _grouped_linear(x, *tensors, *factors, weight_scale, block, scaling, transposed)
 
 
-def _checked(x, weight, splits, bias, bias_scales, transposed) -> Tuple[Tensor, ...]:
-    """The op's tensors. Raises what `grouped_linear` raises."""
-    checks.check_tensor("x", x)
+def _checked(x, weight, splits, bias, bias_scales, transposed, scaled) -> Tuple[Tensor, ...]:
+    """The op's tensors. Raises what `grouped_linear` raises. scaled: whether the weight has scales."""
     checks.check_tensor("weight", weight)
     if bias is not None:
         checks.check_tensor("bias", bias)
@@ -255,6 +268,6 @@ def _checked(x, weight, splits, bias, bias_scales, transposed) -> Tuple[Tensor, 
     dtype = checks.autocast_dtype(x.device.type)
     if dtype is not None:
         x, weight, bias = (checks.autocast(tensor, dtype) for tensor in (x, weight, bias))
-    checks.check_linear(x, weight, bias, bias_scales, transposed)
+    checks.check_linear(x, weight, bias, bias_scales, transposed, scaled)
     splits = as_splits(splits, weight.shape[0], x.shape[0], x.device)
     return x, weight, splits, bias, None if bias_scales is None else bias_scales.contiguous()

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .block import factors_of, kind_arguments
 from .block_op import experts_op
+from .block_scaled import Weight, check_scaled, parts_of
 from .common import checks
 from .common.activation import Activation, as_activation
 from .common.autograd import refuse_forward_mode
@@ -17,8 +18,8 @@ def grouped_mlp(
     x: Tensor,
     splits: Splits,
     activation_scales: Optional[Tensor],
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
+    gate_up_proj: Weight,
+    down_proj: Weight,
     *,
     bias_scales: Optional[Tensor] = None,
     gate_up_proj_bias: Optional[Tensor] = None,
@@ -50,11 +51,18 @@ def grouped_mlp(
     """
     checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     activation = as_activation(activation, gated, interleaved)
-    dtype = checks.autocast_dtype(x.device.type) if isinstance(x, Tensor) else None
-    x, up, down, up_bias, down_bias = (
-        checks.autocast(tensor, dtype) for tensor in (x, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
+    checks.check_tensor("x", x)
+    dtype = checks.autocast_dtype(x.device.type)
+    x = checks.autocast(x, dtype)
+    scaled = (
+        check_scaled("gate_up_proj", gate_up_proj, x, "x", transposed),
+        check_scaled("down_proj", down_proj, x, "x", transposed),
     )
-    checks.check_experts("x", x, up, down, up_bias, down_bias, gated, transposed)
+    (up, up_scale, up_block), (down, down_scale, down_block) = parts_of(gate_up_proj), parts_of(down_proj)
+    up, down, up_bias, down_bias = (
+        checks.autocast(tensor, dtype) for tensor in (up, down, gate_up_proj_bias, down_proj_bias)
+    )
+    checks.check_experts("x", x, up, down, up_bias, down_bias, gated, transposed, scaled)
     scales = {"activation_scales": activation_scales, "bias_scales": bias_scales}
     for name, tensor in scales.items():
         if tensor is not None:
@@ -64,8 +72,9 @@ def grouped_mlp(
         raise ValueError("bias_scales: expected None without down_proj_bias, which they scale")
     splits = as_splits(splits, up.shape[0], x.shape[0], x.device)
     check_loras({"gate_up_lora": (gate_up_lora, up), "down_lora": (down_lora, down)}, transposed, x, adapter_index)
-    weights = up, down, up_bias, down_bias, *factors_of(gate_up_lora, down_lora)
+    weights = up, down, up_bias, down_bias, *factors_of(gate_up_lora, down_lora), up_scale, down_scale
     refuse_forward_mode("grouped_mlp", x, *scales.values(), *weights)
-    kind = kind_arguments(activation, gated, interleaved, transposed, recompute, gate_up_lora, down_lora)
+    blocks = *up_block, *down_block
+    kind = kind_arguments(activation, gated, interleaved, transposed, recompute, gate_up_lora, down_lora, blocks)
     adapters = None if adapter_index is None else adapter_index.contiguous()
     return experts_op(x, splits, *scales.values(), adapters, *weights, *kind, None)

@@ -8,6 +8,7 @@ from typing import Any, Dict, NamedTuple, Optional
 
 import torch
 
+from ..block_scaled import ScaleLayout
 from ..common.activation import Activation
 from ..common.device import DeviceSpec
 
@@ -18,7 +19,7 @@ class GemmProblem(NamedTuple):
     layout: "nk" for a weight (E, N, K), "kn" for (E, K, N), where x and the weight can be read by descriptor; else
     None. transposed: whether the weight is (E, K, N). low_rank: R of the low-rank part, 0 without one. zero_rest: rows
     of no group are written as 0. many_rows: more than ragged descriptors count. wide: tiles of 256 columns take less
-    time (`tuning.heuristic.wide_pays`).
+    time (`tuning.heuristic.wide_pays`). scales: which scale a weight's element has, None for plain weights.
     """
 
     spec: DeviceSpec
@@ -34,6 +35,7 @@ class GemmProblem(NamedTuple):
     zero_rest: bool
     many_rows: bool
     wide: bool
+    scales: Optional[ScaleLayout] = None
 
 
 class BlockProblem(NamedTuple):
@@ -41,7 +43,7 @@ class BlockProblem(NamedTuple):
 
     n: I. k: H. top_k: slots of a token where rows are routed, else 0. layout: of the weight as in `GemmProblem`, None
     if it cannot be read by descriptor. transposed, low_rank, many_rows: as there. rows_by_tma: whether x or dout can be
-    read by descriptor. saves_preact: whether the up-projection also returns the pre-activation.
+    read by descriptor. saves_preact: whether the up-projection also returns the pre-activation. scales: as there.
     """
 
     spec: DeviceSpec
@@ -61,6 +63,7 @@ class BlockProblem(NamedTuple):
     interleaved: bool
     activation: Activation
     saves_preact: bool
+    scales: Optional[ScaleLayout] = None
 
     @property
     def width(self) -> int:

@@ -4,7 +4,7 @@ import importlib
 from functools import lru_cache
 from typing import Any, Callable, NamedTuple
 
-PREFERENCE = ("hopper", "triton")  # packages beside this module, which have a module per product
+PREFERENCE = ("hopper", "triton", "block_scaled")  # packages beside this module, which have a module per product
 
 
 @lru_cache(maxsize=None)

@@ -96,10 +96,13 @@ def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
 
 
 def autocast(tensor: Optional[Tensor], dtype: Optional[torch.dtype]) -> Optional[Tensor]:
-    """tensor as `F.linear` would see it under autocast: floating point is cast, fp64 and what is no tensor stay."""
-    if dtype is None or not isinstance(tensor, Tensor):
+    """tensor as `F.linear` would see it under autocast: floating point is cast, fp64 and what is no tensor stay.
+
+    So do 8-bit floats, which mean nothing without their scales.
+    """
+    if dtype is None or not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return tensor
-    return tensor if tensor.dtype == torch.float64 or not tensor.is_floating_point() else tensor.to(dtype)
+    return tensor if tensor.dtype == torch.float64 or tensor.dtype.itemsize == 1 else tensor.to(dtype)
 
 
 def check_num_groups(name: str, groups: int, what: str = "groups") -> None:
@@ -165,8 +168,11 @@ def check_routing(top_k_index: Tensor, num_experts: int) -> None:
     check_num_groups("num_experts", num_experts, "experts")
 
 
-def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed) -> None:
-    """Raises TypeError or ValueError that names what of the weights, or of x, named `owner`, is at fault."""
+def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed, scaled=(False, False)) -> None:
+    """Raises TypeError or ValueError that names what of the weights, or of x, named `owner`, is at fault.
+
+    scaled: which of the two weights have a dtype of their own, that is known to be right.
+    """
     check_matrix(owner, x, "(T, H)" if owner == "hidden_states" else "(rows, H)")
     check_tensor("gate_up_proj", up)
     if up.dim() != 3:
@@ -181,24 +187,26 @@ def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed) -> 
     if h == 0 or i == 0:
         raise ValueError(f"gate_up_proj: expected H and I above 0, got {tuple(up.shape)}")
     device, dtype = x.device, x.dtype
+    check_tensor("down_proj", down)
+    up_dtype, down_dtype = (weight.dtype if own else dtype for weight, own in zip((up, down), scaled))
     if transposed:
-        check_operand("gate_up_proj", up, (e, h, p), f"(E, H, {p_legend})", device, dtype, owner)
-        check_operand("down_proj", down, (e, i, h), "(E, I, H)", device, dtype, owner)
+        check_operand("gate_up_proj", up, (e, h, p), f"(E, H, {p_legend})", device, up_dtype, owner)
+        check_operand("down_proj", down, (e, i, h), "(E, I, H)", device, down_dtype, owner)
     else:
-        check_operand("gate_up_proj", up, (e, p, h), f"(E, {p_legend}, H)", device, dtype, owner)
-        check_operand("down_proj", down, (e, h, i), "(E, H, I)", device, dtype, owner)
+        check_operand("gate_up_proj", up, (e, p, h), f"(E, {p_legend}, H)", device, up_dtype, owner)
+        check_operand("down_proj", down, (e, h, i), "(E, H, I)", device, down_dtype, owner)
     if up_bias is not None:
         check_operand("gate_up_proj_bias", up_bias, (e, p), f"(E, {p_legend})", device, dtype, owner)
     if down_bias is not None:
         check_operand("down_proj_bias", down_bias, (e, h), "(E, H)", device, dtype, owner)
 
 
-def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed) -> None:
+def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed, scaled) -> None:
     """Raises TypeError or ValueError that names the argument of `grouped_mm_experts` at fault."""
     if gated and (up_bias is None) != (down_bias is None):
         missing = "gate_up_proj_bias" if up_bias is None else "down_proj_bias"
         raise ValueError(f"{missing}: expected with the other bias; a gated block takes both biases or none")
-    check_experts("hidden_states", x, up, down, up_bias, down_bias, gated, transposed)
+    check_experts("hidden_states", x, up, down, up_bias, down_bias, gated, transposed, scaled)
     check_ids(top_k_index)
     shape, device = top_k_index.shape, x.device
     if shape[0] != x.shape[0]:
@@ -207,8 +215,8 @@ def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gat
     check_operand("top_k_weights", top_k_weights, shape, "(T, top_k)", device, None, "hidden_states")
 
 
-def check_linear(x, weight, bias, bias_scales, transposed) -> None:
-    """Raises TypeError or ValueError that names the argument of `grouped_linear` at fault."""
+def check_linear(x, weight, bias, bias_scales, transposed, scaled) -> None:
+    """Raises TypeError or ValueError that names the argument of `grouped_linear` at fault. scaled: `check_experts`'."""
     check_matrix("x", x, "(rows, K)")
     depth, k = x.shape[1], None
     if weight.dim() == 3:
@@ -222,7 +230,8 @@ def check_linear(x, weight, bias, bias_scales, transposed) -> None:
     if k == 0 or n == 0:
         raise ValueError(f"weight: expected N and K above 0, got {tuple(weight.shape)}")
     check_device("weight", weight, x.device, "x")
-    check_same_dtype("weight", weight, x.dtype, "x")
+    if not scaled:
+        check_same_dtype("weight", weight, x.dtype, "x")
     if bias is None and bias_scales is not None:
         raise ValueError("bias_scales: expected None without a bias, which they scale")
     if bias is not None:

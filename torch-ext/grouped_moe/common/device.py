@@ -27,8 +27,9 @@ class DeviceSpec:
 
     shared_memory: bytes that one program may use. wide_tiles: whether matrix instructions read both operands from
     shared memory (NVIDIA's Hopper and data center Blackwell), which leaves the registers to the accumulator. tf32:
-    whether the device has that mode. hopper: whether the Gluon kernels for Hopper run on it. name: as torch reports it.
-    capability: major and minor. bandwidth: of the device's memory in GB/s, 0 if unknown.
+    whether the device has that mode. hopper: whether the Gluon kernels for Hopper run on it. float8: whether Triton has
+    e4m3 there. name: as torch reports it. capability: major and minor. bandwidth: of the device's memory in GB/s, 0 if
+    unknown.
     """
 
     num_sms: int
@@ -37,6 +38,7 @@ class DeviceSpec:
     wide_tiles: bool = True
     tf32: bool = True
     hopper: bool = False
+    float8: bool = False
     name: str = ""
     capability: tuple = (9, 0)
     bandwidth: int = 0
@@ -57,6 +59,7 @@ def device_spec(device_type: str, index: int) -> DeviceSpec:
         wide_tiles=not on_amd and capability in ((9, 0), (10, 0), (10, 3)),
         tf32=not on_amd or properties.gcnArchName.startswith("gfx94"),
         hopper=not on_amd and capability == (9, 0) and _compat.has_gluon(),
+        float8=not on_amd and capability >= (8, 9),
         name=properties.name,
         capability=capability,
         bandwidth=_bandwidth(properties),

@@ -27,7 +27,7 @@ def _elements(weight: Shape) -> int:
 def _experts_backward(dout: Shape, _x, _scales, _bias_scales, _adapters, *weights_and_rest, **__) -> int:
     """The products of `pipeline.backward`. needs: as `block.Needs`."""
     up, down, _, _, *factors = map(_elements, weights_and_rest[:8])
-    flags, slot_to_row, needs = weights_and_rest[10], weights_and_rest[-2], weights_and_rest[-1]
+    flags, slot_to_row, needs = weights_and_rest[12], weights_and_rest[-2], weights_and_rest[-1]
     rows = dout[0] if slot_to_row is None else slot_to_row[0]
     up_a, up_b, down_a, down_b = factors
     x, act_scales, _, needs_up, needs_down, up_bias, _, needs_up_a, needs_up_b, needs_down_a, needs_down_b = needs

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ..block_scaled import CODES
 from ..common import _compat
 from ..operands import MAX_RANK, LoRA
+from .transformers_fp8 import is_fp8
 from .transformers_load import goes_by_interface, implementation_of
 
 # Weight of an experts module -> the argument of `experts_forward` that takes its LoRA.
@@ -133,8 +135,9 @@ def _obstacle(wrapper: nn.Module, adapters: List[str]) -> Optional[str]:
     if not _has_factors_alone(wrapper, adapters[0]):
         return "the adapter has more than two factors and a scaling"
     a, b = wrapper.lora_A[adapters[0]].weight, wrapper.lora_B[adapters[0]].weight
-    for tensor in (wrapper.get_param(), a, b):
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in _DTYPES:
+    weight_dtypes = (CODES,) if is_fp8(wrapper.get_base_layer()) else _DTYPES
+    for tensor, dtypes in ((wrapper.get_param(), weight_dtypes), (a, _DTYPES), (b, _DTYPES)):
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in dtypes:
             return "the weight or a factor is sharded, quantized or of a dtype that the block does not compute in"
     if a.shape[0] > MAX_RANK * wrapper.num_experts:
         return f"the rank is above {MAX_RANK}"

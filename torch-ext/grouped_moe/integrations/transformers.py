@@ -11,6 +11,7 @@ from typing import Iterable, Mapping, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ..block_scaled import Weight
 from ..common import checks
 from ..experts import grouped_mm_experts
 from ..grouped_linear import grouped_linear
@@ -18,8 +19,9 @@ from ..operands import LoRA
 from ..permute import combine_rows, gather_rows
 from ..routing import route
 from .peft import factors_in_place, watch_wrappers
+from .transformers_fp8 import is_fp8, scaled_weight
 from .transformers_gate import check_known, check_no_operations, fused_activation, post_expert
-from .transformers_load import FP8_UNSUPPORTED, Share, watch
+from .transformers_load import Share, watch
 
 
 def local_part(parameter: Tensor) -> Tensor:
@@ -40,8 +42,10 @@ def _local(experts: torch.nn.Module, name: str) -> Tensor:
 
 def _weight(
     experts: torch.nn.Module, name: str, lora: Optional[LoRA], transposed: bool
-) -> Tuple[Tensor, Optional[LoRA]]:
+) -> Tuple[Weight, Optional[LoRA]]:
     """The weight of that name and what is to be added to it: `lora`, or what peft has put in its place."""
+    if is_fp8(experts):
+        return scaled_weight(experts, name), lora
     in_place = None if lora is not None else factors_in_place(experts, name, transposed)
     return (_local(experts, name), lora) if in_place is None else in_place
 
@@ -77,8 +81,10 @@ def experts_forward(
     interleaved = gated and not getattr(self, "is_concatenated", True)
     if self.num_experts != up.shape[0]:
         raise ValueError(f"num_experts: expected {up.shape[0]} as in {name}, got {self.num_experts}")
-    checks.check_compute_dtype(name, up)
-    x = hidden_states.to(up.dtype)
+    x = hidden_states
+    if isinstance(up, Tensor):
+        checks.check_compute_dtype(name, up)
+        x = x.to(up.dtype)
     after = post_expert(self)
     activation = fused_activation(self, interleaved) if after is None else None
     if activation is not None:
@@ -93,14 +99,10 @@ def experts_forward(
     rows, splits = gather_rows(x, routing), routing.expert_offsets
     rows = grouped_linear(rows, up, splits, up_bias, lora=gate_up_lora, transposed=transposed)
     rows = self._apply_gate(rows) if gated else self.act_fn(rows)
-    rows = grouped_linear(rows.to(down.dtype), down, splits, down_bias, lora=down_lora, transposed=transposed)
+    rows = grouped_linear(rows.to(x.dtype), down, splits, down_bias, lora=down_lora, transposed=transposed)
     if after is not None:
         rows = after(rows)
     return combine_rows(rows, top_k_weights, routing).to(hidden_states.dtype)
-
-
-def _fp8_experts_forward(self: torch.nn.Module, *args, **kwargs) -> Tensor:
-    raise ValueError(FP8_UNSUPPORTED)
 
 
 def _share(capacity: object) -> Optional[Share]:
@@ -133,12 +135,12 @@ def register_experts_implementation(name: str = "grouped_moe", capacity: Optiona
     it has to be made again whenever the model is loaded. Calling this twice is harmless, and the last capacity holds.
 
     From then on a model with this implementation is looked at as it is built, before its weights load: experts that
-    do not go by transformers' ExpertsInterface, and so keep their own code, are warned of; FP8 experts, and those with
-    steps that this version does not know, raise ValueError. `set_experts_implementation` on a model that is there
-    already warns of nothing; what this package cannot run raises when it runs. LoRA that peft puts on the weights of
-    experts from then on (`LoraConfig(target_parameters=...)`) runs in the block, without merged weights; what of it is
-    not known is left to peft, with a warning. Registration hooks for modules, which PyTorch keeps for the whole
-    process, do this.
+    do not go by transformers' ExpertsInterface, and so keep their own code, are warned of; those with steps that this
+    version does not know, and FP8 experts whose scales are not per block or per expert, raise ValueError.
+    `set_experts_implementation` on a model that is there already warns of nothing; what this package cannot run raises
+    when it runs. LoRA that peft puts on the weights of experts from then on (`LoraConfig(target_parameters=...)`) runs
+    in the block, without merged weights, on FP8 ones, too; what of it is not known is left to peft, with a warning.
+    Registration hooks for modules, which PyTorch keeps for the whole process, do this.
 
     capacity: the share of the T top_k slots, above 0 and up to 1, that the fused block makes room for, rounded up to
     whole slots: see `grouped_mm_experts`, of which more slots than that are an error. For expert parallelism with
@@ -164,7 +166,7 @@ def register_experts_implementation(name: str = "grouped_moe", capacity: Optiona
     except ImportError:  # older versions have no registry of their own for FP8 experts
         pass
     else:
-        registries.append((ALL_FP8_EXPERTS_FUNCTIONS, _fp8_experts_forward))
+        registries.append((ALL_FP8_EXPERTS_FUNCTIONS, forward))
     _check_name(name, [registry for registry, _ in registries])
     for registry, function in registries:
         registry.register(name, function)

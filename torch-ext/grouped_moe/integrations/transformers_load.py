@@ -10,12 +10,8 @@ from typing import Dict, Optional, Tuple
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from .transformers_fp8 import check_supported, is_fp8
 from .transformers_gate import check_known
-
-FP8_UNSUPPORTED = (
-    "grouped_moe: FP8 experts are not supported by version 1; load the model without FP8 quantization or choose "
-    "another experts_implementation, such as 'grouped_mm'"
-)
 
 Share = Tuple[int, int]  # of the slots: numerator and denominator
 
@@ -46,21 +42,13 @@ def goes_by_interface(module: nn.Module) -> bool:
     return "is_transposed" in module.__dict__
 
 
-def _is_fp8(experts: nn.Module) -> bool:
-    try:
-        from transformers.integrations.finegrained_fp8 import FP8Experts
-    except ImportError:
-        return False
-    return isinstance(experts, FP8Experts)
-
-
 def _look_at(parent: nn.Module, name: str, module: Optional[nn.Module]) -> None:
     """The hook: `module` becomes the child `name` of `parent`."""
     if module is None:
         return
     if implementation_of(module) is not None and goes_by_interface(module):
-        if _is_fp8(module):
-            raise ValueError(FP8_UNSUPPORTED)
+        if is_fp8(module):
+            check_supported(module)
         check_known(module)
     # The child that a quantizer replaces still has the config that its successor may lack.
     asked = implementation_of(parent) or implementation_of(parent._modules.get(name))

@@ -93,6 +93,15 @@ _LONG_K = 4096  # from where on wide tiles can pay
 THIN = 64  # columns of a weight gradient up to which it is one of streaming its other operand
 
 
+# By rows, with weights that are widened in registers: the sums of one block of K take as many as the accumulator.
+_SCALED_TILES = {
+    16: GemmConfig(16, 64, 128, 4, 4, programs_per_sm=3),
+    32: GemmConfig(32, 64, 128, 4, 3, programs_per_sm=2),
+    64: GemmConfig(64, 64, 128, 4, 3, programs_per_sm=2),
+    128: GemmConfig(128, 128, 64, 8, 3),
+}
+
+
 def choose_tile(
     kernel: str, size: int, default: Optional[GemmConfig], itemsize: int, spec: DeviceSpec
 ) -> Optional[GemmConfig]:
@@ -254,6 +263,22 @@ def hopper_wgrad_config(
     default = GemmConfig(128, 256, 32, 4, 4 if wide else 6, 1 if rows <= 128 else 8)
     kernel = "wgrad_hopper" + ("_gathered" if gathered else "") + ("_fp32" if wide else "")
     return choose_tile(kernel, rows, None if wide and gathered and rows < 128 else default, 2, spec)
+
+
+@lru_cache(maxsize=None)
+def scaled_config(
+    block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, step: int, held_tiles: int = 1
+) -> GemmConfig:
+    """Config of a product with block-scaled weights. step: columns of K within one block. held_tiles: of results."""
+    tile = _SCALED_TILES[block_m]
+    columns, block_k, stages = tile.block_n, tile.block_k, tile.num_stages
+    if block_m == 128 or dtype.itemsize > 2:
+        columns = columns // held_tiles
+    if dtype.itemsize > 2:
+        columns, block_k, stages = min(columns, 64), 32, 2
+    config = replace(tile, block_n=columns, block_k=min(block_k, step), num_stages=stages)
+    config = _narrowed(config, n, held_tiles, dtype.itemsize, spec.shared_memory)
+    return replace(config, num_warps=max(1, config.num_warps // 2)) if spec.warp_size == 64 else config
 
 
 def _block_for(extent: int) -> int:

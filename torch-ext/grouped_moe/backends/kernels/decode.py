@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .activation import Options, glu
+from .block_scaled import block_of, widen_codes, widen_scales
 from .dependent import wait_for_stream
 from .low_rank import find_adapter, inner_ranks
 from .products import load_masked
@@ -33,6 +34,32 @@ def inner_products(
 
 
 @triton.jit
+def scaled_inner_products(
+    x_ptr, w_ptrs, scale_ptrs, stride_sk, n_mask,
+    N: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`inner_products` with block-scaled weights. scale_ptrs: (BLOCK_N,) pointers to the scales of the first block."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        x = tl.load(x_ptr + start + k, mask=k < K - start, other=0.0).to(tl.float32)
+        codes = load_masked(w_ptrs + start, n_mask, k < K - start, N % BLOCK_N == 0, K % BLOCK_K == 0)
+        scales = load_scales_of_folds(scale_ptrs, stride_sk, start, n_mask, K, K_BLOCK, BLOCK_K)
+        acc += fold(x[None, :] * widen_codes(codes, tl.float32)) * scales
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def load_scales_of_folds(
+    scale_ptrs, stride_sk, start, mask, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """(rows, BLOCK_K // 8) scales of what `fold` makes of the columns from start on; blocks are multiples of 8."""
+    columns = start + 8 * tl.arange(0, BLOCK_K // 8)
+    ptrs = scale_ptrs[:, None] + (columns // K_BLOCK).to(tl.int64)[None, :] * stride_sk
+    return widen_scales(tl.load(ptrs, mask=mask[:, None] & (columns < K)[None, :], other=0))
+
+
+@triton.jit
 def load_bias_or_zeros(bias_ptr, stride_bn, columns, n_mask):
     """Values of an expert's bias in fp32; 0 without a bias and where masked."""
     if bias_ptr is None:
@@ -46,12 +73,14 @@ def slot_up_proj_kernel(
     x_ptr, stride_xt,  # (T, K), columns contiguous
     ids_ptr,  # (S,) int32 or int64, expert id per slot
     w_ptr, stride_we, stride_wn,  # (E, 2 N or N, K), K contiguous
+    w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks along 2 N or N, blocks along K), or None
     bias_ptr, stride_be, stride_bn,  # (E, 2 N or N) or None
     projected_ptr,  # (S, R) fp32, the low-rank part's rows, or None
     factor_ptr, stride_fl, stride_fe, stride_fn, stride_fr,  # (L, E, 2 N or N, R), or None
     adapters_ptr,  # (T,) adapter of each token, or None
     act_ptr,  # (S, N), out: rows of sentinels stay unwritten
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
     NUM_ADAPTERS: tl.constexpr, R: tl.constexpr, R_POW2: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
@@ -74,7 +103,15 @@ def slot_up_proj_kernel(
             w_ptr + expert * stride_we + gate_rows.to(tl.int64)[:, None] * stride_wn + tl.arange(0, BLOCK_K)[None, :]
         )
         expert_bias_ptr = bias_ptr + expert * stride_be if bias_ptr is not None else None
-        gate = inner_products(x_row_ptr, w_ptrs, n_mask, N, K, BLOCK_N, BLOCK_K)
+        if w_scale_ptr is None:
+            gate = inner_products(x_row_ptr, w_ptrs, n_mask, N, K, BLOCK_N, BLOCK_K)
+        else:
+            WIDTH: tl.constexpr = 2 if GATED else 1
+            block = block_of(gate_rows, WIDTH * N, N_BLOCK, N_PARTS).to(tl.int64)
+            scale_ptrs = w_scale_ptr + expert * stride_se + block * stride_sn
+            gate = scaled_inner_products(
+                x_row_ptr, w_ptrs, scale_ptrs, stride_sk, n_mask, N, K, K_BLOCK, BLOCK_N, BLOCK_K
+            )
         gate += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows, n_mask)
         if projected_ptr is not None:
             adapter, has_adapter = find_adapter(adapters_ptr, slot // TOP_K, NUM_ADAPTERS)
@@ -84,9 +121,15 @@ def slot_up_proj_kernel(
             gate += inner_ranks(row_ptrs, factor_ptrs, stride_fr, has_pair, R, R_POW2)
         if GATED:
             TO_UP: tl.constexpr = 1 if INTERLEAVED else N
-            up = inner_products(
-                x_row_ptr, w_ptrs + tl.cast(stride_wn, tl.int64) * TO_UP, n_mask, N, K, BLOCK_N, BLOCK_K
-            )
+            up_ptrs = w_ptrs + tl.cast(stride_wn, tl.int64) * TO_UP
+            if w_scale_ptr is None:
+                up = inner_products(x_row_ptr, up_ptrs, n_mask, N, K, BLOCK_N, BLOCK_K)
+            else:
+                block = block_of(gate_rows + TO_UP, WIDTH * N, N_BLOCK, N_PARTS).to(tl.int64)
+                scale_ptrs = w_scale_ptr + expert * stride_se + block * stride_sn
+                up = scaled_inner_products(
+                    x_row_ptr, up_ptrs, scale_ptrs, stride_sk, n_mask, N, K, K_BLOCK, BLOCK_N, BLOCK_K
+                )
             up += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows + TO_UP, n_mask)
             if projected_ptr is not None:
                 factor_ptrs += tl.cast(stride_fn, tl.int64) * TO_UP
@@ -103,10 +146,12 @@ def slot_down_proj_kernel(
     ids_ptr,  # (S,) int32 or int64, expert id per slot
     weights_ptr,  # (S,) routing weight per slot
     w_ptr, stride_we, stride_wn,  # (E, N, K), K contiguous
+    w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks along N, blocks along K), or None
     bias_ptr, stride_be, stride_bn,  # (E, N) or None
     projected_ptr, factor_ptr, stride_fl, stride_fe, stride_fn, stride_fr, adapters_ptr,  # as above, (L, E, N, R)
     out_ptr,  # (T, N), out
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
     NUM_ADAPTERS: tl.constexpr, R: tl.constexpr, R_POW2: tl.constexpr,
     TOP_K_POW2: tl.constexpr,  # power of two, TOP_K or more
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -128,12 +173,18 @@ def slot_down_proj_kernel(
     k = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + (expert * stride_we + column.to(tl.int64) * stride_wn)[:, None] + k[None, :]
     act_ptrs = act_ptr + slot.to(tl.int64)[:, None] * K + k[None, :]
+    if w_scale_ptr is not None:
+        scale_ptrs = w_scale_ptr + expert * stride_se + block_of(column, N, N_BLOCK, N_PARTS).to(tl.int64) * stride_sn
     acc = tl.zeros((TOP_K_POW2 * BLOCK_N, BLOCK_K // 8), tl.float32)
     for start in range(0, K, BLOCK_K):
         mask = routed[:, None] & (k < K - start)[None, :]
         a = tl.load(act_ptrs + start, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(w_ptrs + start, mask=mask, other=0.0).to(tl.float32)
-        acc += fold(a * w)
+        w = tl.load(w_ptrs + start, mask=mask, other=0.0)
+        if w_scale_ptr is None:
+            acc += fold(a * w.to(tl.float32))
+        else:
+            scales = load_scales_of_folds(scale_ptrs, stride_sk, start, routed, K, K_BLOCK, BLOCK_K)
+            acc += fold(a * widen_codes(w, tl.float32)) * scales
     y = tl.sum(acc, 1)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert * stride_be + column.to(tl.int64) * stride_bn

@@ -9,6 +9,7 @@ from typing import Callable, Iterator, List, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ...block_scaled import BlockScaled, Weight
 from ...operands import LowRank
 from ...rows import Rows
 
@@ -48,25 +49,26 @@ def scales_of(scales: Tensor, rows: Rows, start: int, end: int) -> Tensor:
 
 
 def products(
-    x: Tensor, weight: Tensor, rows: Rows, *, transposed: bool, bias: Optional[Tensor] = None,
+    x: Tensor, weight: Weight, rows: Rows, *, transposed: bool, bias: Optional[Tensor] = None,
     scales: Optional[Tensor] = None, of_tokens: bool = False, low_rank: Optional[LowRank] = None,
 ) -> Tensor:  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e], (rows, N), of x[token of r] with of_tokens; rows of no group are unwritten.
 
-    x: (rows, K) or (T, K). weight: (E, N, K) or, transposed, (E, K, N). bias: (E, N). scales: (rows,). low_rank: what
-    is added to the product.
+    x: (rows, K) or (T, K). weight: (E, N, K) or, transposed, (E, K, N); scaled ones are made plain one after the other.
+    bias: (E, N). scales: (rows,). low_rank: what is added to the product.
     """
-    weight = weight if transposed else weight.transpose(1, 2)
-    y, wide = x.new_empty((rows.num_rows, weight.shape[2])), wide_dtype(x)
+    y, wide = x.new_empty((rows.num_rows, weight.shape[2 if transposed else 1])), wide_dtype(x)
     for group, start, end in groups_with_rows(rows):
         operand, out = rows_of(x, rows, start, end, of_tokens), y[start:end]
+        own = weight.dequantize_one(group, x.dtype) if isinstance(weight, BlockScaled) else weight[group]
+        own = own if transposed else own.t()
         if bias is None:
-            torch.mm(operand, weight[group], out=out)
+            torch.mm(operand, own, out=out)
         else:
             added = bias[group]
             if scales is not None:
                 added = torch.outer(scales[start:end].to(wide), added.to(wide)).to(x.dtype)
-            torch.addmm(added, operand, weight[group], out=out)
+            torch.addmm(added, operand, own, out=out)
         if low_rank is not None:
             factor = low_rank.weight[group]
             out.addmm_(low_rank.rows[start:end], factor if transposed else factor.t())
@@ -75,7 +77,7 @@ def products(
 
 @in_its_dtype
 def gemm(
-    x: Tensor, weight: Tensor, rows: Rows, *, transposed: bool = False, bias: Optional[Tensor] = None,
+    x: Tensor, weight: Weight, rows: Rows, *, transposed: bool = False, bias: Optional[Tensor] = None,
     scales: Optional[Tensor] = None, zero_rest: bool = False, low_rank: Optional[LowRank] = None,
 ) -> Tensor:  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e], for rows in place.

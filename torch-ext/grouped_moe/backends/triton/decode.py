@@ -7,13 +7,16 @@ import torch
 from torch import Tensor
 
 from ...block import Block
+from ...block_scaled import ScaleLayout, parts_of
 from ...common.activation import Activation
+from ...common.device import spec_of
 from ...operands import LoRA
 from ...rows import unit_rows
 from ..kernels.decode import slot_down_proj_kernel, slot_up_proj_kernel
 from ..kernels.low_rank import slot_project_kernel
 from .gemm import bias_and_strides
 from .launch import Kernel
+from .scales import codes_and_scales, scale_constants, scale_layout
 
 _MAX_TOP_K = 32  # sums of all choices of a token lie in the registers of one program
 _PROJECTED_RANKS = 2  # of a program: so few that a token's are all under way at once
@@ -25,20 +28,23 @@ def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
 
     Of wide types the sums of long rows do not fit the registers everywhere.
     """
-    k = 1 if block.transposed else 2
-    if top_k > _MAX_TOP_K or block.up.dtype.itemsize != 2 or block.up.stride(k) != 1 or block.down.stride(k) != 1:
+    k, (up, *_), (down, *_) = 1 if block.transposed else 2, parts_of(block.up), parts_of(block.down)
+    if top_k > _MAX_TOP_K or up.dtype.itemsize > 2 or up.stride(k) != 1 or down.stride(k) != 1:
         return False
     if num_tokens == 1:
         return True
     # Two tokens of random routing share top_k^2 / E experts.
     shared = num_tokens * (num_tokens - 1) // 2 * top_k * top_k
-    weights = (block.up.numel() + block.down.numel()) * block.up.dtype.itemsize
+    weights = up.numel() * up.dtype.itemsize + down.numel() * down.dtype.itemsize
     few = 4 * num_tokens * top_k <= block.num_experts
     return few and shared * weights <= _MAX_SHARED_BYTES * block.num_experts**2
 
 
 class _Problem(NamedTuple):
-    """What the kernels are compiled for. num_choices: top_k. up_ranks, down_ranks: adapters and rank of a LoRA."""
+    """What the kernels are compiled for. num_choices: top_k. up_ranks, down_ranks: adapters and rank of a LoRA.
+
+    up_scales, down_scales: which scale an element of a weight has, None for a plain one.
+    """
 
     dtype: torch.dtype
     num_experts: int
@@ -50,6 +56,8 @@ class _Problem(NamedTuple):
     activation: Activation
     up_ranks: Tuple[int, int]
     down_ranks: Tuple[int, int]
+    up_scales: Optional[ScaleLayout]
+    down_scales: Optional[ScaleLayout]
 
 
 def _up_tile(k: int) -> Tuple[int, int, int]:
@@ -84,7 +92,8 @@ def _up_kernel(problem: _Problem) -> Kernel:
         "NUM_EXPERTS": problem.num_experts, "N": problem.i, "K": problem.h, "TOP_K": problem.num_choices,
         "GATED": problem.gated, "INTERLEAVED": problem.interleaved, "ACTIVATION": activation.name,
         "ALPHA": activation.alpha, "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
-        **_rank_constants(problem.up_ranks), "BLOCK_N": block_n, "BLOCK_K": block_k,
+        **_rank_constants(problem.up_ranks), **scale_constants(problem.up_scales), "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
     }  # fmt: skip
     return Kernel(slot_up_proj_kernel, constants, {"num_warps": warps}, _describe(block_n, block_k, warps))
 
@@ -96,7 +105,8 @@ def _down_kernel(problem: _Problem) -> Kernel:
     block_k = _narrowed(block_k, problem.i)
     constants = {
         "NUM_EXPERTS": problem.num_experts, "N": problem.h, "K": problem.i, "TOP_K": problem.num_choices,
-        "TOP_K_POW2": choices, **_rank_constants(problem.down_ranks), "BLOCK_N": block_n, "BLOCK_K": block_k,
+        "TOP_K_POW2": choices, **_rank_constants(problem.down_ranks), **scale_constants(problem.down_scales),
+        "BLOCK_N": block_n, "BLOCK_K": block_k,
     }  # fmt: skip
     return Kernel(slot_down_proj_kernel, constants, {"num_warps": warps}, _describe(block_n, block_k, warps))
 
@@ -149,23 +159,24 @@ def decode(
 ) -> Tensor:  # fmt: skip
     """out (T, H) of the experts block, for calls that `is_decode` takes; T above 0. adapters: (T,), of LoRAs."""
     x, ids = unit_rows(x), top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
-    (num_tokens, top_k), h, i, n_dim = ids.shape, x.shape[1], block.intermediate, 2 if block.transposed else 1
-    num_experts, up_lora, down_lora = block.num_experts, block.up_lora, block.down_lora
+    (num_tokens, top_k), h, i, transposed = ids.shape, x.shape[1], block.intermediate, block.transposed
+    num_experts, up_lora, down_lora, spec = block.num_experts, block.up_lora, block.down_lora, spec_of(x)
     problem = _Problem(
         x.dtype, num_experts, top_k, h, i, block.gated, block.interleaved, block.activation, _ranks(up_lora),
-        _ranks(down_lora),
+        _ranks(down_lora), scale_layout(block.up, False), scale_layout(block.down, False),
     )  # fmt: skip
-    up, down, up_kernel, down_kernel = block.up, block.down, _up_kernel(problem), _down_kernel(problem)
+    up, stride_ue, stride_un, _, *up_scales = codes_and_scales(block.up, transposed, spec)
+    down, stride_de, stride_dn, _, *down_scales = codes_and_scales(block.down, transposed, spec)
+    up_kernel, down_kernel = _up_kernel(problem), _down_kernel(problem)
     act = x.new_empty((num_tokens * top_k, i))
     up_kernel(
-        (-(-i // up_kernel.constants["BLOCK_N"]), num_tokens * top_k, 1), x, x.stride(0), ids, up, up.stride(0),
-        up.stride(n_dim), *bias_and_strides(block.up_bias), *_low_rank(up_lora, x, ids, adapters, num_experts, False),
-        act,
+        (-(-i // up_kernel.constants["BLOCK_N"]), num_tokens * top_k, 1), x, x.stride(0), ids, up, stride_ue, stride_un,
+        *up_scales, *bias_and_strides(block.up_bias), *_low_rank(up_lora, x, ids, adapters, num_experts, False), act,
     )  # fmt: skip
     out = x.new_empty((num_tokens, h))
     down_kernel(
-        (-(-h // down_kernel.constants["BLOCK_N"]), num_tokens, 1), act, ids, weights, down, down.stride(0),
-        down.stride(n_dim), *bias_and_strides(block.down_bias),
-        *_low_rank(down_lora, act, ids, adapters, num_experts, True), out,
+        (-(-h // down_kernel.constants["BLOCK_N"]), num_tokens, 1), act, ids, weights, down, stride_de, stride_dn,
+        *down_scales, *bias_and_strides(block.down_bias), *_low_rank(down_lora, act, ids, adapters, num_experts, True),
+        out,
     )  # fmt: skip
     return out

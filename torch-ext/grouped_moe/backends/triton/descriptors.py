@@ -5,6 +5,7 @@ from typing import Optional, Sequence, Tuple
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...block_scaled import Weight
 from ...common.device import DeviceSpec
 from .launch import ALIGNMENT
 
@@ -34,12 +35,13 @@ def takes_rows(x: Tensor, spec: DeviceSpec) -> bool:
     return spec.wide_tiles and x.element_size() == 2 and tma_strides(x) is not None
 
 
-def weight_layout(weight: Tensor, transposed: bool) -> Optional[str]:
-    """How a weight lies in memory for TMA: "nk" for (E, N, K), "kn" for (E, K, N), None if TMA does not take it.
+def weight_layout(weight: Weight, transposed: bool) -> Optional[str]:
+    """How a weight lies in memory for TMA: "nk" for (E, N, K), "kn" for (E, K, N), None if TMA does not take it. Only
+    plain ones are read so.
 
     weight: (E, N, K) or, transposed, (E, K, N), of any strides.
     """
-    if tma_strides(weight) is None:
+    if not isinstance(weight, Tensor) or tma_strides(weight) is None:
         return None
     return "kn" if transposed else "nk"
 

@@ -13,15 +13,15 @@ from ..kernels.experts import down_dgrad_kernel
 from ..problems import BlockProblem
 from ..table import launcher_of
 from .descriptors import describe
-from .gemm import nk_strides
 from .launch import Kernel
 from .permute import sort_rows
+from .scales import nk_strides
 from .up_proj import block_constants, problem_of, weight_by_tma
 
 
 def supports(problem: BlockProblem) -> bool:
-    """All of them."""
-    return True
+    """All of plain weights."""
+    return problem.scales is None
 
 
 class Launcher:

@@ -5,6 +5,7 @@ from typing import Optional
 
 from torch import Tensor
 
+from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
 from ...operands import LowRank
 from ...rows import Rows, max_tiles
@@ -14,14 +15,15 @@ from ..problems import GemmProblem
 from ..table import launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
 from .launch import Kernel
+from .scales import nk_strides, scale_layout
 
 _ZERO_PROGRAMS_PER_SM = 4
 _ZERO_CHUNK = 4096  # elements
 
 
 def supports(problem: GemmProblem) -> bool:
-    """All of them."""
-    return True
+    """All of plain weights."""
+    return problem.scales is None
 
 
 class Launcher:
@@ -60,25 +62,20 @@ class Launcher:
         )  # fmt: skip
 
 
-def nk_strides(weight: Tensor, transposed: bool) -> tuple:
-    """Strides over (E, N, K) of a weight (E, N, K) or, transposed, (E, K, N)."""
-    stride_e, first, second = weight.stride()
-    return (stride_e, second, first) if transposed else (stride_e, first, second)
-
-
 def bias_and_strides(bias: Optional[Tensor]) -> tuple:
     """A bias (E, N) and its strides as arguments of a kernel."""
     return (None, 0, 0) if bias is None else (bias, *bias.stride())
 
 
 def gemm(
-    x: Tensor, weight: Tensor, rows: Rows, *, transposed: bool = False, bias: Optional[Tensor] = None,
+    x: Tensor, weight: Weight, rows: Rows, *, transposed: bool = False, bias: Optional[Tensor] = None,
     scales: Optional[Tensor] = None, zero_rest: bool = False, low_rank: Optional[LowRank] = None,
 ) -> Tensor:  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e], for rows in place.
 
-    x: (rows, K), any strides. weight: (E, N, K) or, transposed, (E, K, N), any strides. bias: (E, N). low_rank: what is
-    added to the product. Returns (rows, N), where rows of no group are unwritten or, with zero_rest, 0.
+    x: (rows, K), any strides. weight: (E, N, K) or, transposed, (E, K, N), any strides, scaled or plain. bias: (E, N).
+    low_rank: what is added to the product. Returns (rows, N), where rows of no group are unwritten or, with zero_rest,
+    0.
     """
     (num_rows, k), n = x.shape, weight.shape[2 if transposed else 1]
     y = x.new_empty((num_rows, n))
@@ -90,6 +87,7 @@ def gemm(
             spec, dtype, dot_precision(dtype, spec), rows.num_groups, block_m, n, k, layout, transposed,
             0 if low_rank is None else low_rank.rows.shape[1], zero_rest,
             num_rows > MAX_RAGGED_ROWS, spec.hopper and wide_pays(num_rows, rows.num_groups, n, k, spec),
+            scale_layout(weight, transposed),
         )  # fmt: skip
         launcher_of("gemm", problem)(x, weight, bias, scales, low_rank, y, rows)
     return y

@@ -5,6 +5,7 @@ from typing import Optional, Tuple
 from torch import Tensor
 
 from ...block import Block
+from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
 from ...operands import LowRank
 from ...rows import Rows, max_tiles
@@ -13,13 +14,14 @@ from ..kernels.experts import up_proj_kernel
 from ..problems import BlockProblem
 from ..table import launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
-from .gemm import bias_and_strides, nk_strides
+from .gemm import bias_and_strides
 from .launch import Kernel
+from .scales import nk_strides, scale_layout
 
 
 def supports(problem: BlockProblem) -> bool:
-    """All of them."""
-    return True
+    """All of plain weights."""
+    return problem.scales is None
 
 
 def block_constants(problem: BlockProblem, by_tma: bool) -> dict:
@@ -91,7 +93,7 @@ def up_proj(
 
 
 def problem_of(
-    block: Block, x: Tensor, weight: Tensor, low_rank: Optional[LowRank], rows: Rows, saves_preact: bool,
+    block: Block, x: Tensor, weight: Weight, low_rank: Optional[LowRank], rows: Rows, saves_preact: bool,
     transposed: bool,
 ) -> BlockProblem:  # fmt: skip
     """The problem of either fused product, x times the weight (E, N, K) or, transposed, (E, K, N)."""
@@ -102,4 +104,5 @@ def problem_of(
         weight_layout(weight, transposed) if tall else None, transposed,
         0 if low_rank is None else low_rank.rows.shape[1], tall and takes_rows(x, spec),
         rows.num_rows > MAX_RAGGED_ROWS, block.gated, block.interleaved, block.activation, saves_preact,
+        scale_layout(weight, transposed),
     )  # fmt: skip

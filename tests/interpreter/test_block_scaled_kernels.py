@@ -1,0 +1,61 @@
+"""The kernels for block-scaled weights: output and gradients against the reference on the same weights in fp64."""
+
+import pytest
+import torch
+from block import call, run_reference
+from cases import BY_ID, make_inputs
+from compare import assert_close
+from scaled import Blocks, check, with_scales
+
+pytestmark = pytest.mark.usefixtures("accelerated")
+
+TILES = {"H": 70, "I": 72, "T": 40, "E": 3}
+CASES = {
+    "one-block": ("silu", {}, Blocks()),
+    "blocks": ("silu", TILES, Blocks((16, 32))),
+    "apart": ("silu-bias", {**TILES, "I": 75}, Blocks((16, 64), apart=True)),
+    "per-expert": ("silu-recompute", TILES, Blocks(None, apart=True)),
+    "not-gated": ("relu2-not-gated", TILES, Blocks((32, 16))),
+    "interleaved": ("gpt-oss", TILES, Blocks((32, 32))),
+    "exponents": ("silu", TILES, Blocks((16, 16), dtype=torch.float8_e8m0fnu)),
+    "views": ("silu-mostly-sentinels", TILES, Blocks((16, 32), views=True)),
+    "one-of-two": ("silu", TILES, Blocks((16, 32), kept=("down_proj",))),
+    "tall": ("tall", {"T": 150, "H": 136, "I": 136}, Blocks(apart=True)),
+    "no-token": ("silu", {"T": 0}, Blocks()),
+}
+by_case = pytest.mark.parametrize("case_id, sizes, blocks", CASES.values(), ids=CASES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@by_case
+def test_matches_reference(grouped_moe, case_id, sizes, blocks, dtype):
+    case = BY_ID[case_id]._replace(**sizes)
+    check(grouped_moe, case, make_inputs(case, dtype, "cpu"), blocks)
+
+
+FEW = {
+    "blocks": ("silu", Blocks((16, 32))),
+    "apart": ("silu-bias", Blocks((16, 64), apart=True)),
+    "per-expert": ("silu", Blocks(None, apart=True)),
+    "not-gated": ("relu2-not-gated", Blocks((32, 16))),
+    "interleaved": ("gpt-oss", Blocks((32, 32), dtype=torch.float8_e8m0fnu)),
+    "one-of-two": ("silu-mostly-sentinels", Blocks(kept=("gate_up_proj",))),
+}
+
+
+@pytest.mark.parametrize("case_id, blocks", FEW.values(), ids=FEW)
+def test_few_tokens(module, grouped_moe, monkeypatch, case_id, blocks):
+    """The kernels for decode, with steps along K within a block, and columns that do not fill a tile."""
+    decode = module("backends.triton.decode")
+    monkeypatch.setattr(decode, "_up_tile", lambda k: (4, 16, 4))
+    monkeypatch.setattr(decode, "_down_tile", lambda k, choices: (2, 16, 4))
+    for name in ("_up_kernel", "_down_kernel"):  # which keep the kernels of real tiles
+        monkeypatch.setattr(decode, name, getattr(decode, name).__wrapped__)
+    launched = []
+    monkeypatch.setattr(module("backends.triton"), "is_decode", lambda *_: launched.append(True) or True)
+    case = BY_ID[case_id]._replace(T=3, E=12, H=70, I=39, recompute=False)
+    case, given, wide = with_scales(grouped_moe, case, make_inputs(case, torch.float16, "cpu"), blocks)
+    with torch.enable_grad():
+        want = run_reference(grouped_moe, case, wide)
+    assert_close("out", call(grouped_moe, case, given), want.out, torch.float16)
+    assert launched

@@ -1,0 +1,84 @@
+"""Block-scaled weights of the experts block and of grouped layers, and what they compute as plain weights."""
+
+from typing import NamedTuple, Optional, Tuple
+
+import torch
+from block import Result, call, run_reference
+from cases import Case, Inputs
+from compare import assert_close
+from torch import Tensor
+
+WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+class Blocks(NamedTuple):
+    """How weights are scaled. block: None for one scale per expert. apart: gate and up have blocks of their own.
+
+    kept: of the weights, which stay plain. views: data lies as (E, K, N).
+    """
+
+    block: Optional[Tuple[int, int]] = (128, 128)
+    apart: bool = False
+    dtype: torch.dtype = torch.float32
+    kept: Tuple[str, ...] = ()
+    views: bool = False
+
+
+def scale(grouped_moe, weight: Tensor, blocks: Blocks, gated: bool = False):
+    """The BlockScaled of a weight (E, N, K) with scales that differ a lot from block to block."""
+    n, k = weight.shape[1:]
+    parts = 2 if gated and blocks.apart else 1
+    block = (n // parts, k) if blocks.block is None else blocks.block
+    scaled = grouped_moe.quantize_blocks(weight, block, parts)
+    factors = 2.0 ** torch.randint(-2, 2, scaled.scale_inv.shape, device=weight.device)
+    scales = torch.rand_like(scaled.scale_inv) if blocks.dtype == torch.float32 else 1.0
+    scales = factors * (0.5 + scales) * scaled.scale_inv.mean()
+    if blocks.dtype == torch.float8_e8m0fnu:
+        scales = 2.0 ** scales.log2().round()
+    data = scaled.data.mT.contiguous().mT if blocks.views else scaled.data
+    return scaled._replace(data=data, scale_inv=scales.to(blocks.dtype))
+
+
+def with_scales(grouped_moe, case: Case, inputs: Inputs, blocks: Blocks) -> Tuple[Case, Inputs, Inputs]:
+    """The case, not transposed, with scaled weights, and the inputs of the reference with the same weights in fp64."""
+    given, wide = {}, {}
+    for name in WEIGHTS:
+        weight = getattr(inputs, name)
+        weight = weight.mT.contiguous() if case.transposed else weight
+        given[name], wide[name] = weight, weight.double()
+        if name not in blocks.kept:
+            halves = name == "gate_up_proj" and case.gated and not case.interleaved
+            given[name] = scale(grouped_moe, weight, blocks, halves)
+            wide[name] = given[name].dequantize(torch.float64)
+    return case._replace(transposed=False), inputs._replace(**given), inputs._replace(**wide)
+
+
+def run(grouped_moe, case: Case, inputs: Inputs, **changes) -> Result:
+    """Forward and backward of the package, with the gradients of all but scaled weights."""
+    given = inputs._asdict()
+    leaves = {
+        name: tensor.detach().requires_grad_()
+        for name, tensor in given.items()
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and name != "dout"
+    }
+    with torch.enable_grad():
+        out = call(grouped_moe, case, inputs._replace(**leaves), **changes)
+        out.backward(inputs.dout)
+    return Result(out.detach(), {name: leaf.grad for name, leaf in leaves.items()})
+
+
+def check(grouped_moe, case: Case, inputs: Inputs, blocks: Blocks, **changes) -> Result:
+    """The result, which is the reference's on the same weights in fp64."""
+    case, given, wide = with_scales(grouped_moe, case, inputs, blocks)
+    got = run(grouped_moe, case, given, **changes)
+    with torch.enable_grad():
+        want = run_reference(grouped_moe, case, wide)
+    assert_right(got, want, inputs.dout.dtype)
+    return got
+
+
+def assert_right(got: Result, want: Result, dtype: torch.dtype) -> None:
+    """Output and every gradient that there is."""
+    assert_close("out", got.out, want.out, dtype)
+    for name, grad in got.grads.items():
+        assert_close(f"grad of {name}", grad, want.grads[name], dtype, inner_products=name == "top_k_weights")

@@ -1,0 +1,246 @@
+"""Block-scaled weights: what they are, and blocks and layers with them against the reference on the same values."""
+
+import pytest
+import torch
+from block import assert_same, call, make, run_reference
+from cases import BY_ID, make_inputs
+from compare import assert_bitwise, assert_close
+from pairs import Pairs, factors, make_loras, merged, with_factors
+from poison import poisoned_allocations
+from scaled import WEIGHTS, Blocks, check, run, scale, with_scales
+from test_errors import raises
+
+FP32, BF16, E8M0 = torch.float32, torch.bfloat16, torch.float8_e8m0fnu
+NAN = float("nan")
+SMALL = Blocks((16, 32))
+CASES = {
+    "one-block": ("silu", Blocks()),
+    "blocks": ("silu", SMALL),
+    "apart": ("silu-bias", Blocks((16, 16), apart=True)),
+    "per-expert": ("silu-recompute", Blocks(None, apart=True)),
+    "not-gated": ("relu2-not-gated", SMALL),
+    "interleaved": ("gpt-oss", Blocks((32, 16))),
+    "exponents": ("silu-mostly-sentinels", Blocks((16, 16), dtype=E8M0)),
+    "bf16-scales": ("silu", Blocks((16, 16), dtype=BF16)),
+    "views": ("silu-bias", Blocks((16, 32), views=True)),
+    "up-alone": ("silu", Blocks((16, 32), kept=("down_proj",))),
+    "down-alone": ("silu-recompute", Blocks((16, 32), kept=("gate_up_proj",))),
+    "one-token": ("one-token", SMALL),
+    "many-experts": ("many-experts", Blocks()),
+    "odd-extents": ("odd-extents", Blocks((16, 16), apart=True)),
+    "extents-of-one": ("extents-of-one", Blocks()),
+    "tall-wide": ("tall-wide", Blocks(apart=True)),
+    "tall-wide-gpt-oss": ("tall-wide-gpt-oss", Blocks()),
+}
+by_case = pytest.mark.parametrize("case_id, blocks", CASES.values(), ids=CASES)
+some = pytest.mark.parametrize("case_id, blocks", [CASES[name] for name in ("apart", "interleaved", "tall-wide")])
+by_dtype = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+
+
+@by_dtype
+@by_case
+def test_matches_reference(grouped_moe, device, case_id, blocks, dtype):
+    """Output and the gradients of all but the weights, which have none."""
+    case, inputs = make(case_id, device, dtype)
+    if dtype == BF16:  # kinks would need a pre-activation that two bytes hold exactly
+        name, alpha, _, up_offset = case.activation
+        case = case._replace(activation=(name, alpha, None, up_offset))
+    check(grouped_moe, case, inputs, blocks)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@some
+def test_without_gradients(grouped_moe, device, case_id, blocks, tokens):
+    """A few tokens have kernels of their own on an accelerator."""
+    case, inputs = make(case_id, device, BF16, T=tokens, top_k=2, E=24)
+    case, given, wide = with_scales(grouped_moe, case, inputs, blocks)
+    want = run_reference(grouped_moe, case, wide)
+    with torch.no_grad():
+        assert_close("out", call(grouped_moe, case, given), want.out, BF16)
+
+
+@some
+def test_nothing_else_is_read(grouped_moe, device, case_id, blocks):
+    """Codes and scales of experts without rows are NaN, and so is fresh memory."""
+    case, inputs = make(case_id, device, BF16, E=7)
+    inputs = inputs._replace(top_k_index=torch.where(inputs.top_k_index == 2, 7, inputs.top_k_index))
+    case, given, _ = with_scales(grouped_moe, case, inputs, blocks)
+    want = run(grouped_moe, case, given)
+    poisoned = {}
+    for name in WEIGHTS:
+        data, scales = getattr(given, name).data.clone(), getattr(given, name).scale_inv.clone()
+        data.view(torch.uint8)[2], scales[2] = 0x7F, NAN
+        poisoned[name] = getattr(given, name)._replace(data=data, scale_inv=scales)
+    with poisoned_allocations():
+        got = run(grouped_moe, case, given._replace(**poisoned))
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf")], ids=str)
+def test_what_is_not_finite_stays_in_its_token(grouped_moe, device, value):
+    case, inputs = make("silu", device, BF16)
+    case, given, _ = with_scales(grouped_moe, case, inputs, SMALL)
+    with torch.no_grad():
+        want = call(grouped_moe, case, given)
+        x = given.hidden_states.clone()
+        x[3] = value
+        got = call(grouped_moe, case, given._replace(hidden_states=x))
+    others = torch.arange(case.T, device=device) != 3
+    assert_bitwise("other tokens", got[others], want[others])
+
+
+def test_every_code(grouped_moe, device):
+    """All 256 of them, exactly, with scales of zero, subnormal and large ones."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).expand(2, 16, 256)
+    scales = torch.tensor([0.0, 2.0**-130, 2.0**10, 1.0], device=device).view(2, 1, 2)
+    weight = grouped_moe.BlockScaled(codes, scales, (16, 128))
+    x = torch.eye(256, device=device).repeat(2, 1)
+    y = grouped_moe.grouped_linear(x, weight, [256, 256])
+    factors = scales.view(2, 2).repeat_interleave(128, 1)
+    nan = codes[0, 0].float().isnan()
+    got, want = y.view(2, 256, 16)[..., 0], codes[0, 0].float() * factors
+    # A row of the identity times NaN is NaN in every sum.
+    assert got[:, ~nan].isnan().all() and nan.sum() == 2
+    clean = torch.where(codes.float().isnan(), 0.0, codes.float()).to(torch.float8_e4m3fn)
+    y = grouped_moe.grouped_linear(x, weight._replace(data=clean), [256, 256]).view(2, 256, 16)
+    assert torch.equal(y[..., 5], torch.where(nan, 0.0, want))
+
+
+@pytest.mark.parametrize("pairs", [Pairs(rank=3), Pairs(rank=8, adapters=3), Pairs(shared="a")], ids=str)
+@by_dtype
+def test_lora_on_top(grouped_moe, device, pairs, dtype):
+    """Gradients of factors, hidden states and routing weights, as of the sum of both weights."""
+    case, inputs = make("silu-bias", device, dtype)
+    arguments = make_loras(grouped_moe, case, inputs, pairs, FP32)
+    case, given, wide = with_scales(grouped_moe, case, inputs, SMALL)
+    leaves = {name: factor.requires_grad_() for name, factor in factors(arguments).items()}
+    got = run(grouped_moe, case, given, **with_factors(arguments, leaves))
+    wide_leaves = {name: factor.detach().double().requires_grad_() for name, factor in leaves.items()}
+    doubles, index = with_factors(arguments, wide_leaves), arguments.get("adapter_index")
+    x = wide.hidden_states.double().requires_grad_()
+    parts = []
+    for adapter in (None,) if index is None else sorted(set(index.tolist())):
+        weights = [
+            merged(getattr(wide, name), doubles.get(lora), adapter, False)
+            for name, lora in zip(WEIGHTS, ("gate_up_lora", "down_lora"))
+        ]
+        name, alpha, limit, up_offset = case.activation
+        y = grouped_moe.reference.grouped_mm_experts(
+            x, wide.top_k_index, wide.top_k_weights.double(), *weights, wide.gate_up_proj_bias.double(),
+            wide.down_proj_bias.double(), name=name, alpha=alpha, limit=limit, up_offset=up_offset, gated=case.gated,
+            interleaved=case.interleaved,
+        )  # fmt: skip
+        parts.append(y if index is None else torch.where((index == adapter)[:, None], y, 0.0))
+    out = sum(parts)
+    grads = torch.autograd.grad(out, [x, *wide_leaves.values()], wide.dout.double(), materialize_grads=True)
+    assert_close("out", got.out, out.detach(), dtype)
+    assert_close("grad of hidden_states", got.grads["hidden_states"], grads[0], dtype)
+    for (name, leaf), want in zip(leaves.items(), grads[1:]):
+        assert leaf.grad.dtype == FP32
+        assert_close(f"grad of {name}", leaf.grad, want, dtype)
+
+
+@by_dtype
+def test_grouped_linear(grouped_moe, device, dtype):
+    """Bias, its scales, rows of no group, and the gradient of x; the same bits twice."""
+    sizes, rows, n, k = (5, 0, 70, 9), 90, 72, 40
+    x, dy = (torch.randn(rows, width, device=device, dtype=dtype) for width in (k, n))
+    weight = scale(grouped_moe, torch.randn(4, n, k, device=device, dtype=dtype) / k**0.5, Blocks((16, 16)))
+    bias = torch.randn(4, n, device=device, dtype=dtype)
+    splits, leaves = torch.tensor(sizes, device=device), (x.requires_grad_(), bias.requires_grad_())
+    runs = []
+    for _ in range(2):
+        y = grouped_moe.grouped_linear(x, weight, splits, bias)
+        runs.append((y.detach(), *torch.autograd.grad(y, leaves, dy)))
+    for name, one, two in zip(("y", "x", "bias"), *runs):
+        assert_bitwise(name, one, two)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    offsets = torch.cat((splits.new_zeros(1), splits.cumsum(0)))
+    y = grouped_moe.reference.grouped_linear(wide[0], weight.dequantize(torch.float64), offsets, wide[1])
+    grads = torch.autograd.grad(y, wide, dy.double())
+    for name, got, want in zip(("y", "x", "bias"), runs[0], (y.detach(), *grads)):
+        assert_close(name, got, want, dtype)
+
+
+def test_grouped_mlp_is_the_block(grouped_moe, device):
+    """One expert per row: the same bits as the experts block's."""
+    case, inputs = make("silu", device, BF16, top_k=1, sentinels=0.0)
+    case, given, _ = with_scales(grouped_moe, case, inputs, SMALL)
+    order = given.top_k_index[:, 0].argsort(stable=True)
+    sizes = given.top_k_index[:, 0].bincount(minlength=case.E)
+    with torch.no_grad():
+        ones = torch.ones_like(given.top_k_weights)
+        want = call(grouped_moe, case, given._replace(top_k_weights=ones))
+        got = grouped_moe.grouped_mlp(given.hidden_states[order], sizes, None, *(getattr(given, n) for n in WEIGHTS))
+    assert_close("rows", got, want[order].double(), BF16)
+
+
+def test_compiles_in_one_graph(grouped_moe, device):
+    case, inputs = make("silu", device, BF16)
+    case, given, _ = with_scales(grouped_moe, case, inputs, SMALL)
+    want = run(grouped_moe, case, given)
+    compiled = torch.compile(lambda *tensors: call(grouped_moe, case, type(given)(*tensors, None)), fullgraph=True)
+    x = given.hidden_states.detach().requires_grad_()
+    out = compiled(x, *given[1:-1])
+    out.backward(given.dout)
+    assert_bitwise("out", out.detach(), want.out)
+    assert_bitwise("grad", x.grad, want.grads["hidden_states"])
+
+
+def test_autocast_leaves_them(grouped_moe, device):
+    """fp32 hidden states are cast, codes and scales stay."""
+    case, inputs = make("silu", device, FP32)
+    case, given, _ = with_scales(grouped_moe, case, inputs, SMALL)
+    with torch.no_grad():
+        with torch.autocast(torch.device(device).type, BF16):
+            got = call(grouped_moe, case, given)
+        cast = {name: t.to(BF16) for name, t in given._asdict().items() if name == "hidden_states"}
+        assert_bitwise("out", got, call(grouped_moe, case, given._replace(**cast)))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("block", [(128, 128), (16, 32), (200, 70)], ids=str)
+def test_quantize(grouped_moe, block, parts):
+    """Each block reaches the largest code; values are off by half a step of a code at most."""
+    weight = torch.randn(3, 200, 70, dtype=torch.float64) * torch.rand(3, 1, 1, dtype=torch.float64) * 10
+    weight[1, 16:32, :32] = 0
+    block = (block[0] // parts, block[1]) if block[0] == 200 else block
+    scaled = grouped_moe.quantize_blocks(weight, block, parts)
+    assert scaled.data.dtype == torch.float8_e4m3fn and scaled.scale_inv.dtype == FP32
+    assert scaled.scale_inv.shape == (3, parts * -(-200 // parts // block[0]), -(-70 // block[1]))
+    back = scaled.dequantize(torch.float64)
+    largest = scaled.scale_inv.double() * 448
+    limits = grouped_moe.BlockScaled(torch.ones_like(scaled.data), largest, block, parts).dequantize(torch.float64)
+    assert ((back - weight).abs() <= (weight.abs() / 16).maximum(limits / 448 * 2.0**-10) * (1 + 1e-6)).all()
+    assert (weight.abs() <= limits * (1 + 1e-6)).all()
+    assert (scaled.scale_inv > 0).all()
+    assert torch.equal(grouped_moe.quantize_blocks(back, block, parts).dequantize(torch.float64).float(), back.float())
+
+
+def test_errors(grouped_moe):
+    scaled = grouped_moe.quantize_blocks(torch.randn(2, 64, 32), (16, 16))
+    x = torch.randn(8, 32)
+
+    def linear(weight, **options):
+        return lambda: grouped_moe.grouped_linear(x, weight, [4, 4], **options)
+
+    raises(TypeError, "weight: expected torch.float32 like x", linear(scaled.data))
+    raises(TypeError, "weight.data: expected torch.float8_e4m3fn", linear(scaled._replace(data=scaled.data.float())))
+    raises(ValueError, "weight.scale_inv: expected shape", linear(scaled._replace(block=(32, 16))))
+    raises(ValueError, "weight.block: expected multiples of 16", linear(scaled._replace(block=(8, 16))))
+    raises(TypeError, "weight.block: expected two ints", linear(scaled._replace(block=16)))
+    raises(ValueError, "weight.parts: expected an int that divides", linear(scaled._replace(parts=3)))
+    raises(ValueError, "transposed: expected False", linear(scaled, transposed=True))
+    asks = scaled.scale_inv.clone().requires_grad_()
+    raises(ValueError, "weight.scale_inv: expected a frozen tensor", linear(scaled._replace(scale_inv=asks)))
+    raises(TypeError, "weight.scale_inv: expected one of", linear(scaled._replace(scale_inv=scaled.scale_inv.half())))
+    raises(
+        ValueError, r"weight: expected shape \(G, N, K\)", linear(grouped_moe.quantize_blocks(torch.randn(2, 64, 48)))
+    )
+    raises(TypeError, "weight: expected bf16, fp16, fp32 or fp64", lambda: grouped_moe.quantize_blocks(scaled.data))
+    raises(ValueError, r"weight: expected shape \(E, N, K\)", lambda: grouped_moe.quantize_blocks(x))
+    case = BY_ID["silu"]
+    given = make_inputs(case, FP32, "cpu")
+    up = grouped_moe.quantize_blocks(given.gate_up_proj)
+    wrong = given._replace(gate_up_proj=up._replace(scale_inv=up.scale_inv[:, :0]))
+    raises(ValueError, "gate_up_proj.scale_inv: expected shape", lambda: call(grouped_moe, case, wrong))

@@ -1,0 +1,48 @@
+"""Grouped GEMM with block-scaled weights."""
+
+from typing import Optional
+
+from torch import Tensor
+
+from ...block_scaled import BlockScaled
+from ...operands import LowRank
+from ...rows import Rows, max_tiles
+from ...tuning.heuristic import persistent_grid, scaled_config
+from ..kernels.block_scaled import scaled_gemm_kernel
+from ..problems import GemmProblem
+from ..triton.gemm import bias_and_strides
+from ..triton.launch import Kernel
+from ..triton.scales import codes_and_scales, scale_constants, step_of
+
+PATH = "Triton, weights widened in registers"
+
+
+def supports(problem: GemmProblem) -> bool:
+    """All of scaled weights."""
+    return problem.scales is not None
+
+
+class Launcher:
+    """The Triton kernel, persistent."""
+
+    def __init__(self, problem: GemmProblem):
+        self.problem = p = problem
+        self.config = scaled_config(p.block_m, p.n, p.dtype, p.spec, step_of(p.scales, p.k))
+        constants = {
+            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "ZERO_UNGROUPED": p.zero_rest, "R": p.low_rank,
+            "R_KN": p.transposed, "PRECISION": p.precision, **scale_constants(p.scales), **self.config.constants(),
+        }  # fmt: skip
+        self.kernel = Kernel(scaled_gemm_kernel, constants, self.config.options(), self.config.describe(PATH))
+
+    def __call__(
+        self, x: Tensor, weight: BlockScaled, bias: Optional[Tensor], scales: Optional[Tensor],
+        low_rank: Optional[LowRank], y: Tensor, rows: Rows,
+    ) -> None:  # fmt: skip
+        """Writes y."""
+        p = self.problem
+        tiles = max_tiles(x.shape[0], p.num_groups, p.block_m)
+        self.kernel(
+            persistent_grid(self.config, tiles, p.n, p.spec), x, *x.stride(),
+            *codes_and_scales(weight, p.transposed, p.spec), *bias_and_strides(bias), scales,
+            *(low_rank or (None, None)), y, rows.schedule, x.shape[0],
+        )  # fmt: skip

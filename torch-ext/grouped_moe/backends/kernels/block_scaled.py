@@ -1,0 +1,299 @@
+"""Grouped GEMMs with block-scaled weights: codes are widened in registers, sums of each block scaled in fp32.
+
+The codes are exact in the dtype of the rows, so that the weight is never rounded: what is between two scales of K is
+summed up by itself, and enters the accumulator times its scale. That is how DeepSeek-V3 promotes sums of FP8 products
+(DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report", section 3.3.2).
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .activation import Options
+from .dependent import wait_for_stream
+from .epilogues import down_dgrad_epilogue, load_preact, up_epilogue
+from .gemm import zero_chunk, zero_rows
+from .low_rank import LowRank, add_low_rank
+from .products import load_masked, locate_rows
+from .tiles import (
+    Tiling,
+    add_bias,
+    column_pieces,
+    end_of_rows,
+    find_tile,
+    load_scales,
+    load_slots,
+    num_row_tiles,
+    store_columns,
+    tile_extent,
+    tile_rows,
+    tokens_of,
+)
+
+
+class ScaledWeights(NamedTuple):
+    """Codes (E, N, K) and scales (E, blocks along N, blocks along K), by pointer and strides."""
+
+    ptr: tl.tensor
+    stride_e: tl.tensor
+    stride_n: tl.tensor
+    stride_k: tl.tensor
+    scale_ptr: tl.tensor
+    stride_se: tl.tensor
+    stride_sn: tl.tensor
+    stride_sk: tl.tensor
+
+
+class ScaledProduct(NamedTuple):
+    """How products with scaled weights are made: compile-time values.
+
+    N_BLOCK, K_BLOCK: extents of the block of a scale. N_PARTS, K_PARTS: equal parts with blocks of their own.
+    """
+
+    N: tl.constexpr
+    K: tl.constexpr
+    N_BLOCK: tl.constexpr
+    K_BLOCK: tl.constexpr
+    N_PARTS: tl.constexpr
+    K_PARTS: tl.constexpr
+    PRECISION: tl.constexpr
+    BLOCK_K: tl.constexpr
+
+
+@triton.jit
+def widen_codes(codes, DTYPE: tl.constexpr):
+    """Values of e4m3 codes: of tl.float8e4nv, or, where the GPU has none, of bytes."""
+    if codes.dtype == tl.float8e4nv:
+        return codes.to(DTYPE)
+    else:
+        # The bits as an fp16, whose exponent is 8 larger: exact, subnormal codes as well. All ones are NaN.
+        bits = codes.to(tl.uint16)
+        value = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(DTYPE)
+
+
+@triton.jit
+def widen_scales(scales):
+    """Scales in fp32; bytes are the exponents of float8_e8m0fnu: 2^(byte - 127), 255 is NaN."""
+    if scales.dtype == tl.uint8:
+        power = tl.where(scales == 0, 1 << 22, scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        return tl.where(scales == 255, float("nan"), power)
+    else:
+        return scales.to(tl.float32)
+
+
+@triton.jit
+def block_of(index, EXTENT: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """The block of an index below EXTENT."""
+    PART: tl.constexpr = EXTENT // PARTS
+    if PARTS == 1:
+        return index // BLOCK
+    else:
+        return index // PART * ((PART + BLOCK - 1) // BLOCK) + index % PART // BLOCK
+
+
+@triton.jit
+def dot_scaled(x, w, expert, first_column, BLOCK_N: tl.constexpr, PRODUCT: tl.constexpr):
+    """x @ W^T over K for BLOCK_N columns, (BLOCK_M, BLOCK_N) fp32. x: `TileRows`.
+
+    The caller guarantees that no BLOCK_K columns from a multiple of it on, of a part of K, have two scales.
+    """
+    BLOCK_K: tl.constexpr = PRODUCT.BLOCK_K
+    PART: tl.constexpr = PRODUCT.K // PRODUCT.K_PARTS
+    columns, offsets = first_column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    inside, DTYPE = columns < PRODUCT.N, x.ptrs.dtype.element_ty
+    w_ptrs = w.ptr + expert.to(tl.int64) * w.stride_e + columns.to(tl.int64)[None, :] * w.stride_n
+    blocks = block_of(columns, PRODUCT.N, PRODUCT.N_BLOCK, PRODUCT.N_PARTS)
+    scale_ptrs = w.scale_ptr + expert.to(tl.int64) * w.stride_se + blocks.to(tl.int64) * w.stride_sn
+    acc = tl.zeros((x.mask.shape[0], BLOCK_N), tl.float32)
+    for part in tl.static_range(PRODUCT.K_PARTS):
+        for start in range(0, PART, BLOCK_K):
+            k = (part * PART + start + offsets).to(tl.int64)
+            k_inside, k_block = (
+                offsets < PART - start,
+                block_of(part * PART + start, PRODUCT.K, PRODUCT.K_BLOCK, PRODUCT.K_PARTS),
+            )
+            x_ptrs = x.ptrs + tl.cast(part * PART + start, tl.int64) * x.stride_k
+            x_tile = load_masked(x_ptrs, x.mask, k_inside, False, PART % BLOCK_K == 0)
+            codes = load_masked(
+                w_ptrs + k[:, None] * w.stride_k, k_inside, inside, PART % BLOCK_K == 0, PRODUCT.N % BLOCK_N == 0
+            )
+            scales = widen_scales(tl.load(scale_ptrs + tl.cast(k_block, tl.int64) * w.stride_sk, mask=inside, other=0))
+            acc += tl.dot(x_tile, widen_codes(codes, DTYPE), input_precision=PRODUCT.PRECISION) * scales[None, :]
+    return acc
+
+
+@triton.jit(do_not_specialize=["total_rows"])
+def scaled_gemm_kernel(
+    x_ptr, stride_xr, stride_xk,  # (rows, K)
+    w_ptr, stride_we, stride_wn, stride_wk,  # (E, N, K) codes, by strides
+    w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks along N, blocks along K)
+    bias_ptr, stride_be, stride_bn,  # (E, N) or None
+    scales_ptr,  # (rows,) or None
+    projected_ptr, factor_ptr,  # the low-rank part, as `.low_rank.LowRank` has it, or None
+    y_ptr,  # (rows, N), out
+    schedule_ptr,
+    total_rows,
+    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ZERO_UNGROUPED: tl.constexpr,
+    R: tl.constexpr, R_KN: tl.constexpr, PRECISION: tl.constexpr,
+    N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e.
+
+    Rows of no expert are set to 0 if ZERO_UNGROUPED, else not written.
+    Grid: (programs,), persistent.
+    The caller guarantees a schedule made for BLOCK_M, and what `dot_scaled` needs.
+    """
+    wait_for_stream()
+    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
+    PRODUCT: tl.constexpr = ScaledProduct(N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K)
+    w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
+    low_rank = LowRank(projected_ptr, factor_ptr)
+    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
+    last_row = end_of_rows(schedule_ptr, NUM_EXPERTS)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
+        first_row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
+        rows, row_mask = tile_rows(first_row, count, BLOCK_M)
+        column = n_tile * BLOCK_N
+        x = locate_rows(x_ptr, stride_xr, stride_xk, rows.to(tl.int64), row_mask, BLOCK_K)
+        acc = dot_scaled(x, w, expert, column, BLOCK_N, PRODUCT)
+        acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, R, R_KN, PRECISION)
+        expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
+        scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
+        halves = column_pieces(acc, 2)
+        for i in tl.static_range(2):
+            first_column = column + i * (BLOCK_N // 2)
+            half = add_bias(halves[i], expert_bias_ptr, stride_bn, first_column, scales, N)
+            store_columns(y_ptr, half, first_row, row_mask, first_column, N)
+        if ZERO_UNGROUPED:
+            zero_chunk(y_ptr, last_row, total_rows, tile, N, BLOCK_M * BLOCK_N)
+    if ZERO_UNGROUPED:
+        zero_rows(y_ptr, last_row, total_rows, num_tiles, N, BLOCK_M * BLOCK_N)
+        first_row = tl.load(schedule_ptr)
+        zero_rows(y_ptr, first_row * 0, first_row, 0, N, BLOCK_M * BLOCK_N)
+
+
+@triton.jit
+def scaled_up_proj_kernel(
+    x_ptr, stride_xt, stride_xk,  # (T, K)
+    w_ptr, stride_we, stride_wn, stride_wk,  # (E, 2 N or N, K) codes, by strides
+    w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks along 2 N or N, blocks along K)
+    bias_ptr, stride_be, stride_bn,  # (E, 2 N or N) or None
+    projected_ptr, factor_ptr,  # the low-rank part, as `.low_rank.LowRank` has it, or None
+    preact_ptr,  # (S, 2 N or N) or None, out
+    act_ptr,  # (S, N) or None, out
+    scales_ptr,  # (rows,) or None
+    row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
+    schedule_ptr,
+    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    R: tl.constexpr, R_KN: tl.constexpr, PRECISION: tl.constexpr,
+    N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """preact[r] = W[e] x[token of r] + bias[e]; act[r] = scales[r] activation(preact[r]), from the unrounded preact.
+
+    Rows past the last expert's are not written.
+    Grid: (programs,), persistent.
+    The caller guarantees a schedule made for BLOCK_M, and what `dot_scaled` needs.
+    """
+    wait_for_stream()
+    WIDTH: tl.constexpr = 2 if GATED else 1
+    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
+    PRODUCT: tl.constexpr = ScaledProduct(WIDTH * N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K)
+    OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+    w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
+    low_rank = LowRank(projected_ptr, factor_ptr)
+    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
+        row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
+        rows, row_mask = tile_rows(row, count, BLOCK_M)
+        tokens = tokens_of(load_slots(row_to_slot_ptr, rows), TOP_K)
+        x = locate_rows(x_ptr, stride_xt, stride_xk, tokens, row_mask, BLOCK_K)
+        expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
+        scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
+        column = n_tile * BLOCK_N
+        if GATED and not INTERLEAVED:
+            gate = dot_scaled(x, w, expert, column, BLOCK_N, PRODUCT)
+            gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, 2 * N, R, R_KN, PRECISION)
+            up = dot_scaled(x, w, expert, N + column, BLOCK_N, PRODUCT)
+            up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, R, R_KN, PRECISION)
+        else:
+            # One product of WIDTH columns per output column: gate and up in turn, or the one column itself.
+            gate = dot_scaled(x, w, expert, WIDTH * column, WIDTH * BLOCK_N, PRODUCT)
+            gate = add_low_rank(gate, low_rank, expert, rows, row_mask, WIDTH * column, WIDTH * N, R, R_KN, PRECISION)
+            up = gate
+        gates, ups = column_pieces(gate, 2), column_pieces(up, 2)
+        for i in tl.static_range(2):
+            up_epilogue(
+                gates[i], ups[i], expert_bias_ptr, stride_bn, preact_ptr, act_ptr, scales, row, row_mask,
+                column + i * (BLOCK_N // 2), OPTIONS,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stride_pn"])
+def scaled_down_dgrad_kernel(
+    dout_ptr, stride_dt, stride_dk,  # (T, K) gradient of the output
+    w_ptr, stride_we, stride_wn, stride_wk,  # (E, N, K) codes, by strides: N intermediate, K hidden
+    w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks along N, blocks along K)
+    projected_ptr, factor_ptr,  # the low-rank part, as `.low_rank.LowRank` has it, or None
+    weights_ptr,  # (S,) routing weight per slot, or None
+    preact_ptr,  # (S, 2 N or N)
+    dpreact_ptr,  # (S, 2 N or N) or None, out; may be preact_ptr
+    scaled_act_ptr,  # (S, N) or None, out
+    partials_ptr, stride_pn,  # (n tiles, S) fp32 or None, out
+    row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
+    schedule_ptr,
+    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    R: tl.constexpr, R_KN: tl.constexpr, PRECISION: tl.constexpr,
+    N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """With g[r] = dout[token of r] W[e], the routing weight w[r] and a[r], the activation recomputed from preact[r]:
+
+    dpreact[r] = w[r] g[r] * a'(preact[r]); scaled_act[r] = w[r] a[r]; partials[n tile, r] = <g[r], a[r]> in the tile.
+    Rows past the last expert's are not written.
+    Grid: (programs,), persistent.
+    The caller guarantees a schedule made for BLOCK_M, and what `dot_scaled` needs.
+    """
+    wait_for_stream()
+    PIECES: tl.constexpr = 2
+    PIECE: tl.constexpr = BLOCK_N // PIECES
+    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
+    PRODUCT: tl.constexpr = ScaledProduct(N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K)
+    OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+    w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
+    low_rank = LowRank(projected_ptr, factor_ptr)
+    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
+        row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
+        rows, row_mask = tile_rows(row, count, BLOCK_M)
+        slots = load_slots(row_to_slot_ptr, rows)
+        dout = locate_rows(dout_ptr, stride_dt, stride_dk, tokens_of(slots, TOP_K), row_mask, BLOCK_K)
+        weights = load_scales(weights_ptr, slots) if weights_ptr is not None else None
+        column = n_tile * BLOCK_N
+        grad = dot_scaled(dout, w, expert, column, BLOCK_N, PRODUCT)
+        grads = column_pieces(
+            add_low_rank(grad, low_rank, expert, rows, row_mask, column, N, R, R_KN, PRECISION), PIECES
+        )
+        inner = tl.zeros((BLOCK_M,), tl.float32)
+        for i in tl.static_range(PIECES):
+            gate, up = load_preact(preact_ptr, row, row_mask, column + i * PIECE, OPTIONS, PIECE)
+            inner += down_dgrad_epilogue(
+                grads[i], gate, up, weights, dpreact_ptr, scaled_act_ptr, row, row_mask, column + i * PIECE, OPTIONS,
+                PIECE,
+            )  # fmt: skip
+        if partials_ptr is not None:
+            partial_ptrs = partials_ptr + n_tile.to(tl.int64) * stride_pn + row + tl.arange(0, BLOCK_M)
+            tl.store(partial_ptrs, inner, mask=row_mask)

@@ -1,0 +1,48 @@
+"""Block-scaled weights as arguments and constexprs of kernels."""
+
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ...block_scaled import BlockScaled, ScaleLayout, Weight
+from ...common.device import DeviceSpec
+
+
+def scale_layout(weight: Weight, transposed: bool) -> Optional[ScaleLayout]:
+    """Which scale an element of a weight (E, N, K) or, transposed, (E, K, N) has; None if it is plain."""
+    if not isinstance(weight, BlockScaled):
+        return None
+    return weight.layout.swapped() if transposed else weight.layout
+
+
+def scale_constants(scales: Optional[ScaleLayout]) -> Dict[str, Any]:
+    """The constexprs that say which scale an element has."""
+    n_block, k_block, n_parts, k_parts = scales or ScaleLayout(0, 0, 1, 1)
+    return {"N_BLOCK": n_block, "K_BLOCK": k_block, "N_PARTS": n_parts, "K_PARTS": k_parts}
+
+
+def step_of(scales: ScaleLayout, k: int) -> int:
+    """Columns of K that a step of a product can have at most: a power of two, within one block."""
+    if scales.k_block >= k // scales.k_parts:
+        return 1 << 30
+    return scales.k_block & -scales.k_block
+
+
+def codes_and_scales(weight: Weight, transposed: bool, spec: DeviceSpec) -> Tuple[Any, ...]:
+    """A weight (E, N, K) or, transposed, (E, K, N), with its strides over (E, N, K), and its scales with theirs.
+
+    Bytes stand for codes where Triton has no such type, and for scales that are exponents. A plain weight has none.
+    """
+    if not isinstance(weight, BlockScaled):
+        return weight, *nk_strides(weight, transposed), None, 0, 0, 0
+    codes, scales = weight.data, weight.scale_inv
+    codes = codes if spec.float8 else codes.view(torch.uint8)
+    scales = scales.view(torch.uint8) if scales.dtype is torch.float8_e8m0fnu else scales
+    return codes, *nk_strides(codes, transposed), scales, *nk_strides(scales, transposed)
+
+
+def nk_strides(weight: Tensor, transposed: bool) -> tuple:
+    """Strides over (E, N, K) of a weight (E, N, K) or, transposed, (E, K, N)."""
+    stride_e, first, second = weight.stride()
+    return (stride_e, second, first) if transposed else (stride_e, first, second)

@@ -1,0 +1,154 @@
+"""Weights of 8-bit floats with a scale per block, as FP8 checkpoints hold them."""
+
+from typing import NamedTuple, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from .common import checks
+
+CODES = torch.float8_e4m3fn
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
+_MULTIPLE = 16  # of blocks: steps of a product do not cross them
+_LARGEST = 448.0  # of the codes
+
+
+class ScaleLayout(NamedTuple):
+    """Which scale an element has, along the two dimensions of a product: rows of the weight, and K.
+
+    n_block, k_block: extents of a block. n_parts, k_parts: parts of the dimension, equally long, that have blocks of
+    their own: 2 for gate and up.
+    """
+
+    n_block: int
+    k_block: int
+    n_parts: int
+    k_parts: int
+
+    def swapped(self) -> "ScaleLayout":
+        """That of the transposed weight."""
+        return ScaleLayout(self.k_block, self.n_block, self.k_parts, self.n_parts)
+
+
+class BlockScaled(NamedTuple):
+    """A weight (E, N, K) of 8-bit floats, each times the scale of its block: frozen, it takes no gradient.
+
+    data: (E, N, K) float8_e4m3fn, of any strides; a weight that is stored as (E, K, N) can be given as a view.
+    scale_inv: (E, ceil(N / n), ceil(K / k)) of blocks (n, k), fp32, bf16 or float8_e8m0fnu: value = code * scale_inv.
+    parts: how many equal parts of N have blocks of their own: 2 where gate and up were scaled apart, with
+    (E, 2 ceil(N / 2 / n), ...) scales. Blocks are multiples of 16 or span K, and N or a part of it: (N, K) stands for
+    one scale per expert.
+
+    So are the experts of DeepSeek-V3 and its kin stored. Source: DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report",
+    section 3.3.2.
+    """
+
+    data: Tensor
+    scale_inv: Tensor
+    block: Tuple[int, int] = (128, 128)
+    parts: int = 1
+
+    @property
+    def shape(self) -> torch.Size:
+        """(E, N, K)."""
+        return self.data.shape
+
+    @property
+    def layout(self) -> ScaleLayout:
+        """Of a product along K."""
+        return ScaleLayout(*self.block, self.parts, 1)
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The plain weight, (E, N, K), each value rounded once."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return (self.data.to(wide) * self._scales(self.scale_inv.to(wide))).to(dtype)
+
+    def dequantize_one(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """The plain weight of one expert, (N, K)."""
+        one = self._replace(data=self.data[expert, None], scale_inv=self.scale_inv[expert, None])
+        return one.dequantize(dtype)[0]
+
+    def _scales(self, scales: Tensor) -> Tensor:
+        """The scale of each element."""
+        (_, n, k), layout = self.shape, self.layout
+        rows = scales.unflatten(1, (layout.n_parts, -1)).repeat_interleave(layout.n_block, 2)
+        rows = rows[:, :, : n // layout.n_parts].flatten(1, 2)
+        return rows.repeat_interleave(layout.k_block, 2)[:, :, :k]
+
+
+Weight = Union[Tensor, BlockScaled]
+
+
+def quantize_blocks(weight: Tensor, block: Tuple[int, int] = (128, 128), parts: int = 1) -> BlockScaled:
+    """A weight (E, N, K) in blocks, with scales that let each block reach the largest code.
+
+    weight: bf16, fp16, fp32 or fp64. block, parts: as of `BlockScaled`. Scales are fp32: the largest magnitude of a
+    block over 448, 1 for a block of zeros. Raises TypeError or ValueError that names the argument.
+    """
+    checks.check_tensor("weight", weight)
+    if weight.dim() != 3:
+        raise checks.wrong_shape("weight", weight, (None, None, None), "(E, N, K)")
+    if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
+        raise TypeError(f"weight: expected bf16, fp16, fp32 or fp64, got {weight.dtype}")
+    _, n, k = weight.shape
+    n_block, k_block = _checked_block("block", "parts", block, parts, n, k)
+    rows, columns = -(-n // parts // n_block), -(-k // k_block)
+    wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).unflatten(1, (parts, -1))
+    padded = torch.nn.functional.pad(wide, (0, columns * k_block - k, 0, rows * n_block - n // parts))
+    largest = padded.unflatten(3, (columns, k_block)).unflatten(2, (rows, n_block)).abs().amax((3, 5))
+    scales = torch.where(largest > 0, largest / _LARGEST, 1.0).float().flatten(1, 2)
+    scaled = BlockScaled(weight.new_empty(weight.shape, dtype=CODES), scales, (n_block, k_block), parts)
+    values = wide.flatten(1, 2) / scaled._scales(scales.to(wide.dtype))
+    return scaled._replace(data=values.clamp(-_LARGEST, _LARGEST).to(CODES))
+
+
+def _checked_block(name: str, parts_name: str, block: object, parts: object, n: int, k: int) -> Tuple[int, int]:
+    """The extents of a block. Raises TypeError or ValueError unless they, and the parts of N, are what kernels take."""
+    if type(parts) is not int or parts < 1 or n % parts:
+        raise ValueError(f"{parts_name}: expected an int that divides N = {n}, got {parts!r}")
+    if not isinstance(block, (tuple, list)) or len(block) != 2 or not all(type(extent) is int for extent in block):
+        raise TypeError(f"{name}: expected two ints, got {block!r}")
+    for extent, whole in zip(block, (n // parts, k)):
+        if extent < 1 or (extent % _MULTIPLE and extent < whole):
+            raise ValueError(f"{name}: expected multiples of {_MULTIPLE}, or what spans the weight, got {tuple(block)}")
+    return tuple(block)
+
+
+def check_scaled(name: str, weight: object, x: Tensor, owner: str, transposed: bool) -> bool:
+    """Whether a weight is block-scaled. Raises TypeError or ValueError that names what of it is at fault.
+
+    x: the rows, an argument called `owner`. transposed: of the caller's plain weights.
+    """
+    if not isinstance(weight, BlockScaled):
+        return False
+    data, scales, block, parts = weight
+    for field, tensor in (("data", data), ("scale_inv", scales)):
+        checks.check_tensor(f"{name}.{field}", tensor)
+        checks.check_device(f"{name}.{field}", tensor, x.device, owner)
+        if tensor.requires_grad:
+            raise ValueError(f"{name}.{field}: expected a frozen tensor, got one that requires a gradient")
+    if transposed:
+        raise ValueError(f"transposed: expected False with a BlockScaled {name}, whose data may be a view (E, N, K)")
+    if data.dtype is not CODES:
+        raise TypeError(f"{name}.data: expected {CODES}, got {data.dtype}")
+    if scales.dtype not in _SCALE_DTYPES:
+        raise TypeError(f"{name}.scale_inv: expected one of {', '.join(map(str, _SCALE_DTYPES))}, got {scales.dtype}")
+    if data.dim() != 3:
+        raise checks.wrong_shape(f"{name}.data", data, (None, None, None), "(E, N, K)")
+    num_experts, n, k = data.shape
+    n_block, k_block = _checked_block(f"{name}.block", f"{name}.parts", block, parts, n, k)
+    shape = num_experts, parts * -(-n // parts // n_block), -(-k // k_block)
+    checks.check_shape(f"{name}.scale_inv", scales, shape, "(E, parts ceil(N / parts / n), ceil(K / k))")
+    return True
+
+
+def parts_of(weight: Weight) -> Tuple[Tensor, Optional[Tensor], Tuple[int, ...]]:
+    """A weight as arguments of ops: values, scales, and block with parts; for a plain one neither of the last two."""
+    if not isinstance(weight, BlockScaled):
+        return weight, None, ()
+    return weight.data, weight.scale_inv, (*weight.block, weight.parts)
+
+
+def as_weight(values: Tensor, scales: Optional[Tensor], block: Tuple[int, ...]) -> Weight:
+    """The inverse of `parts_of`."""
+    return values if scales is None else BlockScaled(values, scales, tuple(block[:2]), block[2])

@@ -1,0 +1,56 @@
+"""transformers' FP8 experts: their weights as the block takes them."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from ..block_scaled import CODES, BlockScaled, check_scaled
+from .transformers_gate import check_no_operations
+
+
+def is_fp8(experts: nn.Module) -> bool:
+    """Whether the weights have scales."""
+    return "down_proj_scale_inv" in experts._parameters
+
+
+def scaled_weight(experts: nn.Module, name: str) -> BlockScaled:
+    """The weight of that name, frozen, in its blocks; of DTensors the rank's own part.
+
+    The scales of a gate_up_proj are those of gate and then those of up, which checkpoints store apart. Raises
+    ValueError for weights of a format that the block does not take, and for those in whose place something else was
+    put, such as peft's sum of codes and adapters.
+    """
+    if is_parametrized(experts, name):
+        raise ValueError(
+            f"{name}: expected the codes of an FP8 weight, got a parametrization of them; call "
+            "register_experts_implementation before peft wraps the model, with one adapter that it has factors for"
+        )
+    data, scales = (_local(experts, each) for each in (name, f"{name}_scale_inv"))
+    if data.dtype is not CODES:
+        raise ValueError(
+            f"{name}: expected FP8 experts in {CODES}, got {data.dtype}; choose another experts_implementation, "
+            "such as 'grouped_mm'"
+        )
+    n, k = data.shape[1:]
+    parts = 2 if name == "gate_up_proj" else 1
+    block = getattr(experts, "block_size", None)
+    block = (n // parts, k) if block is None else tuple(block)
+    if scales.shape[1] != parts * -(-n // parts // block[0]):
+        parts = 1  # blocks that go on from gate to up
+    return BlockScaled(data, scales, block, parts)
+
+
+def _local(experts: nn.Module, name: str) -> Tensor:
+    parameter = getattr(experts, name).detach()
+    to_local = getattr(parameter, "to_local", None)
+    parameter = parameter if to_local is None else to_local()
+    check_no_operations(name, parameter)
+    return parameter
+
+
+def check_supported(experts: nn.Module) -> None:
+    """Raises ValueError for FP8 experts of a format that the block does not take."""
+    names = ("gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj")
+    rows = torch.empty((0, 0), device=experts.down_proj.device)
+    for name in names:
+        check_scaled(name, scaled_weight(experts, name), rows, "hidden_states", False)

@@ -158,7 +158,8 @@ class Package:
         wide = cuda and capability in ((9, 0), (10, 0), (10, 3))
         hopper = cuda and capability == (9, 0) and self["common._compat"].has_gluon()
         spec = self["common.device"].DeviceSpec
-        return spec(target.num_sms, target.shared_memory, gpu.warp_size, wide, True, hopper, name, capability)
+        float8 = cuda and capability >= (8, 9)
+        return spec(target.num_sms, target.shared_memory, gpu.warp_size, wide, True, hopper, float8, name, capability)
 
 
 @contextlib.contextmanager
@@ -200,6 +201,8 @@ class Calls:
         self.block = package["block"].Block(up, down, *biases, None, None, activation, **layer.kind, recompute=False)
         pairs = self.pair(layer.preact_width, layer.hidden), self.pair(layer.hidden, layer.intermediate)
         self.adapted = self.block._replace(up_lora=pairs[0], down_lora=pairs[1])
+        scaled = self.codes(layer.preact_width, layer.hidden), self.codes(layer.hidden, layer.intermediate)
+        self.scaled = self.adapted._replace(up=scaled[0], down=scaled[1], transposed=False)
 
     def empty(self, *shape: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """Unwritten memory, at an address of Triton's alignment or, for some layers, one element past it."""
@@ -210,6 +213,12 @@ class Calls:
         """A LoRA of a weight (E, N, K)."""
         e = self.layer.experts
         return self.package["operands"].LoRA(self.empty(e, RANK, k), self.empty(e, n, RANK))
+
+    def codes(self, n: int, k: int):
+        """A block-scaled weight (E, N, K)."""
+        e, scales = self.layer.experts, (-(-n // 128), -(-k // 128))
+        codes = self.empty(e, n, k, dtype=torch.float8_e4m3fn)
+        return self.package["block_scaled"].BlockScaled(codes, torch.empty((e, *scales)))
 
     def scales(self, *shape: int) -> Optional[torch.Tensor]:
         """Routing weights, or scales of rows."""
@@ -222,12 +231,16 @@ class Calls:
         return self.package["block"].Needs(*(name in asked and given.get(name, True) for name in fields))
 
     def both_ways(self, x: torch.Tensor, rows, act_scales, bias_scales, needs) -> None:
-        """The block without gradients, saving and recomputing, and its backward; with and without low-rank pairs."""
+        """The block without gradients, saving and recomputing, and its backward: plain, with low-rank pairs, and with
+
+        these on scaled weights.
+        """
         kernels, arguments = self.kernels, (x, rows, act_scales, bias_scales)
         backward = functools.partial(self.pipeline.backward, kernels, x=x, rows=rows)
         scales = {"act_scales": act_scales, "bias_scales": bias_scales}
         factors = dict.fromkeys(("up_a", "up_b", "down_a", "down_b"), True)
-        for block, asked in ((self.block, needs), (self.adapted, needs._replace(**factors))):
+        adapted, frozen = needs._replace(**factors), needs._replace(**factors, up=False, down=False)
+        for block, asked in ((self.block, needs), (self.adapted, adapted), (self.scaled, frozen)):
             self.pipeline.forward(kernels, block, *arguments, save=False)
             out, preact, projected = self.pipeline.forward(kernels, block, *arguments, save=True)
             given = {"dout": out, "needs": asked, **scales}
@@ -251,7 +264,8 @@ class Calls:
             kernels.combine_grad(out, y, weights, rows, needs_dy)
         if kernels.is_decode(self.block, 1, layer.top_k):
             kernels.decode(self.block, self.x[:1], ids[:1], weights[:1])
-            kernels.decode(self.adapted, self.x[:1], ids[:1], weights[:1])
+            for adapted in (self.adapted, self.scaled):
+                kernels.decode(adapted, self.x[:1], ids[:1], weights[:1])
 
     def linear(self) -> None:
         """`grouped_linear`, `main_grad` of every dtype, and `grouped_dbias_dscales`."""

@@ -189,12 +189,12 @@ def hopper_gathered_up_config(block_m: int, width: int) -> Optional[GemmConfig]:
 
 @lru_cache(maxsize=None)
 def dgrad_config(
-    block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, interleaved: bool, tma: bool
+    block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, interleaved: bool, tma: bool, low_rank: bool = False
 ) -> GemmConfig:
     """Config of the down-projection's dgrad, whose epilogue holds pre-activation, activation and their gradients.
 
     interleaved: gate and up in turn pass through registers once more to be told apart. tma: the weight is read by
-    descriptor.
+    descriptor. low_rank: so do the sums, to which a low-rank part is added.
     """
     default = _default_tile(block_m, dtype, spec)
     if not tma:
@@ -207,7 +207,8 @@ def dgrad_config(
         # At 256 columns what such a tile needs besides its accumulator does not fit the registers.
         default = replace(default, block_n=min(default.block_n, 128), num_stages=4)
     kernel = "down_dgrad" + ("_tma" if tma else "") + ("_interleaved" if interleaved else "")
-    return _fitted(kernel, block_m, default, n, dtype, spec)
+    config = _fitted(kernel, block_m, default, n, dtype, spec)
+    return replace(config, block_n=min(config.block_n, 128)) if low_rank else config
 
 
 @lru_cache(maxsize=None)
@@ -272,10 +273,10 @@ def scaled_config(
     """Config of a product with block-scaled weights. step: columns of K within one block. held_tiles: of results."""
     tile = _SCALED_TILES[block_m]
     columns, block_k, stages = tile.block_n, tile.block_k, tile.num_stages
-    if block_m == 128 or dtype.itemsize > 2:
-        columns = columns // held_tiles
     if dtype.itemsize > 2:
-        columns, block_k, stages = min(columns, 64), 32, 2
+        columns, block_k, stages = 64 // held_tiles, 32, 2
+    elif held_tiles > 1 or not spec.wide_tiles:
+        columns = 64
     config = replace(tile, block_n=columns, block_k=min(block_k, step), num_stages=stages)
     config = _narrowed(config, n, held_tiles, dtype.itemsize, spec.shared_memory)
     return replace(config, num_warps=max(1, config.num_warps // 2)) if spec.warp_size == 64 else config

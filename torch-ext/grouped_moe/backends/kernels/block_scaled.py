@@ -101,26 +101,25 @@ def dot_scaled(x, w, expert, first_column, BLOCK_N: tl.constexpr, PRODUCT: tl.co
     """
     BLOCK_K: tl.constexpr = PRODUCT.BLOCK_K
     PART: tl.constexpr = PRODUCT.K // PRODUCT.K_PARTS
+    EVEN_K: tl.constexpr = PART % BLOCK_K == 0
+    EVEN_N: tl.constexpr = PRODUCT.N % BLOCK_N == 0
     columns, offsets = first_column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    inside, DTYPE = columns < PRODUCT.N, x.ptrs.dtype.element_ty
+    inside = columns < PRODUCT.N
     w_ptrs = w.ptr + expert.to(tl.int64) * w.stride_e + columns.to(tl.int64)[None, :] * w.stride_n
-    blocks = block_of(columns, PRODUCT.N, PRODUCT.N_BLOCK, PRODUCT.N_PARTS)
-    scale_ptrs = w.scale_ptr + expert.to(tl.int64) * w.stride_se + blocks.to(tl.int64) * w.stride_sn
+    n_block = block_of(columns, PRODUCT.N, PRODUCT.N_BLOCK, PRODUCT.N_PARTS)
+    scale_ptrs = w.scale_ptr + expert.to(tl.int64) * w.stride_se + n_block.to(tl.int64) * w.stride_sn
     acc = tl.zeros((x.mask.shape[0], BLOCK_N), tl.float32)
     for part in tl.static_range(PRODUCT.K_PARTS):
-        for start in range(0, PART, BLOCK_K):
-            k = (part * PART + start + offsets).to(tl.int64)
-            k_inside, k_block = (
-                offsets < PART - start,
-                block_of(part * PART + start, PRODUCT.K, PRODUCT.K_BLOCK, PRODUCT.K_PARTS),
-            )
-            x_ptrs = x.ptrs + tl.cast(part * PART + start, tl.int64) * x.stride_k
-            x_tile = load_masked(x_ptrs, x.mask, k_inside, False, PART % BLOCK_K == 0)
-            codes = load_masked(
-                w_ptrs + k[:, None] * w.stride_k, k_inside, inside, PART % BLOCK_K == 0, PRODUCT.N % BLOCK_N == 0
-            )
+        for start in range(part * PART, (part + 1) * PART, BLOCK_K):
+            k_inside = offsets < (part + 1) * PART - start
+            k = (start + offsets).to(tl.int64)
+            x_ptrs = x.ptrs + tl.cast(start, tl.int64) * x.stride_k
+            x_tile = load_masked(x_ptrs, x.mask, k_inside, False, EVEN_K)
+            codes = load_masked(w_ptrs + k[:, None] * w.stride_k, k_inside, inside, EVEN_K, EVEN_N)
+            k_block = block_of(start, PRODUCT.K, PRODUCT.K_BLOCK, PRODUCT.K_PARTS)
             scales = widen_scales(tl.load(scale_ptrs + tl.cast(k_block, tl.int64) * w.stride_sk, mask=inside, other=0))
-            acc += tl.dot(x_tile, widen_codes(codes, DTYPE), input_precision=PRODUCT.PRECISION) * scales[None, :]
+            sums = tl.dot(x_tile, widen_codes(codes, x_tile.dtype), input_precision=PRODUCT.PRECISION)
+            acc += sums * scales[None, :]
     return acc
 
 

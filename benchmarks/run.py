@@ -1,5 +1,5 @@
-"""Benchmarks of the experts block (see experts.py), linear layers (linear.py), low-rank pairs (lora.py) and new token
-counts (new_shapes.py).
+"""Benchmarks of the experts block (see experts.py), linear layers (linear.py), low-rank pairs (lora.py), FP8 weights
+(fp8.py) and new token counts (new_shapes.py).
 
 python benchmarks/run.py [NAME...]                       # these or all, each in a process, and the figures
 python benchmarks/run.py layers --only Mixtral T=8192 --output layers.json
@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 
+import fp8
 import linear
 import lora
 import new_shapes
@@ -27,7 +28,7 @@ from workload import QWEN3_30B, SMOKE
 
 WAYS, GPU = (EAGER, GRAPH), DEVICE == "cuda"
 GRACE_SECONDS, HANGING_SECONDS = 8.0, 30.0  # past the budget: a task is stopped, the process ends
-BENCHMARKS = (*SUITES, "linear", "lora", "new_shapes")
+BENCHMARKS = (*SUITES, "linear", "lora", "fp8", "new_shapes")
 
 
 class Task(NamedTuple):
@@ -62,6 +63,11 @@ def linear_tasks(
     ]
 
 
+def ways_of(case: NamedTuple) -> Sequence[str]:
+    """Backward passes run on the streams of their leaves, so that steps are timed eagerly alone."""
+    return (EAGER,) if case.backward else WAYS
+
+
 def tasks_of(benchmark: str, kernel: ModuleType, arguments: argparse.Namespace) -> List[Task]:
     """Those of a benchmark."""
     if benchmark in SUITES:
@@ -69,11 +75,13 @@ def tasks_of(benchmark: str, kernel: ModuleType, arguments: argparse.Namespace) 
         return experts_tasks(benchmark, {OURS: kernel}, arguments, arguments.peers or suite.names, suite.ways)
     if benchmark == "linear":
         return linear_tasks({OURS: kernel}, arguments, True, (EAGER, GRAPH))
-    if benchmark == "lora":
-        return [
-            Task(str(case), lambda case=case: run_group([lora.make_problem(kernel, case)], WAYS, arguments, GPU))
-            for case in lora.cases(arguments.smoke)
-        ]
+    if benchmark in ("lora", "fp8"):
+        module = {"lora": lora, "fp8": fp8}[benchmark]
+
+        def measure(case: NamedTuple) -> List[dict]:
+            return run_group([module.make_problem(kernel, case)], ways_of(case), arguments, GPU)
+
+        return [Task(str(case), lambda case=case: measure(case)) for case in module.cases(arguments.smoke)]
     block = make_block(SMOKE if arguments.smoke else QWEN3_30B, DEVICE)
     return [
         Task(str(shapes), lambda shapes=shapes: new_shapes.run(kernel, block, shapes, arguments))

@@ -57,10 +57,10 @@ class FactorLayout(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """The low-rank part of a product: to row r of expert e, factor[l, e] rows[r, l r:(l + 1) r] is added for each l.
+    """The low-rank part of a product: for each adapter l, factor[l, e] times its columns of rows[r] is added to row r.
 
-    rows: (rows, R), 0 past the last adapter's rank. factor: (L, E, N, r), of any strides and dtype. It is rounded to
-    the dtype of the rows.
+    rows: (rows, R), the ranks of all adapters side by side, 0 past the last one. factor: (L, E, N, r), of any strides
+    and dtype; products round it to the dtype of the rows.
     """
 
     rows: Tensor
@@ -72,17 +72,15 @@ def pad_rank(rank: int) -> int:
     return -(-rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
 
 
-def layout_of(factor: Optional[Tensor]) -> FactorLayout:
-    """The layout of a factor (L, E, N, r), or of none."""
-    if factor is None:
-        return FactorLayout()
+def layout_of(factor: Tensor) -> FactorLayout:
+    """The layout of a factor (L, E, N, r)."""
     strides = (0 if size == 1 else stride for size, stride in zip(factor.shape, factor.stride()))
     return FactorLayout(factor.shape[0], factor.shape[3], tuple(strides))
 
 
 def low_rank_layout(low_rank: Optional[LowRank]) -> FactorLayout:
-    """The layout of its factor."""
-    return layout_of(None if low_rank is None else low_rank.factor)
+    """The layout of its factor, or of none."""
+    return FactorLayout() if low_rank is None else layout_of(low_rank.factor)
 
 
 def _as_factor(factor: Tensor, num_experts: int) -> Tensor:

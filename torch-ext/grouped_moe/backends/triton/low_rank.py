@@ -27,6 +27,7 @@ class _Problem(NamedTuple):
     block_m: int
     k: int
     factor: FactorLayout
+    factor_dtype: torch.dtype
     top_k: int
     of_tokens: bool
 
@@ -42,12 +43,15 @@ def _tile(problem: _Problem) -> tuple:
     """BLOCK_N, BLOCK_K, num_stages. Short tiles take few, long steps, and few columns, so that many run at once."""
     p, itemsize = problem, problem.dtype.itemsize
     block_n = min(_MAX_COLUMNS, max(16, 1 << (p.factor.padded_rank - 1).bit_length()))
-    if p.block_m >= _TALL:
-        return block_n, *((32, 2) if itemsize > 2 else (64, 2 if p.of_tokens else 4))
-    block_n, stages = min(block_n, p.block_m), 3
-    block_k = min(_LONG_STEP // itemsize, max(16, 1 << (p.k - 1).bit_length()))
-    while stages * block_k * (p.block_m + block_n) * itemsize >= p.spec.shared_memory:
-        block_k //= 2
+    if p.block_m < _TALL:
+        block_n, stages = min(block_n, p.block_m), 3
+        block_k = min(_LONG_STEP // itemsize, max(16, 1 << (p.k - 1).bit_length()))
+    else:
+        block_k, stages = (32, 2) if itemsize > 2 else (64, 2 if p.of_tokens else 4)
+    # Of AMD's stages, one lies in registers.
+    buffer = block_k * (p.block_m * itemsize + block_n * p.factor_dtype.itemsize)
+    while (stages - (p.spec.warp_size == 64)) * buffer > p.spec.shared_memory and stages > 2:
+        stages -= 1
     return block_n, block_k, stages
 
 
@@ -76,7 +80,8 @@ def project(x: Tensor, factor: Tensor, rows: Rows, *, scaling: float, of_tokens:
         spec = spec_of(x)
         top_k = rows.top_k if of_tokens or rows.adapters is not None else 0
         problem = _Problem(
-            spec, x.dtype, dot_precision(x.dtype, spec), rows.num_groups, rows.block_m, k, layout, top_k, of_tokens
+            spec, x.dtype, dot_precision(x.dtype, spec), rows.num_groups, rows.block_m, k, layout, factor.dtype, top_k,
+            of_tokens,
         )  # fmt: skip
         kernel = _kernel(problem)
         tiles = max_tiles(rows.num_rows, rows.num_groups, rows.block_m)

@@ -5,6 +5,7 @@ from typing import Callable, Dict, NamedTuple, Optional, Tuple
 import torch
 from block import Result
 from cases import Case, Inputs
+from poison import guarded
 from torch import Tensor
 
 WEIGHTS = {"gate_up_lora": "gate_up_proj", "down_lora": "down_proj"}
@@ -47,6 +48,24 @@ def make_loras(grouped_moe, case: Case, inputs: Inputs, pairs: Pairs, dtype: Opt
     if pairs.adapters:
         arguments["adapter_index"] = make_index(pairs.adapters, case.T).to(inputs.hidden_states.device)
     return arguments
+
+
+def _as_peft(factor: Tensor) -> Tensor:
+    """(E, N, r) as a view of (N, r E)."""
+    return factor.movedim(-3, -1).contiguous().movedim(-1, -3)
+
+
+def _apart(factor: Tensor) -> Tensor:
+    """Each value with a NaN behind it."""
+    return torch.stack((factor, torch.full_like(factor, float("nan"))), -1)[..., 0]
+
+
+LAYOUTS = {
+    "peft": _as_peft,
+    "transposed": lambda factor: factor.mT.contiguous().mT,
+    "apart": _apart,
+    "guarded": guarded,
+}
 
 
 def make_index(adapters: int, rows: int) -> Tensor:

@@ -92,6 +92,22 @@ def test_which_kernels_hopper_takes(grouped_moe, load, monkeypatch, n, kind, tak
     assert [launcher.kernel.function.__name__ for launcher in found] == want
 
 
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("adapters, rank, dtype, copied", [
+    (1, 8, torch.float16, False), (1, 3, torch.float16, True), (1, 8, torch.float32, True), (3, 5, torch.float16, True),
+])  # fmt: skip
+def test_what_hopper_packs(load, layout, adapters, rank, dtype, copied):
+    """The ranks of all adapters side by side, zeros up to R; what descriptors can read as it is, is not copied."""
+    factor, padded = torch.randn(adapters, EXPERTS, 16, rank).to(dtype), -(-adapters * rank // 8) * 8
+    if layout == "kn":
+        factor = factor.mT.contiguous().mT
+    low_rank = load("operands").LowRank(torch.empty(ROWS, padded, dtype=torch.float16), factor)
+    packed = load("backends.hopper.descriptors").pack(low_rank, layout)
+    assert (packed.data_ptr() != factor.data_ptr()) is copied and packed.is_contiguous()
+    want = torch.nn.functional.pad(torch.cat(factor.half().unbind(), -1), (0, padded - adapters * rank))
+    assert torch.equal(packed.mT if layout == "kn" else packed, want)
+
+
 def test_one_line_says_what_runs(load, caplog):
     """Once per kernel and config, by the first launch; none below INFO, none for kernels without a choice."""
     launch, config = load("backends.triton.launch"), load("tuning.heuristic").GemmConfig

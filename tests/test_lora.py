@@ -8,8 +8,8 @@ import torch
 from block import Result, assert_same, call, with_leaves
 from cases import BY_ID, make_inputs
 from compare import assert_bitwise, assert_close, assert_differentiable_once
-from pairs import Pairs, factors, make_loras, run_merged, with_factors
-from poison import dirty_allocator, guarded, poison_sentinels, poisoned_allocations
+from pairs import LAYOUTS, Pairs, factors, make_loras, run_merged, with_factors
+from poison import dirty_allocator, poison_sentinels, poisoned_allocations
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -214,14 +214,6 @@ def test_repeats_bitwise(grouped_moe, device, case_id, pairs, dtype):
     first = run(grouped_moe, case, inputs, arguments)
     for _ in range(5):
         assert_same(run(grouped_moe, case, inputs, arguments), first)
-
-
-def _as_peft(tensor):
-    """(E, N, r) as a view of (N, r E)."""
-    return tensor.movedim(-3, -1).contiguous().movedim(-1, -3)
-
-
-LAYOUTS = {"peft": _as_peft, "transposed": lambda t: t.mT.contiguous().mT, "guarded": guarded}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

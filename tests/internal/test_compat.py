@@ -133,9 +133,11 @@ def test_without_gluon_triton_launches(grouped_moe, stub, request):
     def kernel():
         compat.has_gluon.cache_clear()
         spec = device.DeviceSpec(132, 232448, hopper=compat.has_gluon())
+        shape = {"num_groups": 4, "block_m": 128, "n": 512, "k": 256, "layout": "nk", "transposed": False}
         problem = stub.module("backends.problems").GemmProblem(
-            spec, torch.bfloat16, "ieee", 4, 128, 512, 256, "nk", False, 0, zero_rest=True, many_rows=False, wide=False
-        )
+            spec, torch.bfloat16, "ieee", **shape, low_rank=stub.module("operands").FactorLayout(),
+            zero_rest=True, many_rows=False, wide=False,
+        )  # fmt: skip
         return stub.module("backends.table").launcher_of("gemm", problem).kernel.function.__name__
 
     if compat.has_gluon():

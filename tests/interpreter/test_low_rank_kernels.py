@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from block import call, with_leaves
+from block import Result, assert_same, call, with_leaves
 from cases import BY_ID, make_inputs
-from compare import assert_close
-from pairs import Pairs, factors, make_loras, run_merged, with_factors
+from compare import assert_bitwise, assert_close
+from pairs import LAYOUTS, Pairs, factors, make_loras, run_merged, with_factors
 from poison import poison_sentinels, poisoned_allocations
 
 pytestmark = pytest.mark.usefixtures("accelerated")
@@ -17,6 +17,7 @@ ROUTED = {
     "gpt-oss": ("gpt-oss", Pairs()),
     "transposed": ("silu-transposed", Pairs(rank=17, shared="a")),
     "not-gated": ("relu2-not-gated", Pairs(rank=5, shared="b")),
+    "rank-130": ("silu-transposed", Pairs(rank=130)),
     "adapters": ("silu-bias", Pairs(rank=5, adapters=3)),
 }
 FEW = {
@@ -25,7 +26,25 @@ FEW = {
     "interleaved": ("silu-interleaved", Pairs(rank=16), 3),
     "adapters": ("silu", Pairs(rank=1, adapters=2), 3),
 }
+STRIDED = {
+    "peft": ("silu", Pairs(rank=3), "peft"),
+    "rank-130": ("silu-transposed", Pairs(rank=130), "transposed"),
+    "shared": ("silu-transposed", Pairs(rank=3, shared="ab"), "apart"),
+    "adapters": ("silu-bias", Pairs(rank=3, adapters=3), "transposed"),
+    "adapters-shared": ("silu", Pairs(rank=130, shared="b", adapters=2), "peft"),
+    "adapters-apart": ("silu-transposed", Pairs(rank=16, adapters=5), "apart"),
+}
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+
+
+def run(grouped_moe, case, inputs, arguments) -> Result:
+    """Forward and backward, where what must not be read is NaN: the gradients of inputs and factors."""
+    with torch.enable_grad(), poisoned_allocations():
+        leaves = with_leaves(poison_sentinels(inputs, case.E))
+        wide = {name: t.detach().requires_grad_() for name, t in factors(arguments).items()}
+        out = call(grouped_moe, case, leaves, **with_factors(arguments, wide))
+        out.backward(inputs.dout)
+    return Result(out.detach(), {name: t.grad for name, t in {**leaves.floating(), **wide}.items()})
 
 
 @by_dtype
@@ -36,15 +55,33 @@ def test_routed_rows(grouped_moe, case_id, pairs, dtype):
     arguments = make_loras(grouped_moe, case, inputs, pairs, torch.float32)
     with torch.enable_grad():
         want = run_merged(grouped_moe, case, inputs, arguments)
-        leaves = with_leaves(poison_sentinels(inputs, case.E))
-        wide = {name: t.requires_grad_() for name, t in factors(arguments).items()}
-        with poisoned_allocations():
-            out = call(grouped_moe, case, leaves, **with_factors(arguments, wide))
-            out.backward(inputs.dout)
-    assert_close("out", out, want.out, dtype)
-    for name, leaf in {**leaves.floating(), **wide}.items():
-        single = name == "top_k_weights" or leaf[0].numel() <= 2
-        assert_close(f"grad of {name}", leaf.grad, want.grads[name], dtype, inner_products=single)
+    got = run(grouped_moe, case, inputs, arguments)
+    assert_close("out", got.out, want.out, dtype)
+    for name, grad in got.grads.items():
+        single = name == "top_k_weights" or grad[0].numel() <= 2
+        assert_close(f"grad of {name}", grad, want.grads[name], dtype, inner_products=single)
+
+
+@pytest.mark.parametrize("case_id, pairs, layout", STRIDED.values(), ids=STRIDED)
+def test_strided_factors(grouped_moe, case_id, pairs, layout):
+    """fp32 factors on fp16 rows: bitwise what contiguous ones give."""
+    case = BY_ID[case_id]._replace(**SMALL)
+    inputs = make_inputs(case, torch.float16, "cpu")
+    arguments = make_loras(grouped_moe, case, inputs, pairs, torch.float32)
+    strided = with_factors(arguments, {name: LAYOUTS[layout](t) for name, t in factors(arguments).items()})
+    assert_same(run(grouped_moe, case, inputs, strided), run(grouped_moe, case, inputs, arguments))
+
+
+def test_adapters_of_no_row_are_not_projected(grouped_moe):
+    """Of a tile of rows: NaN in their a, whose columns are a tile, reaches none."""
+    case, pairs = BY_ID["silu"]._replace(**SMALL), Pairs(rank=16, adapters=3)
+    inputs = make_inputs(case, torch.float16, "cpu")
+    arguments = {**make_loras(grouped_moe, case, inputs, pairs), "adapter_index": torch.tensor([1, -1] * 10)}
+    want = call(grouped_moe, case, inputs, **arguments)
+    for name, factor in factors(arguments).items():
+        if name.endswith(".a"):
+            factor[::2] = float("nan")
+    assert_bitwise("out", call(grouped_moe, case, inputs, **arguments), want)
 
 
 @pytest.mark.parametrize("case_id, pairs, tokens", FEW.values(), ids=FEW)

@@ -58,10 +58,11 @@ def grouped_mm_experts(
     are frozen) + S P; with recompute=True T H. Transient in forward: S (I + H), or S H + T H with
     the output, if that is more; in backward, on an accelerator, S (I + H) beside the gradient
     of hidden_states, then S I beside all, those of the weights last. With R = L r, rounded up to a multiple of 8, each
-    LoRA takes S R and its factors again, in the dtype of the products; S R of gate_up_lora is saved, if its b is not
-    frozen and nothing is recomputed. The pre-activation becomes its own gradient in
-    place and goes before down_proj's gradient comes. Up to there it is S P more if it is recomputed, or must stay as it
-    is: where the backward keeps the graph, under torch.compile or a profiler, and behind hooks that move what is saved.
+    LoRA takes S R, and on Hopper a copy of one factor in the dtype of the products, where they cannot read it as it is;
+    S R of gate_up_lora is saved, if its b is not frozen and nothing is recomputed. The pre-activation becomes its own
+    gradient in place and goes before down_proj's gradient comes. Up to there it is S P more if it is recomputed, or
+    must stay as it is: where the backward keeps the graph, under torch.compile or a profiler, and behind hooks that
+    move what is saved.
     Whoever keeps it beyond the backward, as hooks that hand it on or `grad_fn.saved_tensors` allow, is left without its
     memory, and has to copy it before.
 

@@ -17,7 +17,7 @@ from .common.autograd import (
     refuse_forward_mode,
 )
 from .common.device import on_device
-from .operands import LoRA, check_loras, factor_grad, pack, project
+from .operands import LoRA, check_loras, factor_grad, project
 from .rows import schedule_size, unit_rows
 from .splits import Splits, as_splits
 
@@ -48,8 +48,7 @@ def _forward(
         low_rank = None
         if a is not None:
             rows = rows._replace(adapters=adapters)
-            pair = pack(LoRA(a, b, scaling), weight.shape[0], x.dtype, transposed)
-            low_rank = project(kernels, pair, x, rows, transposed)
+            low_rank = project(kernels, LoRA(a, b, scaling), x, rows)
         y = kernels.gemm(
             x, as_weight(weight, weight_scale, block), rows, transposed=transposed, bias=bias, scales=bias_scales,
             zero_rest=True, low_rank=low_rank,
@@ -90,8 +89,7 @@ def _backward(
         if a is not None:
             rows, lora = rows._replace(adapters=adapters), LoRA(a, b, scaling)
             if needs_x or needs_a:
-                pair = pack(lora, weight.shape[0], dy.dtype, transposed)
-                low_rank = project(kernels, pair, dy, rows, transposed, backward=True)
+                low_rank = project(kernels, lora, dy, rows, backward=True)
         if needs_x:
             dx = kernels.gemm(
                 dy, as_weight(weight, weight_scale, block), rows, transposed=not transposed, zero_rest=True,

@@ -40,80 +40,72 @@ class LoRA(NamedTuple):
     @property
     def padded_rank(self) -> int:
         """R, the ranks of all adapters side by side: L r, up to the next multiple of 8."""
-        return -(-self.num_adapters * self.rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
+        return pad_rank(self.num_adapters * self.rank)
 
 
-class Pair(NamedTuple):
-    """A LoRA as products read it: contiguous, in the dtype of the rows, the ranks of all adapters side by side.
+class FactorLayout(NamedTuple):
+    """What kernels are compiled for of a factor (L, E, N, r): L, r and its strides, 0 along dimensions of one step."""
 
-    a: (E, R, K) or, transposed, (E, K, R). b: (E, N, R) or, transposed, (E, R, N). What is past the last adapter's rank
-    is 0. rank: of one adapter, so that column c of R belongs to the adapter c // rank.
-    """
+    num_adapters: int = 0
+    rank: int = 0
+    strides: Tuple[int, ...] = (0, 0, 0, 0)
 
-    a: Tensor
-    b: Tensor
-    scaling: float
-    rank: int
+    @property
+    def padded_rank(self) -> int:
+        """R; 0 without a factor."""
+        return pad_rank(self.num_adapters * self.rank)
 
 
 class LowRank(NamedTuple):
-    """The low-rank part of a product: weight[e] rows[r] is added to it.
+    """The low-rank part of a product: for each adapter l, factor[l, e] times its columns of rows[r] is added to row r.
 
-    rows: (rows, R). weight: (E, N, R) or (E, R, N), laid out as the weight of the product.
+    rows: (rows, R), the ranks of all adapters side by side, 0 past the last one. factor: (L, E, N, r), of any strides
+    and dtype; products round it to the dtype of the rows.
     """
 
     rows: Tensor
-    weight: Tensor
+    factor: Tensor
 
 
-def pack(lora: LoRA, num_experts: int, dtype: torch.dtype, transposed: bool) -> Pair:
-    """The pair for so many experts. A factor that has the wanted form already is not copied."""
-    a = _pack(lora, lora.a, num_experts, dtype, rank_dim=1, swap=transposed)
-    b = _pack(lora, lora.b, num_experts, dtype, rank_dim=2, swap=transposed)
-    return Pair(a, b, lora.scaling, lora.rank)
+def pad_rank(rank: int) -> int:
+    """Up to the next multiple of 8."""
+    return -(-rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
 
 
-def _pack(lora: LoRA, factor: Tensor, num_experts: int, dtype: torch.dtype, rank_dim: int, swap: bool) -> Tensor:
-    """A factor (E, ...) or (L, E, ...), whose ranks are dimension rank_dim of (E, ...), as `Pair` has it.
+def layout_of(factor: Tensor) -> FactorLayout:
+    """The layout of a factor (L, E, N, r)."""
+    strides = (0 if size == 1 else stride for size, stride in zip(factor.shape, factor.stride()))
+    return FactorLayout(factor.shape[0], factor.shape[3], tuple(strides))
 
-    swap: with the last two dimensions swapped, as for a transposed weight.
-    """
-    if not swap and factor.dim() == 3 and factor.shape[0] == num_experts and factor.shape[rank_dim] == lora.padded_rank:
-        if factor.dtype == dtype and factor.is_contiguous():
-            return factor
-    view = factor if factor.dim() == 4 else factor[None]
-    view = view.movedim(0, rank_dim).flatten(rank_dim, rank_dim + 1)  # (E, ...) with the ranks of all adapters
-    if swap:
-        view, rank_dim = view.transpose(1, 2), 3 - rank_dim
-    ranks, shape = view.shape[rank_dim], [num_experts, *view.shape[1:]]
-    shape[rank_dim] = lora.padded_rank
-    packed = view.new_empty(shape, dtype=dtype)
-    packed.narrow(rank_dim, 0, ranks).copy_(view)  # a shared factor goes to all experts
-    packed.narrow(rank_dim, ranks, lora.padded_rank - ranks).zero_()
-    return packed
+
+def low_rank_layout(low_rank: Optional[LowRank]) -> FactorLayout:
+    """The layout of its factor, or of none."""
+    return FactorLayout() if low_rank is None else layout_of(low_rank.factor)
+
+
+def _as_factor(factor: Tensor, num_experts: int) -> Tensor:
+    """A factor (E or 1, ., .) or (L, E or 1, ., .) as a view (L, E, ., .)."""
+    return (factor if factor.dim() == 4 else factor[None]).expand(-1, num_experts, -1, -1)
 
 
 def project(
     kernels: ModuleType,
-    pair: Optional[Pair],
+    lora: Optional[LoRA],
     x: Tensor,
     rows: Rows,
-    transposed: bool,
     of_tokens: bool = False,
     backward: bool = False,
 ) -> Optional[LowRank]:
-    """What a pair adds to the product of x and its weight, or with `backward` to that of x and the weight's transpose.
+    """What a LoRA adds to the product of x and its weight, or with `backward` to that of x and the weight's transpose.
 
     scaling b[e] a[e] x[r] is scaling a[e] x[r], (rows, R), which is computed here, times b[e]; the other way round it
-    is scaling b[e]^T x[r] times a[e]^T. of_tokens: x has one row per token. None without a pair.
+    is scaling b[e]^T x[r] times a[e]^T. of_tokens: x has one row per token. None without a LoRA.
     """
-    if pair is None:
+    if lora is None:
         return None
-    first, second = (pair.b, pair.a) if backward else (pair.a, pair.b)
-    projected = kernels.project(
-        x, first, rows, transposed=transposed != backward, scaling=pair.scaling, rank=pair.rank, of_tokens=of_tokens
-    )
-    return LowRank(projected, second)
+    a, b = _as_factor(lora.a, rows.num_groups).transpose(2, 3), _as_factor(lora.b, rows.num_groups)
+    first, second = (b, a) if backward else (a, b)
+    return LowRank(kernels.project(x, first, rows, scaling=lora.scaling, of_tokens=of_tokens), second)
 
 
 def factor_grad(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .block import Block, Grads, Needs
-from .operands import Pair, factor_grad, pack, project
+from .operands import factor_grad, project
 from .rows import Rows, unit_rows
 
 
@@ -31,25 +31,18 @@ def forward(
     Routed rows: out[t] = sum over the slots of token t of act_scales[slot] (W2[e] a(W1[e] x[t] + b1[e]) + b2[e]).
     """
     routed = rows.top_k > 0
-    up_pair, down_pair = pairs_of(block, x.dtype)
-    low_rank = project(kernels, up_pair, x, rows, block.transposed, of_tokens=routed)
+    low_rank = project(kernels, block.up_lora, x, rows, of_tokens=routed)
     preact, act = kernels.up_proj(
         block, x, rows, None if routed else act_scales, save=save, activate=True, low_rank=low_rank
     )
     projected = None if low_rank is None else low_rank.rows
-    low_rank = project(kernels, down_pair, act, rows, block.transposed)
+    low_rank = project(kernels, block.down_lora, act, rows)
     y = kernels.gemm(
         act, block.down, rows, transposed=block.transposed, bias=block.down_bias,
         scales=None if routed else bias_scales, zero_rest=not routed, low_rank=low_rank,
     )  # fmt: skip
     del act, low_rank
     return (kernels.combine(y, act_scales, rows) if routed else y), preact, projected
-
-
-def pairs_of(block: Block, dtype: torch.dtype) -> Tuple[Optional[Pair], Optional[Pair]]:
-    """The pairs of both weights as products read them."""
-    loras = block.up_lora, block.down_lora
-    return tuple(None if lora is None else pack(lora, block.num_experts, dtype, block.transposed) for lora in loras)
 
 
 def backward(
@@ -73,14 +66,13 @@ def backward(
     """
     routed, transposed = rows.top_k > 0, block.transposed
     dout, x = unit_rows(dout), None if x is None else unit_rows(x)
-    up_pair, down_pair = pairs_of(block, dout.dtype)
     dpreact = act = dots = dx = dup = dup_bias = ddown = None
     if needs.preact:
         if block.recompute:
-            low_rank = project(kernels, up_pair, x, rows, transposed, of_tokens=routed)
+            low_rank = project(kernels, block.up_lora, x, rows, of_tokens=routed)
             preact, _ = kernels.up_proj(block, x, rows, None, save=True, activate=False, low_rank=low_rank)
             projected = None if low_rank is None else low_rank.rows
-        low_rank = project(kernels, down_pair, dout, rows, transposed, of_tokens=routed, backward=True)
+        low_rank = project(kernels, block.down_lora, dout, rows, of_tokens=routed, backward=True)
         dpreact, act, dots = kernels.down_dgrad(
             block, dout, rows, act_scales, preact, needs_dpreact=needs.dpreact, needs_act=needs.act,
             needs_dots=needs.act_scales, more_dots=num_bias_dots(kernels, block, rows, needs, dout.shape[1]),
@@ -92,12 +84,12 @@ def backward(
     if needs.down_a:
         ddown_a = factor_grad(kernels, block.down_lora, "a", low_rank.rows, act, rows)
     if needs.down_b:
-        low_rank = project(kernels, down_pair, act, rows, transposed)
+        low_rank = project(kernels, block.down_lora, act, rows)
         ddown_b = factor_grad(kernels, block.down_lora, "b", dout, low_rank.rows, rows, lhs_of_tokens=routed)
     act = act if needs.down else None
     low_rank = None
     if needs.x or needs.up_a:
-        low_rank = project(kernels, up_pair, dpreact, rows, transposed, backward=True)
+        low_rank = project(kernels, block.up_lora, dpreact, rows, backward=True)
     if needs.x:
         dx = kernels.gemm(dpreact, block.up, rows, transposed=not transposed, zero_rest=not routed, low_rank=low_rank)
         dx = kernels.combine(dx, None, rows) if routed else dx

@@ -11,15 +11,16 @@ import torch
 from ..block_scaled import ScaleLayout
 from ..common.activation import Activation
 from ..common.device import DeviceSpec
+from ..operands import FactorLayout
 
 
 class GemmProblem(NamedTuple):
     """y[r] = W[e] x[r] + scales[r] bias[e].
 
     layout: "nk" for a weight (E, N, K), "kn" for (E, K, N), where x and the weight can be read by descriptor; else
-    None. transposed: whether the weight is (E, K, N). low_rank: R of the low-rank part, 0 without one. zero_rest: rows
-    of no group are written as 0. many_rows: more than ragged descriptors count. wide: tiles of 256 columns take less
-    time (`tuning.heuristic.wide_pays`). scales: which scale a weight's element has, None for plain weights.
+    None. transposed: whether the weight is (E, K, N). low_rank: the factor of the low-rank part. zero_rest: rows of no
+    group are written as 0. many_rows: more than ragged descriptors count. wide: tiles of 256 columns take less time
+    (`tuning.heuristic.wide_pays`). scales: which scale a weight's element has, None for plain weights.
     """
 
     spec: DeviceSpec
@@ -31,7 +32,7 @@ class GemmProblem(NamedTuple):
     k: int
     layout: Optional[str]
     transposed: bool
-    low_rank: int
+    low_rank: FactorLayout
     zero_rest: bool
     many_rows: bool
     wide: bool
@@ -56,7 +57,7 @@ class BlockProblem(NamedTuple):
     top_k: int
     layout: Optional[str]
     transposed: bool
-    low_rank: int
+    low_rank: FactorLayout
     rows_by_tma: bool
     many_rows: bool
     gated: bool

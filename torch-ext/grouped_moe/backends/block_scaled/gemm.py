@@ -12,6 +12,7 @@ from ..kernels.block_scaled import scaled_gemm_kernel
 from ..problems import GemmProblem
 from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel
+from ..triton.low_rank import factor_constants
 from ..triton.scales import codes_and_scales, scale_constants, step_of
 
 PATH = "Triton, weights widened in registers"
@@ -29,8 +30,9 @@ class Launcher:
         self.problem = p = problem
         self.config = scaled_config(p.block_m, p.n, p.dtype, p.spec, step_of(p.scales, p.k))
         constants = {
-            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "ZERO_UNGROUPED": p.zero_rest, "R": p.low_rank,
-            "R_KN": p.transposed, "PRECISION": p.precision, **scale_constants(p.scales), **self.config.constants(),
+            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "ZERO_UNGROUPED": p.zero_rest,
+            "PRECISION": p.precision, **factor_constants(p.low_rank), **scale_constants(p.scales),
+            **self.config.constants(),
         }  # fmt: skip
         self.kernel = Kernel(scaled_gemm_kernel, constants, self.config.options(), self.config.describe(PATH))
 

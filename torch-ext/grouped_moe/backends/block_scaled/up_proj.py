@@ -12,6 +12,7 @@ from ..kernels.block_scaled import scaled_up_proj_kernel
 from ..problems import BlockProblem
 from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel
+from ..triton.low_rank import factor_constants
 from ..triton.scales import codes_and_scales, scale_constants, step_of
 from .gemm import PATH
 
@@ -24,8 +25,8 @@ def supports(problem: BlockProblem) -> bool:
 def block_constants(problem: BlockProblem) -> Dict[str, Any]:
     """The constexprs of both fused kernels but for the tile's."""
     return {
-        **problem.constants(), "TOP_K": problem.top_k, "R": problem.low_rank, "R_KN": problem.transposed,
-        "PRECISION": problem.precision, **scale_constants(problem.scales),
+        **problem.constants(), "TOP_K": problem.top_k, "PRECISION": problem.precision,
+        **factor_constants(problem.low_rank), **scale_constants(problem.scales),
     }  # fmt: skip
 
 

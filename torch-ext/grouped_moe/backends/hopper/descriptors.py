@@ -51,6 +51,33 @@ class RaggedTmaBlock(TmaBlock):
         return self.of(rows, shape, (2**34 - stride, stride, stride, 1))
 
 
-def describe_low_rank(low_rank: Optional[LowRank], rows: TmaBlock, weights: TmaBlock) -> Tuple[object, object]:
-    """The descriptors of a low-rank part in the blocks of the product's own operands, None twice without one."""
-    return (None, None) if low_rank is None else (rows.of(low_rank.rows), weights.of(low_rank.weight))
+def describe_low_rank(
+    low_rank: Optional[LowRank], layout: str, rows: TmaBlock, weights: TmaBlock
+) -> Tuple[object, object]:
+    """The descriptors of a low-rank part in the blocks of the product's own operands, None twice without one.
+
+    layout: of the weight. Where its blocks hold gate and up columns, each a half of the weight, so do the factor's.
+    """
+    if low_rank is None:
+        return None, None
+    factor = pack(low_rank, layout)
+    return rows.of(low_rank.rows), weights.of(factor.unflatten(1, (2, -1)) if len(weights.shape) == 4 else factor)
+
+
+def pack(low_rank: LowRank, layout: str) -> Tensor:
+    """The factor (E, N, R) or, of layout "kn", (E, R, N), as TMA takes it, in the dtype of the rows.
+
+    What is past the last adapter's rank is 0. It is not copied if it is so already.
+    """
+    rows, factor = low_rank
+    (num_adapters, num_experts, n, rank), padded = factor.shape, rows.shape[1]
+    view, rank_dim = (factor.permute(1, 0, 3, 2), 1) if layout == "kn" else (factor.permute(1, 2, 0, 3), 2)
+    if num_adapters == 1 and rank == padded and factor.dtype == rows.dtype:
+        alone = view.squeeze(rank_dim)
+        if tma_strides(alone) is not None:
+            return alone
+    ranks = num_adapters * rank
+    packed = rows.new_empty((num_experts, padded, n) if layout == "kn" else (num_experts, n, padded))
+    packed.narrow(rank_dim, 0, ranks).unflatten(rank_dim, (num_adapters, rank)).copy_(view)
+    packed.narrow(rank_dim, ranks, padded - ranks).zero_()
+    return packed

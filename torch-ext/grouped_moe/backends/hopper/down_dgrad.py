@@ -35,7 +35,7 @@ class Launcher:
         self.dout_block, self.w_block = TmaBlock(dtype, config.block_m, config.block_k), TmaBlock(dtype, 1, *w_block)
         self.row_block = RaggedTmaBlock(dtype, config.block_m, STORE_COLUMNS)
         constants = {
-            **problem.constants(), "R": problem.low_rank, "W_KN": problem.layout == "kn",
+            **problem.constants(), "R": problem.low_rank.padded_rank, "W_KN": problem.layout == "kn",
             "SLOTS": _SLOTS[problem.gated],
             **config.gluon_constants(),
         }  # fmt: skip
@@ -53,7 +53,7 @@ class Launcher:
         outputs = inputs if dpreact is preact else describe_halves(dpreact, p, row_block)
         self.kernel(
             persistent_grid(self.config, tiles, p.n, p.spec), self.dout_block.of(dout), self.w_block.of(block.down),
-            *describe_low_rank(low_rank, self.dout_block, self.w_block), scales, *inputs, *outputs,
+            *describe_low_rank(low_rank, p.layout, self.dout_block, self.w_block), scales, *inputs, *outputs,
             None if act is None else row_block.of_rows(act), dots, rows.num_rows,
             rows.row_to_slot if p.top_k else None, rows.schedule,
         )  # fmt: skip

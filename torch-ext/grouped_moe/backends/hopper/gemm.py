@@ -37,7 +37,7 @@ class Launcher:
         store_rows = min(config.block_m, 128 * 128 // config.block_n)
         self.y_block = RaggedTmaBlock(dtype, store_rows, 32 if problem.zero_rest else 64)
         constants = {
-            "NUM_EXPERTS": problem.num_groups, "N": problem.n, "K": problem.k, "R": problem.low_rank,
+            "NUM_EXPERTS": problem.num_groups, "N": problem.n, "K": problem.k, "R": problem.low_rank.padded_rank,
             "ZERO_UNGROUPED": problem.zero_rest,
             "W_KN": problem.layout == "kn", **self.config.gluon_constants(),
         }  # fmt: skip
@@ -51,7 +51,7 @@ class Launcher:
         """Writes y."""
         p = self.problem
         tiles = max_tiles(x.shape[0], p.num_groups, p.block_m)
-        low_rank_descs = describe_low_rank(low_rank, self.x_block, self.w_block)
+        low_rank_descs = describe_low_rank(low_rank, p.layout, self.x_block, self.w_block)
         self.kernel(
             persistent_grid(self.config, tiles, p.n, p.spec), self.x_block.of(x), self.w_block.of(weight),
             *bias_and_strides(bias), scales, *low_rank_descs, self.y_block.of_rows(y), rows.schedule, x.shape[0],

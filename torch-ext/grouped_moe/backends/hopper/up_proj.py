@@ -58,7 +58,7 @@ class Launcher:
         else:
             w_block = (config.block_k, config.block_n) if p.layout == "kn" else (config.block_n, config.block_k)
         self.w_block = TmaBlock(p.dtype, 1, *w_block)
-        constants = {**p.constants(), "R": p.low_rank, "W_KN": p.layout == "kn", **config.gluon_constants()}
+        constants = {**p.constants(), "R": p.low_rank.padded_rank, "W_KN": p.layout == "kn", **config.gluon_constants()}
         if p.top_k:
             constants.update(TOP_K=p.top_k, BUFFERS=_STAGED_COLUMNS // columns)
         function = hopper_gathered_up_proj_kernel if p.top_k else hopper_up_proj_kernel
@@ -77,12 +77,10 @@ class Launcher:
             source, indices = (self.x_block.of(x),), ()
         if p.gated and not p.interleaved:
             up = up.view(p.num_groups, 2, p.n, p.k)
-            if low_rank is not None:
-                low_rank = low_rank._replace(weight=low_rank.weight.view(p.num_groups, 2, p.n, p.low_rank))
         tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
         self.kernel(
             persistent_grid(self.config, tiles, p.width, p.spec), *source, self.w_block.of(up),
-            *describe_low_rank(low_rank, self.x_block, self.w_block), *bias_and_strides(block.up_bias),
+            *describe_low_rank(low_rank, p.layout, self.x_block, self.w_block), *bias_and_strides(block.up_bias),
             *describe_halves(preact, p, self.out_block),
             None if act is None else self.out_block.of_rows(act), scales, *indices, rows.schedule,
         )  # fmt: skip

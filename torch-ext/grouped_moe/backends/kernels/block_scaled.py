@@ -14,7 +14,7 @@ from .activation import Options
 from .dependent import wait_for_stream
 from .epilogues import down_dgrad_epilogue, load_preact, up_epilogue
 from .gemm import zero_chunk, zero_rows
-from .low_rank import LowRank, add_low_rank
+from .low_rank import Factor, LowRank, add_low_rank
 from .products import load_masked, locate_rows
 from .tiles import (
     Tiling,
@@ -135,7 +135,9 @@ def scaled_gemm_kernel(
     schedule_ptr,
     total_rows,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ZERO_UNGROUPED: tl.constexpr,
-    R: tl.constexpr, R_KN: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
+    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
+    PRECISION: tl.constexpr,
     N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -149,6 +151,7 @@ def scaled_gemm_kernel(
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
     PRODUCT: tl.constexpr = ScaledProduct(N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K)
+    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
     w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
     low_rank = LowRank(projected_ptr, factor_ptr)
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
@@ -160,7 +163,7 @@ def scaled_gemm_kernel(
         column = n_tile * BLOCK_N
         x = locate_rows(x_ptr, stride_xr, stride_xk, rows.to(tl.int64), row_mask, BLOCK_K)
         acc = dot_scaled(x, w, expert, column, BLOCK_N, PRODUCT)
-        acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, R, R_KN, PRECISION)
+        acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION)
         expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
         scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
         halves = column_pieces(acc, 2)
@@ -189,7 +192,9 @@ def scaled_up_proj_kernel(
     row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
     schedule_ptr,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    R: tl.constexpr, R_KN: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
+    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
+    PRECISION: tl.constexpr,
     N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
@@ -206,6 +211,7 @@ def scaled_up_proj_kernel(
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
     PRODUCT: tl.constexpr = ScaledProduct(WIDTH * N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K)
+    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
     OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
     low_rank = LowRank(projected_ptr, factor_ptr)
@@ -221,13 +227,13 @@ def scaled_up_proj_kernel(
         column = n_tile * BLOCK_N
         if GATED and not INTERLEAVED:
             gate = dot_scaled(x, w, expert, column, BLOCK_N, PRODUCT)
-            gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, 2 * N, R, R_KN, PRECISION)
+            gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, 2 * N, FACTOR, PRECISION)
             up = dot_scaled(x, w, expert, N + column, BLOCK_N, PRODUCT)
-            up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, R, R_KN, PRECISION)
+            up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, FACTOR, PRECISION)
         else:
             # One product of WIDTH columns per output column: gate and up in turn, or the one column itself.
             gate = dot_scaled(x, w, expert, WIDTH * column, WIDTH * BLOCK_N, PRODUCT)
-            gate = add_low_rank(gate, low_rank, expert, rows, row_mask, WIDTH * column, WIDTH * N, R, R_KN, PRECISION)
+            gate = add_low_rank(gate, low_rank, expert, rows, row_mask, WIDTH * column, WIDTH * N, FACTOR, PRECISION)
             up = gate
         gates, ups = column_pieces(gate, 2), column_pieces(up, 2)
         for i in tl.static_range(2):
@@ -251,7 +257,9 @@ def scaled_down_dgrad_kernel(
     row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
     schedule_ptr,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    R: tl.constexpr, R_KN: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
+    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
+    PRECISION: tl.constexpr,
     N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
@@ -270,6 +278,7 @@ def scaled_down_dgrad_kernel(
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
     PRODUCT: tl.constexpr = ScaledProduct(N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K)
+    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
     OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
     low_rank = LowRank(projected_ptr, factor_ptr)
@@ -284,7 +293,7 @@ def scaled_down_dgrad_kernel(
         column = n_tile * BLOCK_N
         grad = dot_scaled(dout, w, expert, column, BLOCK_N, PRODUCT)
         grads = column_pieces(
-            add_low_rank(grad, low_rank, expert, rows, row_mask, column, N, R, R_KN, PRECISION), PIECES
+            add_low_rank(grad, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION), PIECES
         )
         inner = tl.zeros((BLOCK_M,), tl.float32)
         for i in tl.static_range(PIECES):

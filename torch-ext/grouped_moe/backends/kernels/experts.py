@@ -10,7 +10,7 @@ import triton.language as tl
 from .activation import Options
 from .dependent import wait_for_stream
 from .epilogues import down_dgrad_epilogue, load_preact, up_epilogue
-from .low_rank import LowRank, add_low_rank
+from .low_rank import Factor, LowRank, add_low_rank
 from .products import Product, Weights, dot_gate_up, dot_rows, locate_rows
 from .tiles import (
     Tiling,
@@ -88,7 +88,9 @@ def up_proj_kernel(
     row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
     schedule_ptr,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    TMA: tl.constexpr, W_KN: tl.constexpr, R: tl.constexpr, R_KN: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
+    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -104,6 +106,7 @@ def up_proj_kernel(
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
     PRODUCT: tl.constexpr = Product(K, TMA, W_KN, PRECISION, BLOCK_K)
+    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
     OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     w, low_rank = Weights(w_ptr, stride_we, stride_wn, stride_wk), LowRank(projected_ptr, factor_ptr)
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
@@ -122,14 +125,14 @@ def up_proj_kernel(
             column = n_tile * BLOCK_N
             if GATED and not INTERLEAVED:
                 gate, up = dot_gate_up(x, w, expert, column, N, BLOCK_N, PRODUCT)
-                gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, 2 * N, R, R_KN, PRECISION)
-                up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, R, R_KN, PRECISION)
+                gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, 2 * N, FACTOR, PRECISION)
+                up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, FACTOR, PRECISION)
             else:
                 # One product of WIDTH columns per output column: gate and up in turn, or the one column itself.
                 WIDTH: tl.constexpr = 2 if GATED else 1
                 gate = dot_rows(x, w, expert, WIDTH * column, WIDTH * N, WIDTH * BLOCK_N, PRODUCT)
                 gate = add_low_rank(
-                    gate, low_rank, expert, rows, row_mask, WIDTH * column, WIDTH * N, R, R_KN, PRECISION
+                    gate, low_rank, expert, rows, row_mask, WIDTH * column, WIDTH * N, FACTOR, PRECISION
                 )
                 up = gate
             gates, ups = column_pieces(gate, 2), column_pieces(up, 2)
@@ -154,7 +157,9 @@ def down_dgrad_kernel(
     row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
     schedule_ptr,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    TMA: tl.constexpr, W_KN: tl.constexpr, R: tl.constexpr, R_KN: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
+    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -172,6 +177,7 @@ def down_dgrad_kernel(
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
     PRODUCT: tl.constexpr = Product(K, TMA, W_KN, PRECISION, BLOCK_K)
+    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
     OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     w, low_rank = Weights(w_ptr, stride_we, stride_wn, stride_wk), LowRank(projected_ptr, factor_ptr)
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
@@ -187,7 +193,7 @@ def down_dgrad_kernel(
             weights = load_scales(weights_ptr, slots) if weights_ptr is not None else None
             column = n_tile * BLOCK_N
             grad = dot_rows(dout, w, expert, column, N, BLOCK_N, PRODUCT)
-            grad = add_low_rank(grad, low_rank, expert, rows, row_mask, column, N, R, R_KN, PRECISION)
+            grad = add_low_rank(grad, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION)
             # The pre-activation of a piece is loaded while the piece before it is computed.
             gate, up = load_preact(preact_ptr, row, row_mask, column, OPTIONS, PIECE)
             grads = column_pieces(grad, PIECES)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .dependent import wait_for_stream
-from .low_rank import LowRank, add_low_rank
+from .low_rank import Factor, LowRank, add_low_rank
 from .products import Product, Weights, dot_rows_advancing, load_w, locate_rows
 from .tiles import (
     Tiling,
@@ -65,7 +65,9 @@ def grouped_gemm_kernel(
     schedule_ptr,
     total_rows,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ZERO_UNGROUPED: tl.constexpr,
-    TMA: tl.constexpr, W_KN: tl.constexpr, R: tl.constexpr, R_KN: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
+    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e.
@@ -78,6 +80,7 @@ def grouped_gemm_kernel(
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
     PRODUCT: tl.constexpr = Product(K, TMA, W_KN, PRECISION, BLOCK_K)
+    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
     w, low_rank = Weights(w_ptr, stride_we, stride_wn, stride_wk), LowRank(projected_ptr, factor_ptr)
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
     last_row = end_of_rows(schedule_ptr, NUM_EXPERTS)
@@ -96,7 +99,7 @@ def grouped_gemm_kernel(
         else:
             x = locate_rows(x_ptr, stride_xr, stride_xk, rows.to(tl.int64), row_mask, BLOCK_K)
             acc = dot_rows_advancing(x, w, expert, column, N, BLOCK_N, PRODUCT)
-        acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, R, R_KN, PRECISION)
+        acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION)
         expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
         scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
         halves = column_pieces(acc, 2)

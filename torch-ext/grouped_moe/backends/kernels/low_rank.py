@@ -9,34 +9,56 @@ from .dependent import wait_for_stream
 from .tiles import expert_rows, expert_tiles, find_expert, load_slots, num_row_tiles, tile_rows, tokens_of
 
 
+class Factor(NamedTuple):
+    """How the factors of all adapters, (L, E, N, RANK) by strides, lie side by side as R columns: compile-time values.
+
+    Column c is rank c % RANK of the adapter c // RANK; those from L RANK on are 0.
+    """
+
+    R: tl.constexpr
+    NUM_ADAPTERS: tl.constexpr
+    RANK: tl.constexpr
+    STRIDE_L: tl.constexpr
+    STRIDE_E: tl.constexpr
+    STRIDE_N: tl.constexpr
+    STRIDE_R: tl.constexpr
+
+
+@triton.jit
+def factor_ptrs(factor_ptr, expert, n, columns, FACTOR: tl.constexpr):
+    """Pointers to an expert's factor: n and columns are tiles of two dimensions that broadcast."""
+    ptrs = factor_ptr + expert.to(tl.int64) * FACTOR.STRIDE_E + n.to(tl.int64) * FACTOR.STRIDE_N
+    if FACTOR.NUM_ADAPTERS == 1:
+        return ptrs + columns.to(tl.int64) * FACTOR.STRIDE_R
+    else:
+        ptrs += (columns // FACTOR.RANK).to(tl.int64) * FACTOR.STRIDE_L
+        return ptrs + (columns % FACTOR.RANK).to(tl.int64) * FACTOR.STRIDE_R
+
+
 @triton.jit(do_not_specialize=["scaling"])
 def project_kernel(
     x_ptr, stride_xr, stride_xk,  # (rows, K) or, OF_TOKENS, (T, K)
-    w_ptr,  # (E, R, K) or, KN, (E, K, R), contiguous
+    factor_ptr,  # (L, E, K, RANK), as `Factor` has it
     adapters_ptr,  # adapter of each token, or of each row in place, or None
     z_ptr,  # (rows, R), out
     row_to_slot_ptr,  # (rows,) int32, or None for rows in place
     schedule_ptr,
     scaling,
-    NUM_EXPERTS: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    RANK: tl.constexpr,  # of one adapter
+    NUM_EXPERTS: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
+    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
     TOP_K: tl.constexpr,  # 0 for rows in place
-    OF_TOKENS: tl.constexpr,
-    KN: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    OF_TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """z[r] = scaling W[e] x[r], or x[token of r]; with adapters z[r, c] = 0 unless c // RANK is the row's adapter.
+    """z[r] = scaling factor[l, e]^T x[r] for each adapter l, or of x[token of r]; with adapters 0 where l is not r's.
 
-    Rows of no expert are not written.
+    A tile of columns whose adapters no row has costs its zeros. Rows of no expert are not written.
     Grid: (m tiles at most, tiles of BLOCK_N columns).
     The caller guarantees a schedule made for BLOCK_M.
     """
     wait_for_stream()
+    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
     tile = tl.program_id(0)
     if tile < num_row_tiles(schedule_ptr, NUM_EXPERTS):
         expert = find_expert(tile, schedule_ptr, NUM_EXPERTS)
@@ -46,62 +68,58 @@ def project_kernel(
         rows, row_mask = tile_rows(first_row, end - first_row, BLOCK_M)
         tokens = tokens_of(load_slots(row_to_slot_ptr, rows), TOP_K)
         sources = tokens if OF_TOKENS else rows.to(tl.int64)
-        columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = tl.arange(0, BLOCK_K)
-        x_ptrs = x_ptr + sources[:, None] * stride_xr + k.to(tl.int64)[None, :] * stride_xk
-        w_ptrs = w_ptr + expert.to(tl.int64) * (R * K) + low_rank_offsets(columns, k, R, K, KN)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in range(0, K, BLOCK_K):
-            inside = k < K - start
-            x = tl.load(x_ptrs, mask=row_mask[:, None] & inside[None, :], other=0.0)
-            w = tl.load(w_ptrs, mask=inside[:, None] & (columns < R)[None, :], other=0.0)
-            acc = tl.dot(x, w, acc, input_precision=PRECISION)
-            x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
-            w_ptrs += BLOCK_K * (R if KN else 1)
-        acc *= scaling
+        first_column = tl.program_id(1) * BLOCK_N
+        columns = first_column + tl.arange(0, BLOCK_N)
+        length = K
         if adapters_ptr is not None:
             adapters = tl.load(adapters_ptr + tokens)
+            used = (adapters >= first_column // RANK) & (adapters <= (first_column + BLOCK_N - 1) // RANK)
+            length = tl.where(tl.max(used.to(tl.int32), 0) > 0, K, 0)
+        k = tl.arange(0, BLOCK_K)
+        x_ptrs = x_ptr + sources[:, None] * stride_xr + k.to(tl.int64)[None, :] * stride_xk
+        w_ptrs = factor_ptrs(factor_ptr, expert, k[:, None], columns[None, :], FACTOR)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, length, BLOCK_K):
+            inside = k < K - start
+            x = tl.load(x_ptrs, mask=row_mask[:, None] & inside[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=inside[:, None] & (columns < NUM_ADAPTERS * RANK)[None, :], other=0.0)
+            acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
+            x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
+            w_ptrs += BLOCK_K * STRIDE_FN
+        acc *= scaling
+        if adapters_ptr is not None:
             acc = tl.where(adapters[:, None] == (columns // RANK)[None, :], acc, 0.0)
         z_ptrs = z_ptr + rows.to(tl.int64)[:, None] * R + columns[None, :]
         tl.store(z_ptrs, acc.to(z_ptr.dtype.element_ty), mask=row_mask[:, None] & (columns < R)[None, :])
 
 
-@triton.jit
-def low_rank_offsets(columns, k, N: tl.constexpr, K: tl.constexpr, KN: tl.constexpr):
-    """(BLOCK_K, BLOCK_N) offsets within an expert's contiguous (N, K) or, KN, (K, N) matrix."""
-    if KN:
-        return k[:, None] * N + columns[None, :]
-    else:
-        return columns[None, :] * K + k[:, None]
-
-
 class LowRank(NamedTuple):
-    """The low-rank part of a product, or None twice: rows (rows, R), and weights (E, N, R) or, R_KN, (E, R, N)."""
+    """The low-rank part of a product, or None twice: rows (rows, R), and the factor, as `Factor` has it."""
 
     rows_ptr: object
-    weights_ptr: object
+    factor_ptr: object
 
 
 @triton.jit
 def add_low_rank(
     acc, low_rank, expert, rows, row_mask, first_column,
-    N: tl.constexpr, R: tl.constexpr, R_KN: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc plus the low-rank part for its columns, if there is one: more of K in the same accumulator."""
     if low_rank.rows_ptr is None:
         return acc
     else:
+        R: tl.constexpr = FACTOR.R
+        RANKS: tl.constexpr = FACTOR.NUM_ADAPTERS * FACTOR.RANK
         BLOCK_R: tl.constexpr = 16 if R <= 16 else 32 if R <= 32 else 64
         columns = first_column + tl.arange(0, acc.shape[1])
-        k = tl.arange(0, BLOCK_R)
-        row_ptrs = low_rank.rows_ptr + rows.to(tl.int64)[:, None] * R + k[None, :]
-        w_ptrs = low_rank.weights_ptr + expert.to(tl.int64) * (N * R) + low_rank_offsets(columns, k, N, R, R_KN)
+        row_ptrs = low_rank.rows_ptr + rows.to(tl.int64)[:, None] * R
         for start in tl.static_range(0, R, BLOCK_R):
-            inside = k < R - start
-            z = tl.load(row_ptrs + start, mask=row_mask[:, None] & inside[None, :], other=0.0)
-            w_mask = inside[:, None] & (columns < N)[None, :]
-            w = tl.load(w_ptrs + start * (N if R_KN else 1), mask=w_mask, other=0.0)
-            acc = tl.dot(z, w, acc, input_precision=PRECISION)
+            ranks = start + tl.arange(0, BLOCK_R)
+            z = tl.load(row_ptrs + ranks[None, :], mask=row_mask[:, None] & (ranks < R)[None, :], other=0.0)
+            w_ptrs = factor_ptrs(low_rank.factor_ptr, expert, columns[None, :], ranks[:, None], FACTOR)
+            w = tl.load(w_ptrs, mask=(ranks < RANKS)[:, None] & (columns < N)[None, :], other=0.0)
+            acc = tl.dot(z, w.to(z.dtype), acc, input_precision=PRECISION)
         return acc
 
 

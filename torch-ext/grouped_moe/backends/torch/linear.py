@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...block_scaled import BlockScaled, Weight
-from ...operands import LowRank
+from ...operands import LowRank, pad_rank
 from ...rows import Rows
 
 
@@ -48,6 +48,14 @@ def scales_of(scales: Tensor, rows: Rows, start: int, end: int) -> Tensor:
     return scales.reshape(-1)[rows.row_to_slot[start:end]] if rows.top_k else scales[start:end]
 
 
+def group_factor(factor: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """A group's part of a factor (L, G, N, r) as (N, L r), the ranks of all adapters side by side.
+
+    Contiguous: what a BLAS returns depends on strides.
+    """
+    return factor[:, group].movedim(0, 1).flatten(1).to(dtype).contiguous()
+
+
 def products(
     x: Tensor, weight: Weight, rows: Rows, *, transposed: bool, bias: Optional[Tensor] = None,
     scales: Optional[Tensor] = None, of_tokens: bool = False, low_rank: Optional[LowRank] = None,
@@ -70,8 +78,8 @@ def products(
                 added = torch.outer(scales[start:end].to(wide), added.to(wide)).to(x.dtype)
             torch.addmm(added, operand, own, out=out)
         if low_rank is not None:
-            factor = low_rank.weight[group]
-            out.addmm_(low_rank.rows[start:end], factor if transposed else factor.t())
+            factor = group_factor(low_rank.factor, group, x.dtype)
+            out.addmm_(low_rank.rows[start:end, : factor.shape[1]], factor.t())
     return y
 
 
@@ -93,21 +101,23 @@ def gemm(
 
 
 @in_its_dtype
-def project(
-    x: Tensor, weight: Tensor, rows: Rows, *, transposed: bool, scaling: float, rank: int, of_tokens: bool
-) -> Tensor:
-    """z[r] = scaling weight[e] x[r], of x[token of r] with of_tokens. Rows of no group are unwritten.
+def project(x: Tensor, factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool) -> Tensor:
+    """z[r] = scaling factor[l, e]^T x[r] for each adapter l, of x[token of r] with of_tokens.
 
-    x: (rows, K) or (T, K). weight: (E, R, K) or, transposed, (E, K, R). Returns (rows, R). With `rows.adapters`,
-    z[r, c] is 0 unless the row's adapter is c // rank.
+    x: (rows, K) or (T, K). factor: (L, E, K, r). Returns (rows, R), the ranks of all adapters side by side, 0 past the
+    last one and, with `rows.adapters`, in those that are not of the row's adapter. Rows of no group are unwritten.
     """
-    z = products(x, weight, rows, transposed=transposed, of_tokens=of_tokens)
-    columns = torch.arange(z.shape[1]) // rank
-    for _, start, end in groups_with_rows(rows):
-        z[start:end] *= scaling
+    num_adapters, _, _, rank = factor.shape
+    z = x.new_empty((rows.num_rows, pad_rank(num_adapters * rank)))
+    columns = torch.arange(num_adapters * rank) // rank
+    for group, start, end in groups_with_rows(rows):
+        out = z[start:end, : num_adapters * rank]
+        z[start:end, num_adapters * rank :] = 0
+        torch.mm(rows_of(x, rows, start, end, of_tokens), group_factor(factor, group, x.dtype), out=out)
+        out *= scaling
         if rows.adapters is not None:
             tokens = rows.row_to_slot[start:end] // rows.top_k if rows.top_k else slice(start, end)
-            z[start:end].masked_fill_(rows.adapters[tokens, None] != columns, 0.0)
+            out.masked_fill_(rows.adapters[tokens, None] != columns, 0.0)
     return z
 
 

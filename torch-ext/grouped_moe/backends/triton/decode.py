@@ -121,7 +121,7 @@ def _project_kernel(num_experts: int, ranks: Tuple[int, int], k: int, top_k: int
     num_adapters, rank = ranks
     constants = {
         "NUM_EXPERTS": num_experts, "NUM_ADAPTERS": num_adapters, "R": rank, "K": k, "TOP_K": top_k,
-        "BY_SLOT": by_slot, "BLOCK_R": _PROJECTED_RANKS, "BLOCK_K": _narrowed(1024, k),
+        "BY_SLOT": by_slot, "BLOCK_R": _PROJECTED_RANKS, "BLOCK_K": _narrowed(2048, k),
     }  # fmt: skip
     return Kernel(slot_project_kernel, constants)
 

@@ -32,7 +32,7 @@ class Launcher:
     def __init__(self, problem: BlockProblem):
         self.problem, self.by_tma = problem, weight_by_tma(problem)
         p = problem
-        self.config = dgrad_config(p.block_m, p.n, p.dtype, p.spec, p.interleaved, self.by_tma, p.low_rank > 0)
+        self.config = dgrad_config(p.block_m, p.n, p.dtype, p.spec, p.interleaved, self.by_tma, p.low_rank.rank > 0)
         self.num_dots = -(-p.n // self.config.block_n)
         constants = {**block_constants(p, self.by_tma), **self.config.constants()}
         self.kernel = Kernel(

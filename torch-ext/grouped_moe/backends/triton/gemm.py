@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
-from ...operands import LowRank
+from ...operands import LowRank, low_rank_layout
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import gemm_config, persistent_grid, triton_path, wide_pays
 from ..kernels.gemm import grouped_gemm_kernel, zero_ungrouped_kernel
@@ -15,6 +15,7 @@ from ..problems import GemmProblem
 from ..table import launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
 from .launch import Kernel
+from .low_rank import factor_constants
 from .scales import nk_strides, scale_layout
 
 _ZERO_PROGRAMS_PER_SM = 4
@@ -35,8 +36,7 @@ class Launcher:
         self.config = config = gemm_config(p.block_m, p.n, p.dtype, p.spec, self.by_tma)
         constants = {
             "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "ZERO_UNGROUPED": p.zero_rest, "TMA": self.by_tma,
-            "W_KN": p.layout == "kn", "R": p.low_rank, "R_KN": p.transposed, "PRECISION": p.precision,
-            **config.constants(),
+            "W_KN": p.layout == "kn", "PRECISION": p.precision, **factor_constants(p.low_rank), **config.constants(),
         }  # fmt: skip
         self.kernel = Kernel(
             grouped_gemm_kernel, constants, config.options(), config.describe(triton_path(self.by_tma))
@@ -85,7 +85,7 @@ def gemm(
         layout = weight_layout(weight, transposed) if block_m >= 64 and takes_rows(x, spec) else None
         problem = GemmProblem(
             spec, dtype, dot_precision(dtype, spec), rows.num_groups, block_m, n, k, layout, transposed,
-            0 if low_rank is None else low_rank.rows.shape[1], zero_rest,
+            low_rank_layout(low_rank), zero_rest,
             num_rows > MAX_RAGGED_ROWS, spec.hopper and wide_pays(num_rows, rows.num_groups, n, k, spec),
             scale_layout(weight, transposed),
         )  # fmt: skip

@@ -7,62 +7,86 @@ import torch
 from torch import Tensor
 
 from ...common.device import DeviceSpec, dot_precision, spec_of
+from ...operands import FactorLayout, layout_of
 from ...rows import Rows, max_tiles
 from ..kernels.low_rank import project_kernel
 from .launch import Kernel
 
 _MAX_COLUMNS = 128  # of a tile
+_TALL = 64  # rows of a tile from where on its products, not the latency of its loads, take the time
+_LONG_STEP = 512  # bytes of a row
 
 
 class _Problem(NamedTuple):
-    """What the kernel is compiled for: z (rows, n) of x (rows, k), or (T, k) with of_tokens."""
+    """What the kernel is compiled for: z (rows, R) of x (rows, k), or (T, k) with of_tokens."""
 
     spec: DeviceSpec
     dtype: torch.dtype
     precision: str
     num_groups: int
     block_m: int
-    n: int
     k: int
-    rank: int
+    factor: FactorLayout
+    factor_dtype: torch.dtype
     top_k: int
     of_tokens: bool
-    transposed: bool
+
+
+def factor_constants(factor: FactorLayout) -> dict:
+    """The constexprs of a kernel that say how a factor lies: as such, they keep its loads wide at any rank."""
+    names = "STRIDE_FL", "STRIDE_FE", "STRIDE_FN", "STRIDE_FR"
+    ranks = {"R": factor.padded_rank, "NUM_ADAPTERS": factor.num_adapters, "RANK": factor.rank}
+    return {**ranks, **dict(zip(names, factor.strides))}
+
+
+def _tile(problem: _Problem) -> tuple:
+    """BLOCK_N, BLOCK_K, num_stages. Short tiles take few, long steps, and few columns, so that many run at once."""
+    p, itemsize = problem, problem.dtype.itemsize
+    block_n = min(_MAX_COLUMNS, max(16, 1 << (p.factor.padded_rank - 1).bit_length()))
+    if p.block_m < _TALL:
+        block_n, stages = min(block_n, p.block_m), 3
+        block_k = min(_LONG_STEP // itemsize, max(16, 1 << (p.k - 1).bit_length()))
+    else:
+        block_k, stages = (32, 2) if itemsize > 2 else (64, 2 if p.of_tokens else 4)
+    # Of AMD's stages, one lies in registers.
+    buffer = block_k * (p.block_m * itemsize + block_n * p.factor_dtype.itemsize)
+    while (stages - (p.spec.warp_size == 64)) * buffer > p.spec.shared_memory and stages > 2:
+        stages -= 1
+    return block_n, block_k, stages
 
 
 @lru_cache(maxsize=None)
 def _kernel(problem: _Problem) -> Kernel:
     p = problem
-    block_n = min(_MAX_COLUMNS, max(16, 1 << (p.n - 1).bit_length()))
-    block_k, stages = (32, 2) if p.dtype.itemsize > 2 else (64, 2 if p.of_tokens else 4)
+    block_n, block_k, stages = _tile(p)
     constants = {
-        "NUM_EXPERTS": p.num_groups, "R": p.n, "K": p.k, "RANK": p.rank, "TOP_K": p.top_k, "OF_TOKENS": p.of_tokens,
-        "KN": p.transposed, "PRECISION": p.precision, "BLOCK_M": p.block_m, "BLOCK_N": block_n, "BLOCK_K": block_k,
+        "NUM_EXPERTS": p.num_groups, "K": p.k, **factor_constants(p.factor), "TOP_K": p.top_k,
+        "OF_TOKENS": p.of_tokens, "PRECISION": p.precision, "BLOCK_M": p.block_m, "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
     }  # fmt: skip
     return Kernel(project_kernel, constants, {"num_warps": 4, "num_stages": stages})
 
 
-def project(
-    x: Tensor, weight: Tensor, rows: Rows, *, transposed: bool, scaling: float, rank: int, of_tokens: bool
-) -> Tensor:
-    """z[r] = scaling weight[e] x[r], of x[token of r] with of_tokens. Rows of no group are unwritten.
+def project(x: Tensor, factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool) -> Tensor:
+    """z[r] = scaling factor[l, e]^T x[r] for each adapter l, of x[token of r] with of_tokens.
 
-    x: (rows, K) or (T, K), any strides. weight: (E, R, K) or, transposed, (E, K, R), contiguous. Returns (rows, R).
-    With `rows.adapters`, z[r, c] is 0 unless the row's adapter is c // rank.
+    x: (rows, K) or (T, K), any strides. factor: (L, E, K, r), any strides and dtype. Returns (rows, R), the ranks of
+    all adapters side by side, 0 past the last one and, with `rows.adapters`, in those that are not of the row's
+    adapter. Rows of no group are unwritten.
     """
-    n, k = weight.shape[2 if transposed else 1], x.shape[1]
-    z = x.new_empty((rows.num_rows, n))
+    layout, k = layout_of(factor), x.shape[1]
+    z = x.new_empty((rows.num_rows, layout.padded_rank))
     if rows.num_rows:
         spec = spec_of(x)
         top_k = rows.top_k if of_tokens or rows.adapters is not None else 0
         problem = _Problem(
-            spec, x.dtype, dot_precision(x.dtype, spec), rows.num_groups, rows.block_m, n, k,
-            rank if rows.adapters is not None else n, top_k, of_tokens, transposed,
+            spec, x.dtype, dot_precision(x.dtype, spec), rows.num_groups, rows.block_m, k, layout, factor.dtype, top_k,
+            of_tokens,
         )  # fmt: skip
         kernel = _kernel(problem)
         tiles = max_tiles(rows.num_rows, rows.num_groups, rows.block_m)
         kernel(
-            (tiles, -(-n // kernel.constants["BLOCK_N"]), 1), x, *x.stride(), weight, rows.adapters, z,
+            (tiles, -(-z.shape[1] // kernel.constants["BLOCK_N"]), 1), x, *x.stride(), factor, rows.adapters, z,
             rows.row_to_slot if top_k else None, rows.schedule, scaling,
         )  # fmt: skip
     return z

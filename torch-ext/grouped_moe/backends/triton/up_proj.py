@@ -7,7 +7,7 @@ from torch import Tensor
 from ...block import Block
 from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
-from ...operands import LowRank
+from ...operands import LowRank, low_rank_layout
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import persistent_grid, triton_path, up_config
 from ..kernels.experts import up_proj_kernel
@@ -16,6 +16,7 @@ from ..table import launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
 from .gemm import bias_and_strides
 from .launch import Kernel
+from .low_rank import factor_constants
 from .scales import nk_strides, scale_layout
 
 
@@ -28,7 +29,7 @@ def block_constants(problem: BlockProblem, by_tma: bool) -> dict:
     """The constexprs of both fused kernels but for the tile's. by_tma: the weight comes by descriptor."""
     return {
         **problem.constants(), "TOP_K": problem.top_k, "PRECISION": problem.precision, "TMA": by_tma,
-        "W_KN": by_tma and problem.layout == "kn", "R": problem.low_rank, "R_KN": problem.transposed,
+        "W_KN": by_tma and problem.layout == "kn", **factor_constants(problem.low_rank),
     }  # fmt: skip
 
 
@@ -102,7 +103,7 @@ def problem_of(
     return BlockProblem(
         spec, dtype, dot_precision(dtype, spec), rows.num_groups, block_m, block.intermediate, x.shape[1], rows.top_k,
         weight_layout(weight, transposed) if tall else None, transposed,
-        0 if low_rank is None else low_rank.rows.shape[1], tall and takes_rows(x, spec),
+        low_rank_layout(low_rank), tall and takes_rows(x, spec),
         rows.num_rows > MAX_RAGGED_ROWS, block.gated, block.interleaved, block.activation, saves_preact,
         scale_layout(weight, transposed),
     )  # fmt: skip

@@ -95,10 +95,9 @@ THIN = 64  # columns of a weight gradient up to which it is one of streaming its
 
 # By rows, with weights that are widened in registers: the sums of one block of K take as many as the accumulator.
 _SCALED_TILES = {
-    16: GemmConfig(16, 64, 128, 4, 4, programs_per_sm=3),
+    16: GemmConfig(16, 128, 128, 4, 3, programs_per_sm=2),
     32: GemmConfig(32, 64, 128, 4, 3, programs_per_sm=2),
     64: GemmConfig(64, 64, 128, 4, 3, programs_per_sm=2),
-    128: GemmConfig(128, 128, 64, 8, 3),
 }
 
 
@@ -275,7 +274,7 @@ def scaled_config(
     columns, block_k, stages = tile.block_n, tile.block_k, tile.num_stages
     if dtype.itemsize > 2:
         columns, block_k, stages = 64 // held_tiles, 32, 2
-    elif held_tiles > 1 or not spec.wide_tiles:
+    elif held_tiles > 1:
         columns = 64
     config = replace(tile, block_n=columns, block_k=min(block_k, step), num_stages=stages)
     config = _narrowed(config, n, held_tiles, dtype.itemsize, spec.shared_memory)

@@ -15,7 +15,7 @@ from ..table import launcher_of
 from .descriptors import describe
 from .launch import Kernel
 from .permute import sort_rows
-from .scales import nk_strides
+from .scales import for_rows, nk_strides
 from .up_proj import block_constants, problem_of, weight_by_tma
 
 
@@ -71,6 +71,7 @@ def down_dgrad(
     """
     num_rows, n = rows.num_rows, block.intermediate
     dpreact = (preact if overwrite else torch.empty_like(preact)) if needs_dpreact else None
+    block = block._replace(down=for_rows(block.down, rows.block_m, dout.dtype))
     problem = problem_of(block, dout, block.down, low_rank, rows, False, not block.transposed)
     launcher = launcher_of("down_dgrad", problem)
     if num_rows and launcher.reads_sorted_rows and rows.top_k:

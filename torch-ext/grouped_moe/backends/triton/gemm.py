@@ -16,7 +16,7 @@ from ..table import launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
 from .launch import Kernel
 from .low_rank import factor_constants
-from .scales import nk_strides, scale_layout
+from .scales import for_rows, nk_strides, scale_layout
 
 _ZERO_PROGRAMS_PER_SM = 4
 _ZERO_CHUNK = 4096  # elements
@@ -81,6 +81,7 @@ def gemm(
     y = x.new_empty((num_rows, n))
     if num_rows:
         spec, dtype, block_m = spec_of(x), x.dtype, rows.block_m
+        weight = for_rows(weight, block_m, dtype)
         # Row tiles that stream weights do not earn back what descriptors cost.
         layout = weight_layout(weight, transposed) if block_m >= 64 and takes_rows(x, spec) else None
         problem = GemmProblem(

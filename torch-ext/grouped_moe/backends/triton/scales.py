@@ -1,12 +1,41 @@
-"""Block-scaled weights as arguments and constexprs of kernels."""
+"""Block-scaled weights: as arguments and constexprs of kernels, or made plain for a product of many rows."""
 
+from functools import lru_cache
 from typing import Any, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ...block_scaled import BlockScaled, ScaleLayout, Weight
-from ...common.device import DeviceSpec
+from ...common.device import DeviceSpec, spec_of
+from ..kernels.block_scaled import dequantize_kernel
+from .launch import Kernel
+
+_MANY_ROWS = 128  # of a tile
+_DEQUANTIZED = 32, 128  # rows and columns that a program makes plain
+
+
+def for_rows(weight: Weight, block_m: int, dtype: torch.dtype) -> Weight:
+    """The weight as a product with tiles of so many rows reads it.
+
+    To widen codes in registers saves bytes, which few rows wait for. Tall tiles would widen the same codes many times,
+    and wait for that: the weight is made plain once, and goes after the product.
+    """
+    if not isinstance(weight, BlockScaled) or block_m < _MANY_ROWS:
+        return weight
+    spec, (num_experts, n, k) = spec_of(weight.data), weight.shape
+    plain = weight.data.new_empty(weight.shape, dtype=dtype)
+    block_n, block_k = _DEQUANTIZED
+    grid = -(-n // block_n), -(-k // block_k), num_experts
+    _dequantize_kernel(n, k, weight.layout)(grid, *codes_and_scales(weight, False, spec), plain)
+    return plain
+
+
+@lru_cache(maxsize=None)
+def _dequantize_kernel(n: int, k: int, scales: ScaleLayout) -> Kernel:
+    block_n, block_k = _DEQUANTIZED
+    constants = {"N": n, "K": k, **scale_constants(scales), "BLOCK_N": block_n, "BLOCK_K": block_k}
+    return Kernel(dequantize_kernel, constants)
 
 
 def scale_layout(weight: Weight, transposed: bool) -> Optional[ScaleLayout]:

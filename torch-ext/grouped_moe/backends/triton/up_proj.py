@@ -17,7 +17,7 @@ from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
 from .gemm import bias_and_strides
 from .launch import Kernel
 from .low_rank import factor_constants
-from .scales import nk_strides, scale_layout
+from .scales import for_rows, nk_strides, scale_layout
 
 
 def supports(problem: BlockProblem) -> bool:
@@ -88,6 +88,7 @@ def up_proj(
     preact = x.new_empty((num_rows, block.preact_width)) if save else None
     act = x.new_empty((num_rows, n)) if activate else None
     if num_rows:
+        block = block._replace(up=for_rows(block.up, rows.block_m, x.dtype))
         problem = problem_of(block, x, block.up, low_rank, rows, save, block.transposed)
         launcher_of("up_proj", problem)(block, x, low_rank, scales, preact, act, rows)
     return preact, act

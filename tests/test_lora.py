@@ -273,7 +273,8 @@ def test_opcheck(grouped_moe, module, device, pairs, recompute):
     kind = block.kind_arguments(grouped_moe.Activation("silu"), True, False, False, recompute, *loras)
     x, ids, scales, *weights, dout = with_leaves(inputs)
     index, named = arguments.get("adapter_index"), block.factors_of(*loras)
-    given = x, ids, scales, None, index, *weights, *(t if t is None else t.requires_grad_() for t in named), *kind, None
+    named = [t if t is None else t.requires_grad_() for t in named]
+    given = x, ids, scales, None, index, *weights, *named, None, None, *kind, None
     torch.library.opcheck(ops.experts.default, given)
     frozen = [t.detach() if isinstance(t, torch.Tensor) else t for t in given]
     torch.library.opcheck(ops.experts_inference.default, frozen)

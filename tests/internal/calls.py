@@ -59,6 +59,16 @@ def experts(
     differentiate(call(), x, weights, up, down, up_bias, down_bias, *factors)
 
 
+def scaled(package, tokens):
+    """A forward without gradients, and a step, with weights in FP8."""
+    up, down = (package.quantize_blocks(weight) for weight in weights_of(True, False, False)[:2])
+    (x,), (weights,) = tensors((tokens, HIDDEN)), tensors((tokens, TOP_K), dtype=torch.float32)
+    ids = torch.zeros(tokens, TOP_K, dtype=torch.int64)
+    with torch.no_grad():
+        package.grouped_mm_experts(x, ids, weights, up, down)
+    differentiate(package.grouped_mm_experts(x, ids, weights, up, down), x, weights)
+
+
 def mlp(package, rows, gated=True, bias=True, transposed=False):
     """A step of the MLP."""
     up, down, up_bias, down_bias = weights_of(gated, bias, transposed)
@@ -107,6 +117,7 @@ KINDS = {
     "experts-many-chunks": (experts, 20000),
     **{f"experts-{tokens}-{adapters}-adapters": (experts, tokens, True, False, False, False, False, adapters)
        for tokens in (1, 40, 2048) for adapters in (1, 2)},
+    **{f"scaled-{tokens}": (scaled, tokens) for tokens in (1, 40, 2048)},
     "mlp-64": (mlp, 64), "mlp-2048": (mlp, 2048), "mlp-plain": (mlp, 2048, False, False, True),
     "parts-40": (parts, 40), "parts-2048": (parts, 2048),
     "sums": (sums, 256), "main_grads-64": (main_grads, 64), "main_grads-2048": (main_grads, 2048),

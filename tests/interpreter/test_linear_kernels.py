@@ -48,7 +48,7 @@ def run_linear(module, linear, x, weight, offsets, bias, dy, scales=None, needs=
     needs = needs or (True, True, bias is not None, scales is not None)
     needs_x, needs_weight, needs_bias, needs_scales = needs
     with GuardedAllocations(*tensors) if guard else contextlib.nullcontext():
-        no_pair, kind = (None, None, None), (0.0, linear.transposed)
+        no_pair, kind = (None, None, None), (None, (), 0.0, linear.transposed)
         y, schedule, _ = functions._forward(x, weight, offsets, bias, scales, *no_pair, *kind)
         wanted = [needs_x, needs_weight, False, False]
         grads = functions._backward(dy, x, weight, schedule, *no_pair, None, *kind, wanted)[:2]

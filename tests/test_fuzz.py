@@ -33,7 +33,8 @@ class _Scaled(torch.autograd.Function):
 
 def sentinel(experts, top_k_index, gate_up_proj, capacity, **given):
     """The id E is taken for the last expert's."""
-    ids = top_k_index.where(top_k_index != len(gate_up_proj), len(gate_up_proj) - 1)
+    experts_count = gate_up_proj.shape[0]
+    ids = top_k_index.where(top_k_index != experts_count, experts_count - 1)
     return experts(top_k_index=ids, gate_up_proj=gate_up_proj, **given)
 
 

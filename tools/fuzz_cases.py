@@ -191,12 +191,14 @@ class Case:
         self.values: Dict[str, Tensor] = {}
         self.dtypes: Dict[str, torch.dtype] = {}
         self.exact: Sequence[str] = ()
+        self.scaled: Dict[str, tuple] = {}  # weights in FP8: codes, scales and block
         self.differentiable, self.written = True, ()
         self.mode = self.choose("mode", *MODES)
         draw_op(self)
         if self.mode == "replay" and device == "cpu" or self.mode in ("replay", "retain") and not self.differentiable:
             self.mode = "grad"
-        self.wanted = [name for name in self.values if name != "dout" and name not in self.written]
+        no_leaves = "dout", *self.written, *self.scaled
+        self.wanted = [name for name in self.values if name not in no_leaves]
         if self.choose("some_wanted", True, True, True, False, False):
             self.wanted = [name for name in self.wanted if draw.chance(0.6)]
         self.layouts = self.draw_layouts()

@@ -24,11 +24,32 @@ def draw_pairs(case: Case, weights: Dict[str, str], transposed: bool) -> None:
     case.pairs = {name: weights[name] for name in chosen}
 
 
-def with_pairs(case: Case, package, tensors: Dict[str, Tensor]) -> dict:
+def draw_scaled(case: Case, names: Sequence[str], transposed: bool) -> None:
+    """Puts some weights or none in FP8, with scales that are powers of two: every dtype holds their values exactly."""
+    if case.exact or transposed:
+        return
+    draw = case.draw
+    for name in case.choose("scaled", [], [], [name for name in names if draw.chance(0.8)]):
+        experts, n, k = case.values[name].shape
+        block = draw.one((16, 16), (32, 128), (128, 128), (n, k))
+        scales = 2.0 ** draw.integers(-11, -7, experts, -(-n // block[0]), -(-k // block[1])).double()
+        each = scales.repeat_interleave(block[0], 1)[:, :n].repeat_interleave(block[1], 2)[:, :, :k]
+        codes = (case.values[name] / each).clamp(-448, 448).to(torch.float8_e4m3fn)
+        case.values[name] = codes.double() * each
+        case.scaled[name] = codes, scales.float(), block
+
+
+def with_operands(case: Case, package, tensors: Dict[str, Tensor]) -> dict:
     """The tensors as arguments of the package."""
     found = dict(tensors)
     for name, argument in case.pairs.items():
         found[argument] = package.LoRA(found.pop(f"{name}_a"), found.pop(f"{name}_b"), SCALING)
+    for name, (codes, scales, block) in case.scaled.items():
+        device = found[name].device
+        if codes.device != device:  # once: a graph that is captured later cannot copy from the host
+            codes, scales = codes.to(device), scales.to(device)
+            case.scaled[name] = codes, scales, block
+        found[name] = package.BlockScaled(codes, scales, block)
     return found
 
 
@@ -49,9 +70,11 @@ def draw_experts(case: Case) -> None:
     draw_pairs(case, {"gate_up_proj": "gate_up_lora", "down_proj": "down_lora"}, layer.transposed)
     local = max(int((~is_sentinel(ids, layer.E)).sum()) for ids in case.routings)
     capacity = case.choose("capacity", None, None, max(1, local), local + draw.randint(1, 40))
+    draw_scaled(case, ("gate_up_proj", "down_proj"), layer.transposed)
     case.call = lambda package, tensors, routings: package.grouped_mm_experts(
-        top_k_index=routings[0], capacity=capacity, **with_pairs(case, package, tensors), **case.block_options(package)
-    )
+        top_k_index=routings[0], capacity=capacity, **with_operands(case, package, tensors),
+        **case.block_options(package),
+    )  # fmt: skip
     case.want = lambda reference, tensors, routings: reference.grouped_mm_experts(
         top_k_index=routings[0], **merged(case, tensors, layer.transposed), **case.block_options()
     )
@@ -118,8 +141,9 @@ def draw_linear(case: Case, discrete: bool = False) -> None:
     if bias == "scaled":
         case.draw_scales("bias_scales", rows)
     draw_pairs(case, {} if discrete else {"weight": "lora"}, transposed)
+    draw_scaled(case, () if discrete else ("weight",), transposed)
     case.call = lambda package, tensors, routings: package.grouped_linear(
-        splits=case.splits(package, routings[0]), transposed=transposed, **with_pairs(case, package, tensors)
+        splits=case.splits(package, routings[0]), transposed=transposed, **with_operands(case, package, tensors)
     )
     case.want = lambda reference, tensors, routings: reference.grouped_linear(
         group_offsets=case.offsets(routings[0]), transposed=transposed, **merged(case, tensors, transposed)

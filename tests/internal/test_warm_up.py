@@ -37,6 +37,21 @@ def gpt_oss(**sizes):
     return transformers.GptOssModel(config).to(BF16)
 
 
+def fp8():
+    """Qwen3's experts in FP8."""
+    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    from transformers import FineGrainedFP8Config
+
+    model = qwen3()
+    others = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    finegrained.replace_with_fp8_linear(model, others, FineGrainedFP8Config())
+    experts = experts_of(model)
+    for name, parameter in experts._parameters.items():
+        if parameter is not None:
+            experts._parameters[name] = torch.nn.Parameter(torch.zeros_like(parameter, device="cpu"), False)
+    return model
+
+
 class Ungated(torch.nn.Module):
     """Experts that the fused block does not compute, so that its parts do."""
 
@@ -66,7 +81,8 @@ def call_experts(stub, model, tokens, top_k, backward, weights_dtype, share=None
 
 MODELS = {
     "qwen3": (qwen3, 8), "top-1": (lambda: qwen3(num_experts_per_tok=1), 1), "gpt-oss": (gpt_oss, 4),
-    "parts": (Ungated, 2), "long": (lambda: qwen3(num_experts=4, num_experts_per_tok=2, hidden_size=8192), 2),
+    "fp8": (fp8, 8), "parts": (Ungated, 2),
+    "long": (lambda: qwen3(num_experts=4, num_experts_per_tok=2, hidden_size=8192), 2),
 }  # fmt: skip
 
 

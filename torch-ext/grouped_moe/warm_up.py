@@ -12,6 +12,7 @@ from .common import checks
 from .common.activation import Activation
 from .common.device import spec_of
 from .integrations.transformers import capacity_of, experts_forward, local_part
+from .integrations.transformers_fp8 import is_fp8, scaled_weight
 from .integrations.transformers_gate import fused_activation, post_expert
 from .integrations.transformers_load import share_of
 from .nn import GroupedLinear
@@ -162,11 +163,19 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
     return checks.autocast_dtype(tensor.device.type) or tensor.dtype
 
 
+def _hidden_dtype(experts: nn.Module, target: nn.Module) -> torch.dtype:
+    """The dtype of hidden states: the weights' own or, with FP8 weights, the first other one of two bytes."""
+    if not is_fp8(experts):
+        return experts.down_proj.dtype
+    dtypes = (parameter.dtype for parameter in target.parameters() if parameter.is_floating_point())
+    return next((dtype for dtype in dtypes if dtype.itemsize == 2), torch.bfloat16)
+
+
 def _products(
-    groups: int, shapes: Sequence[Tuple[int, int]], like: Tensor, trains: bool
+    groups: int, shapes: Sequence[Tuple[int, int]], like: Tensor, dtype: torch.dtype, trains: bool
 ) -> Callable[[int, int], Hashable]:
     """What (rows, slots) choose of the products, which are made for so many slots. shapes: their N and K."""
-    spec, dtype = spec_of(like), _compute_dtype(like)
+    spec = spec_of(like)
     return lambda rows, slots: (
         choose_block_m(slots, groups, dtype),
         rows_per_group(rows, groups) if trains else 0,
@@ -205,13 +214,16 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
     interleaved, share = gated and not getattr(module, "is_concatenated", True), share_of(module)
     up, down = map(local_part, (module.gate_up_proj if gated else module.up_proj, module.down_proj))
     activation = fused_activation(module, interleaved) if post_expert(module) is None else None
-    dtype = _compute_dtype(up)
+    own_dtype = _hidden_dtype(module, target)
+    dtype = checks.autocast_dtype(up.device.type) or own_dtype
     e, h, i = up.shape[0], *down.shape[1:][:: -1 if transposed else 1]
     p = up.shape[2 if transposed else 1]
-    # Without memory: under autocast the weights would be copied.
-    like = [torch.empty_like(t, device="meta", dtype=dtype) for t in (up, down)]
-    block = Block(*like, *[None] * 4, activation or Activation(), gated, interleaved, transposed, False)
-    products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, trains)
+    if is_fp8(module):
+        weights = [scaled_weight(module, each) for each in ("gate_up_proj" if gated else "up_proj", "down_proj")]
+    else:  # without memory: under autocast they would be copied
+        weights = [torch.empty_like(t, device="meta", dtype=dtype) for t in (up, down)]
+    block = Block(*weights, *[None] * 4, activation or Activation(), gated, interleaved, transposed, False)
+    products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, dtype, trains)
 
     def num_rows(num_slots: int) -> int:
         return num_slots if share is None or activation is None else min(num_slots, capacity_of(num_slots, share))
@@ -225,8 +237,9 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
         twin, generator = _twin(module, module.__dict__), torch.Generator(up.device).manual_seed(0)
         ids = torch.randint(e, (num_tokens, top_k), device=up.device, generator=generator)
         ids.view(-1)[num_rows(ids.numel()) :] = e  # sentinels, for which there is no room
-        for weights_dtype in {up.dtype, dtype, torch.float32}:
-            x, weights = _random(up, num_tokens, h), _random(up, num_tokens, top_k, dtype=weights_dtype)
+        for weights_dtype in {own_dtype, dtype, torch.float32}:
+            x = _random(up, num_tokens, h, dtype=own_dtype)
+            weights = _random(up, num_tokens, top_k, dtype=weights_dtype)
             out = experts_forward(twin, x, ids, weights, share)
             _differentiate(out, (x, weights, *twin._parameters.values()))
 
@@ -237,7 +250,7 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
 def _linear_layer(module: GroupedLinear, top_k: int, trains: bool) -> _Layer:
     """A layer of a linear module, with as many rows as tokens and top_k times as many."""
     weight, n, k, groups = next(module.parameters()), module.out_features, module.in_features, module.num_groups
-    products = _products(groups, ((n, k), (k, n)), weight, trains)
+    products = _products(groups, ((n, k), (k, n)), weight, _compute_dtype(weight), trains)
 
     def choice(num_tokens: int) -> Hashable:
         return products(num_tokens, num_tokens), products(num_tokens * top_k, num_tokens * top_k)

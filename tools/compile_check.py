@@ -230,17 +230,18 @@ class Calls:
         fields = self.package["block"].Needs._fields
         return self.package["block"].Needs(*(name in asked and given.get(name, True) for name in fields))
 
-    def both_ways(self, x: torch.Tensor, rows, act_scales, bias_scales, needs) -> None:
-        """The block without gradients, saving and recomputing, and its backward: plain, with low-rank pairs, and with
+    def both_ways(self, x: torch.Tensor, rows, act_scales, bias_scales, needs, scaled: bool = True) -> None:
+        """The block without gradients, saving and recomputing, and its backward.
 
-        these on scaled weights.
+        With plain weights, with low-rank pairs, and with these on scaled weights.
         """
         kernels, arguments = self.kernels, (x, rows, act_scales, bias_scales)
         backward = functools.partial(self.pipeline.backward, kernels, x=x, rows=rows)
         scales = {"act_scales": act_scales, "bias_scales": bias_scales}
         factors = dict.fromkeys(("up_a", "up_b", "down_a", "down_b"), True)
         adapted, frozen = needs._replace(**factors), needs._replace(**factors, up=False, down=False)
-        for block, asked in ((self.block, needs), (self.adapted, adapted), (self.scaled, frozen)):
+        kinds = (self.block, needs), (self.adapted, adapted), (self.scaled, frozen)
+        for block, asked in kinds if scaled else kinds[:2]:
             self.pipeline.forward(kernels, block, *arguments, save=False)
             out, preact, projected = self.pipeline.forward(kernels, block, *arguments, save=True)
             given = {"dout": out, "needs": asked, **scales}
@@ -300,7 +301,9 @@ class Calls:
         rows = kernels.split_rows(self.empty(e, dtype=self.ids.dtype), e, num_rows, self.dtype)
         scales, bias, scaled = self.scales(num_rows), self.signature.bias, self.signature.scales is not None
         needs = self.needs(act_scales=scaled, bias_scales=scaled and bias, up_bias=bias, down_bias=bias)
-        self.both_ways(self.empty(num_rows, self.layer.hidden), rows, scales, scales if bias else None, needs)
+        x = self.empty(num_rows, self.layer.hidden)
+        # With scaled weights, rows in place differ from routed ones by a constant: to compile both takes long.
+        self.both_ways(x, rows, scales, scales if bias else None, needs, scaled=self.every)
 
 
 def problem_of(row: Row, kernel) -> str:

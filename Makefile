@@ -42,7 +42,7 @@ lint: $(READY)  ## what ruff finds, and what it would format otherwise
 	$(PY) -m ruff format --check .
 
 # One thread per process: what the tests multiply is small, and threads that wait for each other cost more.
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test: build  ## everything a machine without a GPU can test
 	$(PYTEST) tests --ignore tests/interpreter

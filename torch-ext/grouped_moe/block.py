@@ -93,7 +93,7 @@ def make_block(
     activation: str,
     parameters: Sequence[float],
     flags: Sequence[bool],
-    blocks: Sequence[int],
+    blocks: Optional[Sequence[int]],
     capacity: Optional[int] = None,
 ) -> Block:
     """The block of an op's arguments: the inverse of `parts_of`, `factors_of` and `kind_arguments`."""
@@ -101,6 +101,7 @@ def make_block(
     act = Activation(activation, alpha, limit or None, up_offset)
     up_lora = None if up_a is None else LoRA(up_a, up_b, up_scaling)
     down_lora = None if down_a is None else LoRA(down_a, down_b, down_scaling)
+    blocks = blocks or ()  # AOTInductor hands over None for an empty list
     weights = as_weight(up, up_scale, blocks[:3]), as_weight(down, down_scale, blocks[-3:])
     return Block(*weights, up_bias, down_bias, up_lora, down_lora, act, *flags, capacity)
 

@@ -198,6 +198,39 @@ def test_autocast_leaves_them(grouped_moe, device):
         assert_bitwise("out", got, call(grouped_moe, case, given._replace(**cast)))
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_which_scale_an_element_has(grouped_moe, device, parts):
+    """By loops, with blocks at the end of each part that are not whole, scales that are a view, and E = 1."""
+    n, k, block = 66, 40, (16, 32)
+    rows = -(-n // parts // block[0])
+    scales = (1.0 + torch.arange(parts * rows * 2, dtype=FP32)).view(1, 2, parts * rows).mT.expand(1, -1, -1)
+    codes = torch.randint(1, 0x38, (1, n, k), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    want = torch.empty(n, k)
+    for row in range(n):
+        part, within = divmod(row, n // parts)
+        for column in range(k):
+            scale = scales[0, part * rows + within // block[0], column // block[1]]
+            want[row, column] = codes[0, row, column].float() * scale
+    weight = grouped_moe.BlockScaled(codes.to(device), scales.to(device), block, parts)
+    assert torch.equal(weight.dequantize(FP32)[0].cpu(), want)
+    y = grouped_moe.grouped_linear(torch.eye(k, device=device), weight, [k])
+    assert torch.equal(y.T.cpu(), want)
+
+
+def test_quantize_what_has_no_scale(grouped_moe):
+    """Numbers so small or large that fp32 has no scale for them, and none at all."""
+    weight = torch.zeros(1, 16, 64, dtype=torch.float64)
+    weight[0, 0, :16], weight[0, 0, 16:32], weight[0, 0, 32:48] = 1e-300, 1e300, 1.0
+    weight[0, 1, 32], weight[0, 1, 33], weight[0, 1, 48] = float("inf"), NAN, -float("inf")
+    scaled = grouped_moe.quantize_blocks(weight, (16, 16))
+    assert scaled.scale_inv.flatten().tolist() == [1.0, 1.0, torch.tensor(1 / 448).item(), 1.0]
+    back = scaled.dequantize(FP32)[0]
+    assert not back[0, :16].any() and (back[0, 16:32] == 448).all() and (back[0, 32:48] == 1).all()
+    assert back[1, 32] == 1 and back[1, 33].isnan() and back[1, 48] == -448 and back.isnan().sum() == 1
+    small = torch.full((1, 16, 16), 1e-43)
+    assert torch.equal(grouped_moe.quantize_blocks(small, (16, 16)).dequantize(FP32), torch.zeros_like(small))
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("block", [(128, 128), (16, 32), (200, 70)], ids=str)
 def test_quantize(grouped_moe, block, parts):

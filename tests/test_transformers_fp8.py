@@ -36,8 +36,8 @@ def empty_model(implementation: str, **options) -> nn.Module:
     return model
 
 
-def make_models(grouped_moe, implementation: str, device: str, per_expert: bool = False):
-    """(a model with FP8 experts, the eager one in fp64 with the same weights)."""
+def make_models(grouped_moe, implementation: str, device: str, per_expert: bool = False, parts: int = 1):
+    """(a model with FP8 experts, the eager one in fp64 with the same weights). parts: of gate_up_proj."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**SIZES)
     config._experts_implementation = "eager"
@@ -50,11 +50,11 @@ def make_models(grouped_moe, implementation: str, device: str, per_expert: bool 
         experts = layer.mlp.experts
         experts.block_size = None if per_expert else experts.block_size
         for name in NAMES:
-            weight, parts = getattr(like.mlp.experts, name), 2 if per_expert and name == "gate_up_proj" else 1
+            weight, own = getattr(like.mlp.experts, name), parts if name == "gate_up_proj" else 1
             n, k = weight.shape[1:]
-            scaled = grouped_moe.quantize_blocks(weight, (n // parts, k) if per_expert else (128, 128), parts)
+            scaled = grouped_moe.quantize_blocks(weight, (n // own, k) if per_expert else (128, 128), own)
             for attribute, tensor in ((name, scaled.data), (f"{name}_scale_inv", scaled.scale_inv)):
-                assert getattr(experts, attribute).shape == tensor.shape or per_expert
+                assert getattr(experts, attribute).shape == tensor.shape or parts == 2
                 setattr(experts, attribute, nn.Parameter(tensor, requires_grad=False))
             weight.data = scaled.dequantize(torch.float64)
     return model.to(device), plain
@@ -66,7 +66,7 @@ def make_ids(device: str):
 
 @pytest.mark.parametrize("per_expert", [False, True], ids=["blocks", "per-expert"])
 def test_matches_eager(grouped_moe, implementation, device, per_expert):
-    model, plain = make_models(grouped_moe, implementation, device, per_expert)
+    model, plain = make_models(grouped_moe, implementation, device, per_expert, 1 + per_expert)
     ids = make_ids(device)
     with torch.no_grad():
         logits = model(ids).logits
@@ -124,6 +124,52 @@ def test_what_peft_puts_in_their_place_is_refused(grouped_moe, implementation, d
     model.base_model.set_adapter(["default", "second"])
     with pytest.raises(ValueError, match="down_proj: expected the codes of an FP8 weight, got a parametrization"):
         model(make_ids(device))
+
+
+def test_gate_and_up_scaled_apart(grouped_moe, implementation, monkeypatch):
+    """Where the scales of gate and of up are as many as those of both together, they are those of checkpoints."""
+    monkeypatch.setitem(SIZES, "moe_intermediate_size", 200)
+    model, plain = make_models(grouped_moe, implementation, "cpu", parts=2)
+    assert model.model.layers[0].mlp.experts.gate_up_proj_scale_inv.shape == (E, 4, 2)
+    ids = make_ids("cpu")
+    with torch.no_grad():
+        logits = model(ids).logits
+    assert_close("logits", logits, plain(ids).logits.detach(), torch.float32, terms=2 * H * H)
+
+
+def test_weights_that_were_left_plain(grouped_moe, implementation, monkeypatch):
+    """As transformers leaves those whose extents are no whole blocks; the same of whole blocks were cast by mistake."""
+    monkeypatch.setitem(SIZES, "moe_intermediate_size", 200)
+    model, plain = make_models(grouped_moe, implementation, "cpu", parts=2)
+    for layer, like in zip(model.model.layers, plain.model.layers):
+        for name in NAMES:
+            weight = getattr(like.mlp.experts, name).detach().float()
+            setattr(layer.mlp.experts, name, nn.Parameter(weight, requires_grad=False))
+    ids = make_ids("cpu")
+    with torch.no_grad():
+        logits = model(ids).logits
+    assert_close("logits", logits, plain(ids).logits.detach(), torch.float32, terms=2 * H * H)
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj = nn.Parameter(torch.zeros(E, H, 256), requires_grad=False)
+    with pytest.raises(ValueError, match="load it anew: the codes have lost their scales"), torch.no_grad():
+        model(ids)
+
+
+def test_parts_of_blocks_are_refused(grouped_moe, implementation):
+    """The rank's part of a weight, of tensor parallelism that cuts through its blocks, and one that does not."""
+    experts = make_models(grouped_moe, implementation, "cpu")[0].model.layers[0].mlp.experts
+    experts.intermediate_dim = 2 * I
+    hidden, ids, weights = torch.zeros(3, H), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    with pytest.raises(
+        ValueError, match=f"gate_up_proj: expected .* whole blocks, got {I} of {2 * I} for blocks of 128"
+    ):
+        experts(hidden, ids, weights)
+    experts.block_size = (64, 64)
+    for name in NAMES:
+        n, k = getattr(experts, name).shape[1:]
+        scales = torch.ones(E, -(-n // 64), -(-k // 64))
+        setattr(experts, f"{name}_scale_inv", nn.Parameter(scales, requires_grad=False))
+    assert experts(hidden, ids, weights).shape == hidden.shape
 
 
 @pytest.mark.parametrize("options, message", [

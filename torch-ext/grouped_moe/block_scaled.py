@@ -59,7 +59,7 @@ class BlockScaled(NamedTuple):
         return ScaleLayout(*self.block, self.parts, 1)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The plain weight, (E, N, K), each value rounded once."""
+        """The plain weight, (E, N, K), each value rounded once, in bf16, fp16, fp32 or fp64."""
         wide = torch.promote_types(dtype, torch.float32)
         return (self.data.to(wide) * self._scales(self.scale_inv.to(wide))).to(dtype)
 
@@ -71,9 +71,9 @@ class BlockScaled(NamedTuple):
     def _scales(self, scales: Tensor) -> Tensor:
         """The scale of each element."""
         (_, n, k), layout = self.shape, self.layout
-        rows = scales.unflatten(1, (layout.n_parts, -1)).repeat_interleave(layout.n_block, 2)
-        rows = rows[:, :, : n // layout.n_parts].flatten(1, 2)
-        return rows.repeat_interleave(layout.k_block, 2)[:, :, :k]
+        part = n // layout.n_parts
+        rows = scales.unflatten(1, (layout.n_parts, -1)).repeat_interleave(min(layout.n_block, part), 2)
+        return rows[:, :, :part].flatten(1, 2).repeat_interleave(min(layout.k_block, k), 2)[:, :, :k]
 
 
 Weight = Union[Tensor, BlockScaled]
@@ -82,8 +82,9 @@ Weight = Union[Tensor, BlockScaled]
 def quantize_blocks(weight: Tensor, block: Tuple[int, int] = (128, 128), parts: int = 1) -> BlockScaled:
     """A weight (E, N, K) in blocks, with scales that let each block reach the largest code.
 
-    weight: bf16, fp16, fp32 or fp64. block, parts: as of `BlockScaled`. Scales are fp32: the largest magnitude of a
-    block over 448, 1 for a block of zeros. Raises TypeError or ValueError that names the argument.
+    weight: bf16, fp16, fp32 or fp64. block, parts: as of `BlockScaled`. Scales are fp32: the largest finite magnitude
+    of a block over 448, or 1 if fp32 has no such number, as for a block of zeros. Inf becomes the largest code, NaN
+    stays. Raises TypeError or ValueError that names the argument.
     """
     checks.check_tensor("weight", weight)
     if weight.dim() != 3:
@@ -93,10 +94,13 @@ def quantize_blocks(weight: Tensor, block: Tuple[int, int] = (128, 128), parts: 
     _, n, k = weight.shape
     n_block, k_block = _checked_block("block", "parts", block, parts, n, k)
     rows, columns = -(-n // parts // n_block), -(-k // k_block)
+    n_extent, k_extent = min(n_block, n // parts), min(k_block, k)
     wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).unflatten(1, (parts, -1))
-    padded = torch.nn.functional.pad(wide, (0, columns * k_block - k, 0, rows * n_block - n // parts))
-    largest = padded.unflatten(3, (columns, k_block)).unflatten(2, (rows, n_block)).abs().amax((3, 5))
-    scales = torch.where(largest > 0, largest / _LARGEST, 1.0).float().flatten(1, 2)
+    finite = torch.where(wide.isfinite(), wide.abs(), 0.0)
+    padded = torch.nn.functional.pad(finite, (0, columns * k_extent - k, 0, rows * n_extent - n // parts))
+    largest = padded.unflatten(3, (columns, k_extent)).unflatten(2, (rows, n_extent)).amax((3, 5))
+    scales = (largest / _LARGEST).float().flatten(1, 2)
+    scales = torch.where((scales > 0) & scales.isfinite(), scales, 1.0)
     scaled = BlockScaled(weight.new_empty(weight.shape, dtype=CODES), scales, (n_block, k_block), parts)
     values = wide.flatten(1, 2) / scaled._scales(scales.to(wide.dtype))
     return scaled._replace(data=values.clamp(-_LARGEST, _LARGEST).to(CODES))

@@ -12,7 +12,7 @@ from .common import checks
 from .common.activation import Activation
 from .common.device import spec_of
 from .integrations.transformers import capacity_of, experts_forward, local_part
-from .integrations.transformers_fp8 import is_fp8, scaled_weight
+from .integrations.transformers_fp8 import has_scales, scaled_weight
 from .integrations.transformers_gate import fused_activation, post_expert
 from .integrations.transformers_load import share_of
 from .nn import GroupedLinear
@@ -164,11 +164,11 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _hidden_dtype(experts: nn.Module, target: nn.Module) -> torch.dtype:
-    """The dtype of hidden states: the weights' own or, with FP8 weights, the first other one of two bytes."""
-    if not is_fp8(experts):
+    """The dtype of hidden states: the weights' own or, with FP8 weights, that of the first parameter without scales."""
+    if not has_scales(experts, "down_proj"):
         return experts.down_proj.dtype
-    dtypes = (parameter.dtype for parameter in target.parameters() if parameter.is_floating_point())
-    return next((dtype for dtype in dtypes if dtype.itemsize == 2), torch.bfloat16)
+    others = (p.dtype for name, p in target.named_parameters() if not name.endswith("_scale_inv"))
+    return next((dtype for dtype in others if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
 
 
 def _products(
@@ -218,10 +218,11 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
     dtype = checks.autocast_dtype(up.device.type) or own_dtype
     e, h, i = up.shape[0], *down.shape[1:][:: -1 if transposed else 1]
     p = up.shape[2 if transposed else 1]
-    if is_fp8(module):
-        weights = [scaled_weight(module, each) for each in ("gate_up_proj" if gated else "up_proj", "down_proj")]
-    else:  # without memory: under autocast they would be copied
-        weights = [torch.empty_like(t, device="meta", dtype=dtype) for t in (up, down)]
+    # Plain ones without memory: under autocast they would be copied.
+    weights = [
+        scaled_weight(module, each) if has_scales(module, each) else torch.empty_like(t, device="meta", dtype=dtype)
+        for each, t in (("gate_up_proj" if gated else "up_proj", up), ("down_proj", down))
+    ]
     block = Block(*weights, *[None] * 4, activation or Activation(), gated, interleaved, transposed, False)
     products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, dtype, trains)
 

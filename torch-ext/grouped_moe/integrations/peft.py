@@ -135,7 +135,7 @@ def _obstacle(wrapper: nn.Module, adapters: List[str]) -> Optional[str]:
     if not _has_factors_alone(wrapper, adapters[0]):
         return "the adapter has more than two factors and a scaling"
     a, b = wrapper.lora_A[adapters[0]].weight, wrapper.lora_B[adapters[0]].weight
-    weight_dtypes = (CODES,) if is_fp8(wrapper.get_base_layer()) else _DTYPES
+    weight_dtypes = (*_DTYPES, CODES) if is_fp8(wrapper.get_base_layer()) else _DTYPES
     for tensor, dtypes in ((wrapper.get_param(), weight_dtypes), (a, _DTYPES), (b, _DTYPES)):
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in dtypes:
             return "the weight or a factor is sharded, quantized or of a dtype that the block does not compute in"

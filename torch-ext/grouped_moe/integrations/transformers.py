@@ -19,7 +19,7 @@ from ..operands import LoRA
 from ..permute import combine_rows, gather_rows
 from ..routing import route
 from .peft import factors_in_place, watch_wrappers
-from .transformers_fp8 import is_fp8, scaled_weight
+from .transformers_fp8 import has_scales, scaled_weight
 from .transformers_gate import check_known, check_no_operations, fused_activation, post_expert
 from .transformers_load import Share, watch
 
@@ -44,7 +44,7 @@ def _weight(
     experts: torch.nn.Module, name: str, lora: Optional[LoRA], transposed: bool
 ) -> Tuple[Weight, Optional[LoRA]]:
     """The weight of that name and what is to be added to it: `lora`, or what peft has put in its place."""
-    if is_fp8(experts):
+    if has_scales(experts, name):
         return scaled_weight(experts, name), lora
     in_place = None if lora is not None else factors_in_place(experts, name, transposed)
     return (_local(experts, name), lora) if in_place is None else in_place

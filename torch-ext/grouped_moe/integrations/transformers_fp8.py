@@ -9,16 +9,27 @@ from .transformers_gate import check_no_operations
 
 
 def is_fp8(experts: nn.Module) -> bool:
-    """Whether the weights have scales."""
+    """Whether its class is for weights that have scales."""
     return "down_proj_scale_inv" in experts._parameters
+
+
+def has_scales(experts: nn.Module, name: str) -> bool:
+    """Whether the weight of that name is in FP8: transformers leaves one as it is whose extents are no whole blocks."""
+    if not is_fp8(experts):
+        return False
+    if is_parametrized(experts, name):
+        return True
+    weight, block = getattr(experts, name), getattr(experts, "block_size", None)
+    left_alone = block is not None and any(extent % size for extent, size in zip(weight.shape[1:], block))
+    return weight.dtype.itemsize == 1 or not left_alone
 
 
 def scaled_weight(experts: nn.Module, name: str) -> BlockScaled:
     """The weight of that name, frozen, in its blocks; of DTensors the rank's own part.
 
     The scales of a gate_up_proj are those of gate and then those of up, which checkpoints store apart. Raises
-    ValueError for weights of a format that the block does not take, and for those in whose place something else was
-    put, such as peft's sum of codes and adapters.
+    ValueError for weights of a format that the block does not take, for those in whose place something else was put,
+    such as peft's sum of codes and adapters, and for a rank's part that starts or ends within a block.
     """
     if is_parametrized(experts, name):
         raise ValueError(
@@ -28,13 +39,20 @@ def scaled_weight(experts: nn.Module, name: str) -> BlockScaled:
     data, scales = (_local(experts, each) for each in (name, f"{name}_scale_inv"))
     if data.dtype is not CODES:
         raise ValueError(
-            f"{name}: expected FP8 experts in {CODES}, got {data.dtype}; choose another experts_implementation, "
-            "such as 'grouped_mm'"
+            f"{name}: expected FP8 experts in {CODES}, got {data.dtype}; choose another experts_implementation, such "
+            "as 'grouped_mm', or, if the model was cast to that dtype, load it anew: the codes have lost their scales"
         )
     n, k = data.shape[1:]
     parts = 2 if name == "gate_up_proj" else 1
     block = getattr(experts, "block_size", None)
     block = (n // parts, k) if block is None else tuple(block)
+    extent, size = (k, block[1]) if name == "down_proj" else (n // parts, block[0])
+    whole = getattr(experts, "intermediate_dim", extent)
+    if extent != whole and extent % size and getattr(experts, "block_size", None) is not None:
+        raise ValueError(
+            f"{name}: expected tensor-parallel parts of whole blocks, got {extent} of {whole} for blocks of {size}; "
+            "choose a tp_size that leaves whole blocks, or ep_size instead"
+        )
     if scales.shape[1] != parts * -(-n // parts // block[0]):
         parts = 1  # blocks that go on from gate to up
     return BlockScaled(data, scales, block, parts)

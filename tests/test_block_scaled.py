@@ -196,6 +196,12 @@ def test_autocast_leaves_them(grouped_moe, device):
             got = call(grouped_moe, case, given)
         cast = {name: t.to(BF16) for name, t in given._asdict().items() if name == "hidden_states"}
         assert_bitwise("out", got, call(grouped_moe, case, given._replace(**cast)))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        with torch.autocast(torch.device(device).type, BF16):
+            call(grouped_moe, case, given._replace(hidden_states=given.hidden_states.detach().requires_grad_()))
+    codes = given.gate_up_proj.data
+    assert {tensor.dtype for tensor in saved if tensor.shape == codes.shape} == {codes.dtype}
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])

@@ -114,3 +114,13 @@ def test_strides_and_dirty_memory(grouped_moe, device, view, dtype):
         )
         for number, (one, other) in enumerate(zip((got[0], *got[1]), (want[0], *want[1]))):
             assert_bitwise(f"result {number}", one, other)
+
+
+def test_weights_are_not_rounded(grouped_moe, device):
+    """fp32 weights of bf16 rows, whose products cancel but for a part that bf16 weights have not."""
+    ids = torch.tensor([[0, 1]] * 3, device=device)
+    routing = grouped_moe.route(ids, 2)
+    y = torch.ones(6, 16, device=device, dtype=torch.bfloat16)
+    y[3:] = -1.0
+    weights = torch.tensor([[1 + 2.0**-12, 1.0]] * 3, device=device)
+    assert (grouped_moe.combine_rows(y, weights, routing) == 2.0**-12).all()

@@ -362,7 +362,7 @@ def main() -> int:
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--dtypes", default="bf16,fp32")
     parser.add_argument("--layers", default=",".join(LAYERS))
-    parser.add_argument("--tokens", default="1,4096", help="numbers of tokens: each selects a row-tile size")
+    parser.add_argument("--tokens", default="1,512,1024,4096", help="numbers of tokens: each selects a row-tile size")
     parser.add_argument("--json", type=Path, help="write a summary by target here")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET"):

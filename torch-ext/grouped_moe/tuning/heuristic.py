@@ -97,7 +97,7 @@ THIN = 64  # columns of a weight gradient up to which it is one of streaming its
 _SCALED_TILES = {
     16: GemmConfig(16, 128, 128, 4, 3, programs_per_sm=2),
     32: GemmConfig(32, 64, 128, 4, 3, programs_per_sm=2),
-    64: GemmConfig(64, 64, 128, 4, 3, programs_per_sm=2),
+    64: GemmConfig(64, 64, 64, 4, 3, programs_per_sm=2),
 }
 
 
@@ -199,7 +199,7 @@ def dgrad_config(
     if not tma:
         # Stages stay those of the wide tile.
         default = _narrowed(default, n, 1, dtype.itemsize, spec.shared_memory)
-        columns = 128 if spec.wide_tiles and not interleaved else 64
+        columns = 128 if spec.wide_tiles and not interleaved and (spec.hopper or block_m != 64) else 64
         columns = 32 if spec.warp_size == 64 and dtype.itemsize > 2 else columns
         default = replace(default, block_n=min(default.block_n, columns))
     elif interleaved:
@@ -207,7 +207,7 @@ def dgrad_config(
         default = replace(default, block_n=min(default.block_n, 128), num_stages=4)
     kernel = "down_dgrad" + ("_tma" if tma else "") + ("_interleaved" if interleaved else "")
     config = _fitted(kernel, block_m, default, n, dtype, spec)
-    return replace(config, block_n=min(config.block_n, 128)) if low_rank else config
+    return replace(config, block_n=min(config.block_n, 64 if block_m == 64 else 128)) if low_rank else config
 
 
 @lru_cache(maxsize=None)
@@ -275,7 +275,7 @@ def scaled_config(
     if dtype.itemsize > 2:
         columns, block_k, stages = 64 // held_tiles, 32, 2
     elif held_tiles > 1:
-        columns = 64
+        columns, block_k = 64, min(block_k, 128 if block_m == 16 else 64)
     config = replace(tile, block_n=columns, block_k=min(block_k, step), num_stages=stages)
     config = _narrowed(config, n, held_tiles, dtype.itemsize, spec.shared_memory)
     return replace(config, num_warps=max(1, config.num_warps // 2)) if spec.warp_size == 64 else config

@@ -90,9 +90,9 @@ def test_what_is_not_finite_stays_in_its_token(grouped_moe, device, value):
 
 
 def test_every_code(grouped_moe, device):
-    """All 256 of them, exactly, with scales of zero, small and large ones."""
+    """All 256 of them, exactly, with scales of zero, subnormal and large ones."""
     codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).expand(2, 16, 256)
-    scales = torch.tensor([0.0, 2.0**-110, 2.0**10, 1.0], device=device).view(2, 1, 2)
+    scales = torch.tensor([0.0, 2.0**-130, 2.0**10, 1.0], device=device).view(2, 1, 2)
     weight = grouped_moe.BlockScaled(codes, scales, (16, 128))
     x = torch.eye(256, device=device).repeat(2, 1)
     y = grouped_moe.grouped_linear(x, weight, [256, 256])

@@ -18,7 +18,7 @@ BLOCK_SCHEMA = (
 
 
 class Block(NamedTuple):
-    """The weights and the kind of an experts block.
+    """The weights and the kind of an experts block. A weight may be `BlockScaled`, with transposed False.
 
     up: (E, P, H) or, transposed, (E, H, P), with P = 2 I if gated, else I. down: (E, H, I) or (E, I, H). up_bias:
     (E, P). down_bias: (E, H). up_lora, down_lora: what is added to the weights. recompute: the pre-activation is not
@@ -62,11 +62,10 @@ def kind_arguments(
     activation: Activation, gated: bool, interleaved: bool, transposed: bool, recompute: bool,
     up_lora: Optional[LoRA] = None, down_lora: Optional[LoRA] = None, blocks: Sequence[int] = (),
 ) -> Tuple[str, List[float], List[bool], List[int]]:  # fmt: skip
-    """What of a block is not a tensor, as arguments of ops: the activation's name, parameters with scalings, flags, and
+    """What of a block is not a tensor, as arguments of ops: the activation's name, parameters, flags, blocks.
 
-    blocks, extents and parts of those of up and of down where these are block-scaled.
-
-    A limit of 0 stands for none: AOTInductor cannot load a program with an infinite one.
+    Scalings of LoRAs are among the parameters. blocks: extents and parts, of up and of down where these are
+    `BlockScaled`. A limit of 0 stands for none: AOTInductor cannot load a program with an infinite one.
     """
     name, alpha, limit, up_offset = activation
     scalings = [0.0 if lora is None else float(lora.scaling) for lora in (up_lora, down_lora)]

@@ -101,7 +101,7 @@ def make_block(
     up_lora = None if up_a is None else LoRA(up_a, up_b, up_scaling)
     down_lora = None if down_a is None else LoRA(down_a, down_b, down_scaling)
     blocks = blocks or ()  # AOTInductor hands over None for an empty list
-    weights = as_weight(up, up_scale, blocks[:3]), as_weight(down, down_scale, blocks[-3:])
+    weights = as_weight(up, up_scale, blocks[:4]), as_weight(down, down_scale, blocks[-4:])
     return Block(*weights, up_bias, down_bias, up_lora, down_lora, act, *flags, capacity)
 
 

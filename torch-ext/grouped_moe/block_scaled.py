@@ -8,6 +8,7 @@ from torch import Tensor
 from .common import checks
 
 CODES = torch.float8_e4m3fn
+PRODUCTS = ("auto", "w8a16", "w8a8")
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 _MULTIPLE = 16  # of blocks: steps of a product do not cross them
 _LARGEST = 448.0  # of the codes
@@ -38,6 +39,8 @@ class BlockScaled(NamedTuple):
     parts: how many equal parts of N have blocks of their own: 2 where gate and up were scaled apart, with
     (E, 2 ceil(N / 2 / n), ...) scales. Blocks are multiples of 16 or span K, and N or a part of it: (N, K) stands for
     one scale per expert.
+    products: "w8a8" makes products with rows of 8-bit floats, each times the scale of its 128 columns, where there is a
+    kernel for them; "w8a16" with the rows as they are; "auto", the default, with whichever takes less time.
 
     So are the experts of DeepSeek-V3 and its kin stored. Source: DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report",
     section 3.3.2.
@@ -47,6 +50,7 @@ class BlockScaled(NamedTuple):
     scale_inv: Tensor
     block: Tuple[int, int] = (128, 128)
     parts: int = 1
+    products: str = "auto"
 
     @property
     def shape(self) -> torch.Size:
@@ -125,7 +129,7 @@ def check_scaled(name: str, weight: object, x: Tensor, owner: str, transposed: b
     """
     if not isinstance(weight, BlockScaled):
         return False
-    data, scales, block, parts = weight
+    data, scales, block, parts, products = weight
     for field, tensor in (("data", data), ("scale_inv", scales)):
         checks.check_tensor(f"{name}.{field}", tensor)
         checks.check_device(f"{name}.{field}", tensor, x.device, owner)
@@ -143,16 +147,21 @@ def check_scaled(name: str, weight: object, x: Tensor, owner: str, transposed: b
     n_block, k_block = _checked_block(f"{name}.block", f"{name}.parts", block, parts, n, k)
     shape = num_experts, parts * -(-n // parts // n_block), -(-k // k_block)
     checks.check_shape(f"{name}.scale_inv", scales, shape, "(E, parts ceil(N / parts / n), ceil(K / k))")
+    if products not in PRODUCTS:
+        raise ValueError(f"{name}.products: expected one of {', '.join(PRODUCTS)}, got {products!r}")
     return True
 
 
 def parts_of(weight: Weight) -> Tuple[Tensor, Optional[Tensor], Tuple[int, ...]]:
-    """A weight as arguments of ops: values, scales, and block with parts; for a plain one neither of the last two."""
+    """A weight as arguments of ops: values, scales, and the rest as numbers; for a plain one neither of the last two."""
     if not isinstance(weight, BlockScaled):
         return weight, None, ()
-    return weight.data, weight.scale_inv, (*weight.block, weight.parts)
+    return weight.data, weight.scale_inv, (*weight.block, weight.parts, PRODUCTS.index(weight.products))
 
 
 def as_weight(values: Tensor, scales: Optional[Tensor], block: Tuple[int, ...]) -> Weight:
     """The inverse of `parts_of`."""
-    return values if scales is None else BlockScaled(values, scales, tuple(block[:2]), block[2])
+    if scales is None:
+        return values
+    n_block, k_block, parts, products = block
+    return BlockScaled(values, scales, (n_block, k_block), parts, PRODUCTS[products])

@@ -2,21 +2,30 @@
 
 import importlib
 from functools import lru_cache
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Optional
 
 PREFERENCE = ("hopper", "triton", "block_scaled")  # packages beside this module, which have a module per product
+_QUANTIZED = ("hopper",)  # that have the products "quantized_gemm" and "quantized_up_proj", of rows of 8-bit floats
 
 
 @lru_cache(maxsize=None)
-def launcher_of(product: str, problem: NamedTuple) -> Callable[..., Any]:
-    """The launcher for a problem of a product: "gemm", "up_proj", "down_dgrad" or "wgrad".
+def find_launcher(product: str, problem: NamedTuple) -> Optional[Callable[..., Any]]:
+    """The launcher for a problem of a product, or None if no backend supports it.
 
     A module of a product has `supports(problem)` and the class `Launcher`, made of the problem and called with tensors.
     """
-    for backend in PREFERENCE:
+    for backend in _QUANTIZED if product.startswith("quantized") else PREFERENCE:
         if backend == "hopper" and not problem.spec.hopper:
             continue
         module = importlib.import_module(f".{backend}.{product}", __package__)
         if module.supports(problem):
             return module.Launcher(problem)
-    raise RuntimeError(f"{product}: no kernel for {problem}")
+    return None
+
+
+def launcher_of(product: str, problem: NamedTuple) -> Callable[..., Any]:
+    """The launcher for a problem of a product that has one: "gemm", "up_proj", "down_dgrad" or "wgrad"."""
+    launcher = find_launcher(product, problem)
+    if launcher is None:
+        raise RuntimeError(f"{product}: no kernel for {problem}")
+    return launcher

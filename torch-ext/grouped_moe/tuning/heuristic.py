@@ -266,6 +266,15 @@ def hopper_wgrad_config(
 
 
 @lru_cache(maxsize=None)
+def hopper_quantized_config(k: int) -> GemmConfig:
+    """Config of the Gluon kernels for Hopper that multiply rows of 8-bit floats: a step is one block of K.
+
+    num_warps: of each of its two consumers, which share a tile.
+    """
+    return GemmConfig(128, 256, 128, 4, 4, 16)
+
+
+@lru_cache(maxsize=None)
 def scaled_config(
     block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, step: int, held_tiles: int = 1
 ) -> GemmConfig:

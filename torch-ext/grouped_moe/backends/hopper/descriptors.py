@@ -25,7 +25,8 @@ class TmaBlock:
 
     def __init__(self, dtype: torch.dtype, *shape: int):
         self.shape = list(shape)
-        self.layout = gl.NVMMASharedLayout.get_default_for(self.shape, getattr(gl, str(dtype).replace("torch.", "")))
+        name = "float8e4nv" if dtype is torch.float8_e4m3fn else str(dtype).replace("torch.", "")
+        self.layout = gl.NVMMASharedLayout.get_default_for(self.shape, getattr(gl, name))
 
     def of(self, tensor: Tensor, shape: Optional[Sequence[int]] = None, strides: Optional[Sequence[int]] = None):
         """The descriptor of a tensor that TMA takes, in such blocks. shape, strides: its own by default."""

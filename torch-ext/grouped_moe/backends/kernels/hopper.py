@@ -17,11 +17,14 @@ RAGGED_END = gl.constexpr(1 << 30)
 
 
 class Tokens(NamedTuple):
-    """Tokens to gather, (T, columns), by pointer and row stride in units of 8 elements, and the slots of rows."""
+    """Tokens to gather, (T, columns), by pointer and row stride in units of 16 bytes, and the slots of rows, or None.
+
+    Without slots, rows are in place.
+    """
 
     ptr: gl.tensor
-    stride8: gl.tensor
-    row_to_slot_ptr: gl.tensor
+    unit_stride: gl.tensor
+    row_to_slot_ptr: object
 
 
 @gluon.jit

@@ -183,9 +183,13 @@ def commit_remaining(full, slot, filled, LAG: gl.constexpr, STAGES: gl.constexpr
 
 @gluon.jit
 def load_tokens(tokens, row, end, index, TOP_K: gl.constexpr):
-    """Tokens of the rows `index` of a tile; past the last tile, which may have found an expert without rows, any."""
+    """Tokens of the rows `index` of a tile; past the last tile, which may have found an expert without rows, any.
+
+    With TOP_K == 0, the rows themselves.
+    """
     row, end = gl.maximum(row, 0), gl.maximum(end, 1)
-    return load_slots(tokens.row_to_slot_ptr, gl.minimum(row + index, end - 1)) // TOP_K
+    slots = load_slots(tokens.row_to_slot_ptr, gl.minimum(row + index, end - 1))
+    return slots if TOP_K == 0 else slots // TOP_K
 
 
 @gluon.jit
@@ -200,7 +204,8 @@ def produce_gathered(
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
     K: gl.constexpr = PRODUCT.K
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    UNIT: gl.constexpr = 128 // tokens.ptr.dtype.element_ty.primitive_bitwidth  # elements of 16 bytes
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, UNIT], [4, 8], [gl.num_warps(), 1], [1, 0])
     LAG: gl.constexpr = STAGES // 2
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
     index = gl.arange(0, TILING.BLOCK_M, gl.SliceLayout(1, LAYOUT))
@@ -211,7 +216,7 @@ def produce_gathered(
     expert, row, end, n_tile = find_tile(gl.program_id(0), schedule, TILING)
     token = load_tokens(tokens, row, end, index, TOP_K)
     for number in range(gl.program_id(0), schedule.num_tiles, step):
-        source = tokens.ptr + (token.to(gl.int64) * 8 * tokens.stride8)[:, None] + columns[None, :]
+        source = tokens.ptr + (token.to(gl.int64) * UNIT * tokens.unit_stride)[:, None] + columns[None, :]
         # Past the expert's last row nothing is read: repeating one row took longer than reading as many others.
         inside = (index < end - row)[:, None]
         this_expert, this_row, this_n_tile = expert + 0, row + 0, n_tile + 0  # Triton 3.6 does not carry a plain copy
@@ -264,7 +269,7 @@ def consume_shared(
 
 @gluon.jit
 def hopper_gathered_up_proj_kernel(
-    x_ptr, stride8,  # (T, K), columns contiguous, read at row_to_slot[row] // TOP_K; steps of 8 elements
+    x_ptr, unit_stride,  # (T, K), columns contiguous, read at row_to_slot[row] // TOP_K; steps of 16 bytes
     w_desc, projected_desc, factor_desc, bias_ptr, stride_be, stride_bn,  # as above
     gate_desc, up_desc, act_desc,  # as above, in blocks of BLOCK_M / 2 rows
     scales_ptr,  # (rows,) or None
@@ -304,7 +309,7 @@ def hopper_gathered_up_proj_kernel(
     bias = Bias(bias_ptr, stride_be, stride_bn)
     output0 = UpOutput(gate_desc, up_desc, act_desc, staging0, bias, scales_ptr)
     output1 = UpOutput(gate_desc, up_desc, act_desc, staging1, bias, scales_ptr)
-    tokens = Tokens(x_ptr, stride8, row_to_slot_ptr)
+    tokens = Tokens(x_ptr, unit_stride, row_to_slot_ptr)
     # Registers of a thread: a consumer's holds 128 sums of products.
     gl.warp_specialize([
         (consume_shared, (0, ring, lead_barrier, output0, schedule, TILING, PRODUCT, OPTIONS)),

@@ -105,7 +105,7 @@ def produce_gathered(
                 row = batch_row + step * BLOCK_K
                 if row < end_row:
                     token = slots[step] // TOP_K
-                    offset = token.to(gl.int64) * 8 * tokens.stride8
+                    offset = token.to(gl.int64) * 8 * tokens.unit_stride
                     source = tokens.ptr + offset[:, None] + column[None, :]
                     mask = (row + index_in_step < end_row)[:, None]
                     if COLUMNS % BLOCK != 0:
@@ -212,7 +212,7 @@ def hopper_wgrad_kernel(
 
 @gluon.jit
 def hopper_gathered_wgrad_kernel(
-    tokens_ptr, stride8,  # (T, M) if P_GATHERED, else (T, N), read at row_to_slot[row] // TOP_K; steps of 8 elements
+    tokens_ptr, unit_stride,  # (T, M) if P_GATHERED, else (T, N), read at row_to_slot[row] // TOP_K; steps of 16 bytes
     row_to_slot_ptr,  # (rows,) int32
     rows_desc,  # the other operand, ragged, (rows, N) or (rows, M)
     dw_desc,  # (E, M, N), out, in blocks of a warp group's rows
@@ -248,7 +248,7 @@ def hopper_gathered_wgrad_kernel(
         rhs = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], LAYOUT)
     # A slot is full when the other operand has landed and each thread of the producer has arrived.
     ring = Ring(lhs, rhs, full=allocate_barriers(STAGES, 1 + 32 * WARPS), empty=allocate_barriers(STAGES, 2))
-    tokens = Tokens(tokens_ptr, stride8, row_to_slot_ptr)
+    tokens = Tokens(tokens_ptr, unit_stride, row_to_slot_ptr)
     gl.warp_specialize([
         (consume, (0, ring, scheduler, output, TILING, True)),
         (consume, (1, ring, scheduler, output, TILING, True)),

@@ -1,21 +1,23 @@
 """Grouped GEMM over rows that are sorted by group."""
 
 from functools import lru_cache
-from typing import Optional
+from typing import Callable, Optional, Union
 
+import torch
 from torch import Tensor
 
-from ...block_scaled import Weight
+from ...block_scaled import Weight, parts_of
 from ...common.device import dot_precision, spec_of
 from ...operands import LowRank, low_rank_layout
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import gemm_config, persistent_grid, triton_path, wide_pays
 from ..kernels.gemm import grouped_gemm_kernel, zero_ungrouped_kernel
 from ..problems import GemmProblem
-from ..table import launcher_of
+from ..table import find_launcher, launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
 from .launch import Kernel
 from .low_rank import factor_constants
+from .quantize import QuantizedRows, quantize_rows, takes_quantized_rows
 from .scales import for_rows, nk_strides, scale_layout
 
 _ZERO_PROGRAMS_PER_SM = 4
@@ -68,8 +70,9 @@ def bias_and_strides(bias: Optional[Tensor]) -> tuple:
 
 
 def gemm(
-    x: Tensor, weight: Weight, rows: Rows, *, transposed: bool = False, bias: Optional[Tensor] = None,
-    scales: Optional[Tensor] = None, zero_rest: bool = False, low_rank: Optional[LowRank] = None,
+    x: Union[Tensor, QuantizedRows], weight: Weight, rows: Rows, *, transposed: bool = False,
+    bias: Optional[Tensor] = None, scales: Optional[Tensor] = None, zero_rest: bool = False,
+    low_rank: Optional[LowRank] = None,
 ) -> Tensor:  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e], for rows in place.
 
@@ -77,21 +80,45 @@ def gemm(
     low_rank: what is added to the product. Returns (rows, N), where rows of no group are unwritten or, with zero_rest,
     0.
     """
-    (num_rows, k), n = x.shape, weight.shape[2 if transposed else 1]
-    y = x.new_empty((num_rows, n))
+    num_rows, n = x.shape[0], weight.shape[2 if transposed else 1]
+    y = parts_of(weight)[0].new_empty((num_rows, n), dtype=x.dtype)
     if num_rows:
-        spec, dtype, block_m = spec_of(x), x.dtype, rows.block_m
-        weight = for_rows(weight, block_m, dtype)
+        quantized = None
+        if not transposed and low_rank is None:
+            quantized = quantized_launcher(weight, rows, num_rows, x.dtype, zero_rest)
+        if quantized is not None:
+            quantized(x if isinstance(x, QuantizedRows) else quantize_rows(x), weight, bias, scales, y, rows)
+            return y
+        weight = for_rows(weight, rows.block_m, x.dtype)
         # Row tiles that stream weights do not earn back what descriptors cost.
-        layout = weight_layout(weight, transposed) if block_m >= 64 and takes_rows(x, spec) else None
-        problem = GemmProblem(
-            spec, dtype, dot_precision(dtype, spec), rows.num_groups, block_m, n, k, layout, transposed,
-            low_rank_layout(low_rank), zero_rest,
-            num_rows > MAX_RAGGED_ROWS, spec.hopper and wide_pays(num_rows, rows.num_groups, n, k, spec),
-            scale_layout(weight, transposed),
-        )  # fmt: skip
+        by_tma = rows.block_m >= 64 and takes_rows(x, spec_of(x))
+        layout = weight_layout(weight, transposed) if by_tma else None
+        problem = _problem_of(weight, rows, num_rows, x.dtype, layout, transposed, low_rank, zero_rest)
         launcher_of("gemm", problem)(x, weight, bias, scales, low_rank, y, rows)
     return y
+
+
+def quantized_launcher(
+    weight: Weight, rows: Rows, num_rows: int, dtype: torch.dtype, zero_rest: bool
+) -> Optional[Callable[..., None]]:
+    """The launcher of a product that is made with rows of 8-bit floats; None if it is not. dtype: of the result."""
+    if not takes_quantized_rows(weight, rows, dtype):
+        return None
+    layout = weight_layout(weight.data, False)
+    return find_launcher("quantized_gemm", _problem_of(weight, rows, num_rows, dtype, layout, zero_rest=zero_rest))
+
+
+def _problem_of(
+    weight: Weight, rows: Rows, num_rows: int, dtype: torch.dtype, layout: Optional[str], transposed: bool = False,
+    low_rank: Optional[LowRank] = None, zero_rest: bool = False,
+) -> GemmProblem:  # fmt: skip
+    spec, num_groups, (_, *extents) = spec_of(parts_of(weight)[0]), rows.num_groups, weight.shape
+    k, n = extents if transposed else reversed(extents)
+    return GemmProblem(
+        spec, dtype, dot_precision(dtype, spec), num_groups, rows.block_m, n, k, layout, transposed,
+        low_rank_layout(low_rank), zero_rest, num_rows > MAX_RAGGED_ROWS,
+        spec.hopper and wide_pays(num_rows, num_groups, n, k, spec), scale_layout(weight, transposed),
+    )  # fmt: skip
 
 
 def zero_ungrouped(y: Tensor, rows: Rows) -> None:

@@ -65,10 +65,15 @@ def codes_and_scales(weight: Weight, transposed: bool, spec: DeviceSpec) -> Tupl
     """
     if not isinstance(weight, BlockScaled):
         return weight, *nk_strides(weight, transposed), None, 0, 0, 0
-    codes, scales = weight.data, weight.scale_inv
-    codes = codes if spec.float8 else codes.view(torch.uint8)
+    codes = weight.data if spec.float8 else weight.data.view(torch.uint8)
+    return codes, *nk_strides(codes, transposed), *scale_arguments(weight, transposed)
+
+
+def scale_arguments(weight: BlockScaled, transposed: bool = False) -> Tuple[Any, ...]:
+    """The scales alone, with their strides over (E, blocks of N, blocks of K)."""
+    scales = weight.scale_inv
     scales = scales.view(torch.uint8) if scales.dtype is torch.float8_e8m0fnu else scales
-    return codes, *nk_strides(codes, transposed), scales, *nk_strides(scales, transposed)
+    return scales, *nk_strides(scales, transposed)
 
 
 def nk_strides(weight: Tensor, transposed: bool) -> tuple:

@@ -1,6 +1,6 @@
 """The up-projection of experts, fused with the activation."""
 
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple, Union
 
 from torch import Tensor
 
@@ -12,11 +12,12 @@ from ...rows import Rows, max_tiles
 from ...tuning.heuristic import persistent_grid, triton_path, up_config
 from ..kernels.experts import up_proj_kernel
 from ..problems import BlockProblem
-from ..table import launcher_of
+from ..table import find_launcher, launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
-from .gemm import bias_and_strides
+from .gemm import bias_and_strides, quantized_launcher
 from .launch import Kernel
 from .low_rank import factor_constants
+from .quantize import QuantizedRows, empty_rows, quantize_rows, takes_quantized_rows
 from .scales import for_rows, nk_strides, scale_layout
 
 
@@ -78,20 +79,36 @@ class Launcher:
 def up_proj(
     block: Block, x: Tensor, rows: Rows, scales: Optional[Tensor], *, save: bool, activate: bool,
     low_rank: Optional[LowRank] = None,
-) -> Tuple[Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+) -> Tuple[Optional[Tensor], Union[Tensor, QuantizedRows, None]]:  # fmt: skip
     """(preact (rows, P) if save, scales * activation (rows, I) if activate); rows of no expert stay unwritten.
 
     preact[r] = W1[e] x[r] + b1[e], of x[token of r] for routed rows. scales: (rows,), of rows in place. low_rank: what
-    is added to the product.
+    is added to the product. The activation is of 8-bit floats if the down-projection takes these.
     """
     num_rows, n = rows.num_rows, block.intermediate
     preact = x.new_empty((num_rows, block.preact_width)) if save else None
+    if num_rows and low_rank is None and block.down_lora is None:
+        quantized = _quantized_launcher(block, x, rows, save)
+        if quantized is not None:
+            act = empty_rows(num_rows, n, x) if activate else None
+            quantized(block, quantize_rows(x), scales, preact, act, rows)
+            return preact, act
     act = x.new_empty((num_rows, n)) if activate else None
     if num_rows:
         block = block._replace(up=for_rows(block.up, rows.block_m, x.dtype))
         problem = problem_of(block, x, block.up, low_rank, rows, save, block.transposed)
         launcher_of("up_proj", problem)(block, x, low_rank, scales, preact, act, rows)
     return preact, act
+
+
+def _quantized_launcher(block: Block, x: Tensor, rows: Rows, save: bool) -> Optional[Callable[..., None]]:
+    """The launcher of both products with rows of 8-bit floats; None if either of them is not made so."""
+    if not takes_quantized_rows(block.up, rows, x.dtype):
+        return None
+    if quantized_launcher(block.down, rows, rows.num_rows, x.dtype, zero_rest=rows.top_k == 0) is None:
+        return None
+    problem = problem_of(block, x, block.up, None, rows, save, False)
+    return find_launcher("quantized_up_proj", problem._replace(layout=weight_layout(block.up.data, False)))
 
 
 def problem_of(

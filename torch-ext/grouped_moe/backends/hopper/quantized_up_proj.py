@@ -1,0 +1,58 @@
+"""The up-projection of 8-bit rows with 8-bit weights by the Gluon kernel for Hopper."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ...block import Block
+from ...rows import Rows, max_tiles
+from ...tuning.heuristic import hopper_quantized_config, persistent_grid
+from ..kernels.hopper_quantized import hopper_quantized_up_proj_kernel
+from ..problems import BlockProblem
+from ..triton.gemm import bias_and_strides
+from ..triton.launch import Kernel
+from ..triton.quantize import BLOCK, QuantizedRows
+from ..triton.scales import scale_arguments
+from .descriptors import RaggedTmaBlock, TmaBlock
+from .quantized_gemm import PATH
+from .up_proj import STORE_COLUMNS, describe_halves
+
+
+def supports(problem: BlockProblem) -> bool:
+    """[gate | up] that have blocks of their own, without a low-rank part."""
+    p = problem
+    if not p.gated or p.interleaved or p.low_rank.rank or p.many_rows:
+        return False
+    apart = p.n % BLOCK == 0 if p.scales.n_parts == 1 else p.scales.n_parts == 2
+    return apart and p.layout == "nk" and p.n % 16 == 0 and p.k % 16 == 0
+
+
+class Launcher:
+    """Two warp groups share tiles of 128 columns of gate and as many of up; four warps gather rows."""
+
+    def __init__(self, problem: BlockProblem):
+        self.problem, self.config = p, config = problem, hopper_quantized_config(problem.k)
+        half = config.block_m // 2
+        self.w_block = TmaBlock(torch.float8_e4m3fn, 1, 2, config.block_n // 2, config.block_k)
+        self.preact_block = RaggedTmaBlock(p.dtype, half, STORE_COLUMNS)
+        self.act_block = RaggedTmaBlock(torch.float8_e4m3fn, half, BLOCK)
+        constants = {**p.constants(), "TOP_K": p.top_k, **config.gluon_constants()}
+        options = {"num_warps": config.num_warps}
+        self.kernel = Kernel(hopper_quantized_up_proj_kernel, constants, options, config.describe(PATH))
+
+    def __call__(
+        self, block: Block, x: QuantizedRows, scales: Optional[Tensor], preact: Optional[Tensor],
+        act: Optional[QuantizedRows], rows: Rows,
+    ) -> None:  # fmt: skip
+        """Writes preact and act, where they are given."""
+        p, up = self.problem, block.up
+        halves = up.data.view(p.num_groups, 2, p.n, p.k)
+        act_arguments = (None, None) if act is None else (self.act_block.of_rows(act.codes), act.scales)
+        tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
+        self.kernel(
+            persistent_grid(self.config, tiles, p.width, p.spec), x.codes, x.codes.stride(0) // 16,
+            self.w_block.of(halves), x.scales, *scale_arguments(up), *bias_and_strides(block.up_bias),
+            *describe_halves(preact, p, self.preact_block), *act_arguments, scales,
+            rows.row_to_slot if p.top_k else None, rows.schedule,
+        )  # fmt: skip

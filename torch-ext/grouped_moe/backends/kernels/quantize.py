@@ -1,0 +1,44 @@
+"""Rows as 8-bit floats, each times the scale of its block of 128 columns."""
+
+import triton
+import triton.language as tl
+
+from .dependent import wait_for_stream
+
+BLOCK = tl.constexpr(128)  # columns of a scale
+_LARGEST = tl.constexpr(448.0)  # of e4m3 codes
+_SMALLEST = tl.constexpr(2.0**-110)  # magnitude that sets a scale: the inverse of one below might overflow
+
+
+@triton.jit
+def scale_of(largest):
+    """The scale that lets the largest magnitude of a block reach the largest code; that of 2^-110 for smaller ones."""
+    return tl.maximum(largest, _SMALLEST) * (1.0 / _LARGEST)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def quantize_rows_kernel(
+    x_ptr, stride_r, stride_k,  # (rows, K)
+    codes_ptr,  # (rows, K) e4m3, contiguous, out
+    scale_ptr,  # (rows, blocks of K) fp32, contiguous, out
+    num_rows,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """scale[r, b] = the largest magnitude of the columns of block b over 448; codes = x / scale.
+
+    Grid: (row tiles, tiles of NUM_BLOCKS blocks).
+    """
+    wait_for_stream()
+    K_BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    blocks = tl.program_id(1) * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS)
+    columns = tl.program_id(1) * (NUM_BLOCKS * BLOCK) + tl.arange(0, NUM_BLOCKS * BLOCK)
+    row_mask, rows = rows < num_rows, rows.to(tl.int64)
+    mask = row_mask[:, None] & (columns < K)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride_r + columns.to(tl.int64)[None, :] * stride_k, mask=mask, other=0.0)
+    x = tl.reshape(x.to(tl.float32), (BLOCK_M, NUM_BLOCKS, BLOCK))
+    scale = scale_of(tl.max(tl.abs(x), axis=2))
+    codes = tl.reshape(x * (1.0 / scale)[:, :, None], (BLOCK_M, NUM_BLOCKS * BLOCK))
+    tl.store(codes_ptr + rows[:, None] * K + columns[None, :], codes.to(codes_ptr.dtype.element_ty), mask=mask)
+    scale_mask = row_mask[:, None] & (blocks < K_BLOCKS)[None, :]
+    tl.store(scale_ptr + rows[:, None] * K_BLOCKS + blocks[None, :], scale, mask=scale_mask)

@@ -25,7 +25,7 @@ class Blocks(NamedTuple):
 
 
 def scale(grouped_moe, weight: Tensor, blocks: Blocks, gated: bool = False):
-    """The BlockScaled of a weight (E, N, K) with scales that differ a lot from block to block."""
+    """The BlockScaled of a weight (E, N, K) with scales that differ a lot from block to block, for plain rows."""
     n, k = weight.shape[1:]
     parts = 2 if gated and blocks.apart else 1
     block = (n // parts, k) if blocks.block is None else blocks.block
@@ -36,7 +36,7 @@ def scale(grouped_moe, weight: Tensor, blocks: Blocks, gated: bool = False):
     if blocks.dtype == torch.float8_e8m0fnu:
         scales = 2.0 ** scales.log2().round()
     data = scaled.data.mT.contiguous().mT if blocks.views else scaled.data
-    return scaled._replace(data=data, scale_inv=scales.to(blocks.dtype))
+    return scaled._replace(data=data, scale_inv=scales.to(blocks.dtype), products="w8a16")
 
 
 def with_scales(grouped_moe, case: Case, inputs: Inputs, blocks: Blocks) -> Tuple[Case, Inputs, Inputs]:

@@ -203,6 +203,7 @@ class Calls:
         self.adapted = self.block._replace(up_lora=pairs[0], down_lora=pairs[1])
         scaled = self.codes(layer.preact_width, layer.hidden), self.codes(layer.hidden, layer.intermediate)
         self.scaled = self.adapted._replace(up=scaled[0], down=scaled[1], transposed=False)
+        self.quantized = self.scaled._replace(up_lora=None, down_lora=None)
 
     def empty(self, *shape: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """Unwritten memory, at an address of Triton's alignment or, for some layers, one element past it."""
@@ -233,7 +234,8 @@ class Calls:
     def both_ways(self, x: torch.Tensor, rows, act_scales, bias_scales, needs, scaled: bool = True) -> None:
         """The block without gradients, saving and recomputing, and its backward.
 
-        With plain weights, with low-rank pairs, and with these on scaled weights.
+        With plain weights, with low-rank pairs, with these on scaled weights, and the forward alone of scaled weights
+        whose products are made with rows of 8-bit floats.
         """
         kernels, arguments = self.kernels, (x, rows, act_scales, bias_scales)
         backward = functools.partial(self.pipeline.backward, kernels, x=x, rows=rows)
@@ -247,6 +249,10 @@ class Calls:
             given = {"dout": out, "needs": asked, **scales}
             backward(block=block, preact=preact, projected=projected, **given)
             backward(block=block._replace(recompute=True), preact=None, projected=None, **given)
+        if rows.block_m == 128 and kernels.quantizes(self.quantized, x, rows.num_rows, rows.top_k):
+            for save in (False, True):
+                self.pipeline.forward(kernels, self.quantized, *arguments, save=save)
+            kernels.up_proj(self.quantized, x, rows, None, save=True, activate=False)
 
     def experts(self) -> None:
         """`grouped_mm_experts`, `route`, `gather_rows` and `combine_rows`."""

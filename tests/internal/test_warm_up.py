@@ -117,9 +117,9 @@ def test_a_share_as_it_was_registered(grouped_moe, compiles, monkeypatch):
     """No more slots have an expert than there is room for, or the device would fail an assertion."""
     routed, route = [], compiles.module("backends.triton").route
 
-    def counting(ids, num_experts, dtype, capacity):
+    def counting(ids, num_experts, dtype, capacity, quantizes):
         routed.append((int((ids < num_experts).sum()), capacity))
-        return route(ids, num_experts, dtype, capacity)
+        return route(ids, num_experts, dtype, capacity, quantizes)
 
     monkeypatch.setattr(compiles.module("backends.triton"), "route", counting)
     monkeypatch.setattr(compiles.module("common._compat"), "assert_on_device", lambda *args: None)

@@ -36,11 +36,16 @@ _NUM_SCALES = 2  # before them: of weights, which take no gradient
 _ARGUMENTS = f"Tensor x, Tensor index, {_TENSORS}, {BLOCK_SCHEMA}"
 
 
-def _make_rows(kernels: ModuleType, index: Tensor, block: Block, x: Tensor, adapters: Optional[Tensor]) -> Rows:
+def _make_rows(
+    kernels: ModuleType, index: Tensor, block: Block, x: Tensor, adapters: Optional[Tensor], infers: bool
+) -> Rows:
+    """infers: no backward follows, which widens weights where tiles are tall."""
     if index.dim() == 2:
-        rows = kernels.route(index, block.num_experts, x.dtype, block.capacity)
+        quantizes = infers and kernels.quantizes(block, x, index.numel(), index.shape[1])
+        rows = kernels.route(index, block.num_experts, x.dtype, block.capacity, quantizes)
     else:
-        rows = kernels.split_rows(index, block.num_experts, x.shape[0], x.dtype)
+        quantizes = infers and kernels.quantizes(block, x, x.shape[0], 0)
+        rows = kernels.split_rows(index, block.num_experts, x.shape[0], x.dtype, quantizes)
     return rows if adapters is None else rows._replace(adapters=adapters)
 
 
@@ -50,7 +55,7 @@ def _inference(x, index, act_scales, bias_scales, adapters, *arguments) -> Tenso
     with on_device(x):
         if index.dim() == 2 and index.shape[0] and kernels.is_decode(block, *index.shape):
             return kernels.decode(block, x, index, act_scales, adapters)
-        rows = _make_rows(kernels, index, block, x, adapters)
+        rows = _make_rows(kernels, index, block, x, adapters, infers=True)
         return pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=False)[0]
 
 
@@ -63,7 +68,7 @@ def _forward(x, index, act_scales, bias_scales, adapters, *arguments_and_save) -
     *arguments, save = arguments_and_save
     block, kernels = make_block(*arguments), backend_of(x)
     with on_device(x):
-        rows = _make_rows(kernels, index, block, x, adapters)
+        rows = _make_rows(kernels, index, block, x, adapters, infers=False)
         out, *saved = pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=save)
     saved, maps = saved if save else (None, None), (rows.row_to_slot, rows.slot_to_row)
     return or_empty((out, *saved), x) + or_empty((rows.schedule, *maps), rows.schedule)

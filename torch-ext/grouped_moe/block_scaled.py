@@ -153,7 +153,7 @@ def check_scaled(name: str, weight: object, x: Tensor, owner: str, transposed: b
 
 
 def parts_of(weight: Weight) -> Tuple[Tensor, Optional[Tensor], Tuple[int, ...]]:
-    """A weight as arguments of ops: values, scales, and the rest as numbers; for a plain one neither of the last two."""
+    """A weight as arguments of ops: values, scales, and the rest as numbers; of a plain one the values alone."""
     if not isinstance(weight, BlockScaled):
         return weight, None, ()
     return weight.data, weight.scale_inv, (*weight.block, weight.parts, PRODUCTS.index(weight.products))

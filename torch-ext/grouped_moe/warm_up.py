@@ -172,12 +172,16 @@ def _hidden_dtype(experts: nn.Module, target: nn.Module) -> torch.dtype:
 
 
 def _products(
-    groups: int, shapes: Sequence[Tuple[int, int]], like: Tensor, dtype: torch.dtype, trains: bool
-) -> Callable[[int, int], Hashable]:
-    """What (rows, slots) choose of the products, which are made for so many slots. shapes: their N and K."""
+    groups: int, shapes: Sequence[Tuple[int, int]], like: Tensor, dtype: torch.dtype, trains: bool,
+    quantizes: bool = False,
+) -> Callable[[int, int], Hashable]:  # fmt: skip
+    """What (rows, slots) choose of the products, which are made for so many slots. shapes: their N and K.
+
+    quantizes: whether those without gradients are made with rows of 8-bit floats.
+    """
     spec = spec_of(like)
     return lambda rows, slots: (
-        choose_block_m(slots, groups, dtype),
+        frozenset(choose_block_m(slots, groups, dtype, each) for each in (False, quantizes)),
         rows_per_group(rows, groups) if trains else 0,
         *(wide_pays(rows, groups, n, k, spec) for n, k in shapes),
     )
@@ -206,7 +210,7 @@ def _top_k_of(name: str, module: nn.Module, target: nn.Module) -> int:
 
 def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optional[int], trains: bool) -> _Layer:
     """A layer of an experts module, which is run as the implementation for transformers runs it."""
-    from .backends.triton.decode import is_decode
+    from .backends.triton import is_decode, quantizes
     from .backends.triton.routing import launches_of
 
     top_k = _top_k_of(name, module, target) if top_k is None else top_k
@@ -224,7 +228,8 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
         for each, t in (("gate_up_proj" if gated else "up_proj", up), ("down_proj", down))
     ]
     block = Block(*weights, *[None] * 4, activation or Activation(), gated, interleaved, transposed, False)
-    products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, dtype, trains)
+    quantized = quantizes(block, torch.empty((1, h), device=up.device, dtype=dtype), 1, top_k)
+    products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, dtype, trains, quantized)
 
     def num_rows(num_slots: int) -> int:
         return num_slots if share is None or activation is None else min(num_slots, capacity_of(num_slots, share))

@@ -23,6 +23,7 @@ def find_launcher(product: str, problem: NamedTuple) -> Optional[Callable[..., A
     return None
 
 
+@lru_cache(maxsize=None)
 def launcher_of(product: str, problem: NamedTuple) -> Callable[..., Any]:
     """The launcher for a problem of a product that has one: "gemm", "up_proj", "down_dgrad" or "wgrad"."""
     launcher = find_launcher(product, problem)

@@ -57,11 +57,14 @@ def triton_path(by_tma: bool) -> str:
     return "Triton by descriptor" if by_tma else "Triton by pointer"
 
 
-def choose_block_m(num_slots: int, num_experts: int, dtype: torch.dtype) -> int:
+def choose_block_m(num_slots: int, num_experts: int, dtype: torch.dtype, quantizes: bool = False) -> int:
     """Rows per tile: the power of two near the rows an expert gets if every slot is local, 16 to 128.
 
-    Forward and backward, and every GEMM of a call, share it: one schedule serves them all.
+    Forward and backward, and every GEMM of a call, share it: one schedule serves them all. quantizes: products of tall
+    tiles are made with rows of 8-bit floats, which pays although tiles are not full.
     """
+    if quantizes and num_slots >= _QUANTIZED_ROWS * num_experts:
+        return 128
     return min(rows_per_group(num_slots, num_experts), 128 if dtype.itemsize == 2 else 64)
 
 
@@ -90,14 +93,22 @@ _HOPPER_GEMM_TILES = {
     "gemm_hopper_wide": GemmConfig(128, 256, 64, 4, 4, 16),
 }
 _LONG_K = 4096  # from where on wide tiles can pay
+_QUANTIZED_ROWS = 16  # of an expert on average from where on 8-bit rows pay
 THIN = 64  # columns of a weight gradient up to which it is one of streaming its other operand
 
 
-# By rows, with weights that are widened in registers: the sums of one block of K take as many as the accumulator.
+# By product and rows, with weights that are widened in registers: the sums of one block of K take as many registers as
+# an accumulator. Bytes under way count: many programs, few columns each.
 _SCALED_TILES = {
-    16: GemmConfig(16, 128, 128, 4, 3, programs_per_sm=2),
-    32: GemmConfig(32, 64, 128, 4, 3, programs_per_sm=2),
-    64: GemmConfig(64, 64, 64, 4, 3, programs_per_sm=2),
+    ("gemm", 16): GemmConfig(16, 128, 128, 4, 3, programs_per_sm=3),
+    ("gemm", 32): GemmConfig(32, 128, 128, 4, 3, programs_per_sm=2),
+    ("gemm", 64): GemmConfig(64, 64, 128, 4, 3, programs_per_sm=2),
+    ("up_proj", 16): GemmConfig(16, 32, 128, 4, 4, programs_per_sm=4),
+    ("up_proj", 32): GemmConfig(32, 64, 128, 4, 3, programs_per_sm=3),
+    ("up_proj", 64): GemmConfig(64, 64, 128, 4, 3, programs_per_sm=2),
+    ("down_dgrad", 16): GemmConfig(16, 64, 128, 4, 3, programs_per_sm=2),
+    ("down_dgrad", 32): GemmConfig(32, 64, 64, 4, 3, programs_per_sm=2),
+    ("down_dgrad", 64): GemmConfig(64, 64, 64, 4, 3, programs_per_sm=2),
 }
 
 
@@ -266,27 +277,31 @@ def hopper_wgrad_config(
 
 
 @lru_cache(maxsize=None)
-def hopper_quantized_config(k: int) -> GemmConfig:
+def hopper_quantized_config() -> GemmConfig:
     """Config of the Gluon kernels for Hopper that multiply rows of 8-bit floats: a step is one block of K.
 
     num_warps: of each of its two consumers, which share a tile.
     """
-    return GemmConfig(128, 256, 128, 4, 4, 16)
+    return GemmConfig(128, 256, 128, 4, 4, 32)
 
 
 @lru_cache(maxsize=None)
 def scaled_config(
-    block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, step: int, held_tiles: int = 1
+    product: str, block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, step: int, weight_tiles: int = 1
 ) -> GemmConfig:
-    """Config of a product with block-scaled weights. step: columns of K within one block. held_tiles: of results."""
-    tile = _SCALED_TILES[block_m]
-    columns, block_k, stages = tile.block_n, tile.block_k, tile.num_stages
+    """Config of a product with block-scaled weights: "gemm", "up_proj" or "down_dgrad".
+
+    step: columns of K within one block. weight_tiles: 2 for gate and up.
+    """
+    tile = _SCALED_TILES[product, block_m]
     if dtype.itemsize > 2:
-        columns, block_k, stages = 64 // held_tiles, 32, 2
-    elif held_tiles > 1:
-        columns, block_k = 64, min(block_k, 128 if block_m == 16 else 64)
-    config = replace(tile, block_n=columns, block_k=min(block_k, step), num_stages=stages)
-    config = _narrowed(config, n, held_tiles, dtype.itemsize, spec.shared_memory)
+        held_tiles = 1 if product == "gemm" else 2
+        tile = replace(tile, block_n=64 // held_tiles, block_k=32, num_stages=2, programs_per_sm=2)
+    elif block_m == 64 and not spec.wide_tiles:
+        # Operands take registers, too.
+        tile = replace(tile, block_n=64 // weight_tiles, block_k=64)
+    config = replace(tile, block_k=min(tile.block_k, step))
+    config = _narrowed(config, n, weight_tiles, dtype.itemsize, spec.shared_memory)
     return replace(config, num_warps=max(1, config.num_warps // 2)) if spec.warp_size == 64 else config
 
 

@@ -28,8 +28,7 @@ class Launcher:
 
     def __init__(self, problem: BlockProblem):
         self.problem = p = problem
-        # What the epilogue holds takes the registers of as many columns again.
-        self.config = scaled_config(p.block_m, p.n, p.dtype, p.spec, step_of(p.scales, p.k), 2)
+        self.config = scaled_config("down_dgrad", p.block_m, p.n, p.dtype, p.spec, step_of(p.scales, p.k))
         self.num_dots = -(-p.n // self.config.block_n)
         constants = {**block_constants(p), **self.config.constants()}
         self.kernel = Kernel(scaled_down_dgrad_kernel, constants, self.config.options(), self.config.describe(PATH))

@@ -28,7 +28,7 @@ class Launcher:
 
     def __init__(self, problem: GemmProblem):
         self.problem = p = problem
-        self.config = scaled_config(p.block_m, p.n, p.dtype, p.spec, step_of(p.scales, p.k))
+        self.config = scaled_config("gemm", p.block_m, p.n, p.dtype, p.spec, step_of(p.scales, p.k))
         constants = {
             "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "ZERO_UNGROUPED": p.zero_rest,
             "PRECISION": p.precision, **factor_constants(p.low_rank), **scale_constants(p.scales),

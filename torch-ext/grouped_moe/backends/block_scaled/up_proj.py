@@ -35,7 +35,9 @@ class Launcher:
 
     def __init__(self, problem: BlockProblem):
         self.problem = p = problem
-        self.config = scaled_config(p.block_m, p.n, p.dtype, p.spec, step_of(p.scales, p.k), 2 if p.gated else 1)
+        self.config = scaled_config(
+            "up_proj", p.block_m, p.n, p.dtype, p.spec, step_of(p.scales, p.k), 2 if p.gated else 1
+        )
         constants = {**block_constants(p), **self.config.constants()}
         self.kernel = Kernel(scaled_up_proj_kernel, constants, self.config.options(), self.config.describe(PATH))
 

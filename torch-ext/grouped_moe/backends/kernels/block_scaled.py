@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.runtime.jit import constexpr_function
 
 from .activation import Options
 from .dependent import wait_for_stream
@@ -65,7 +66,8 @@ class ScaledProduct(NamedTuple):
 def widen_codes(codes, DTYPE: tl.constexpr):
     """Values of e4m3 codes: of tl.float8e4nv, or, where the GPU has none, of bytes."""
     if codes.dtype == tl.float8e4nv:
-        return codes.to(DTYPE)
+        # By way of fp32, which two fast instructions reach: the conversion from fp16 to bf16 takes four times as long.
+        return codes.to(tl.float16).to(tl.float32).to(DTYPE)
     else:
         # The bits as an fp16, whose exponent is 8 larger: exact, subnormal codes as well. All ones are NaN.
         bits = codes.to(tl.uint16)
@@ -93,34 +95,92 @@ def block_of(index, EXTENT: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constex
         return index // PART * ((PART + BLOCK - 1) // BLOCK) + index % PART // BLOCK
 
 
-@triton.jit
-def dot_scaled(x, w, expert, first_column, BLOCK_N: tl.constexpr, PRODUCT: tl.constexpr):
-    """x @ W^T over K for BLOCK_N columns, (BLOCK_M, BLOCK_N) fp32. x: `TileRows`.
+class Columns(NamedTuple):
+    """Columns of a product: pointers to their codes at K = 0 and to their first scales, and which ones there are.
 
+    All have one scale where a tile lies within a block (`share_scale`).
+    """
+
+    w_ptrs: tl.tensor
+    scale_ptrs: tl.tensor
+    inside: tl.tensor
+
+
+@constexpr_function
+def share_scale(TILE, EXTENT, BLOCK, PARTS):
+    """Whether tiles of a dimension of so many parts, from multiples of TILE on, have one scale each."""
+    return BLOCK % TILE == 0 and EXTENT // PARTS % TILE == 0
+
+
+@triton.jit
+def locate_columns(w, expert, first_column, BLOCK_N: tl.constexpr, PRODUCT: tl.constexpr):
+    """The BLOCK_N columns of an expert's weights from the first one on."""
+    columns = first_column + tl.arange(0, BLOCK_N)
+    w_ptrs = w.ptr + expert.to(tl.int64) * w.stride_e + columns.to(tl.int64)[None, :] * w.stride_n
+    ONE: tl.constexpr = share_scale(BLOCK_N, PRODUCT.N, PRODUCT.N_BLOCK, PRODUCT.N_PARTS)
+    n_block = block_of(first_column if ONE else columns, PRODUCT.N, PRODUCT.N_BLOCK, PRODUCT.N_PARTS)
+    scale_ptrs = w.scale_ptr + expert.to(tl.int64) * w.stride_se + n_block.to(tl.int64) * w.stride_sn
+    return Columns(w_ptrs, scale_ptrs, columns < PRODUCT.N)
+
+
+@triton.jit
+def load_k_scales(columns, w, start, BLOCK_N: tl.constexpr, PRODUCT: tl.constexpr):
+    """The scales of columns at K = start, or their common one; past K, the last ones."""
+    k_block = block_of(tl.minimum(start, PRODUCT.K - 1), PRODUCT.K, PRODUCT.K_BLOCK, PRODUCT.K_PARTS)
+    ptrs = columns.scale_ptrs + k_block.to(tl.int64) * w.stride_sk
+    if share_scale(BLOCK_N, PRODUCT.N, PRODUCT.N_BLOCK, PRODUCT.N_PARTS):
+        return widen_scales(tl.load(ptrs))
+    else:
+        return widen_scales(tl.load(ptrs, mask=columns.inside, other=0))[None, :]
+
+
+@triton.jit
+def multiply_scaled(x_tile, columns, w, k, k_inside, scales, BLOCK_N: tl.constexpr, PRODUCT: tl.constexpr):
+    """One step of a product: x_tile times the codes at k, times their scales."""
+    EVEN_K: tl.constexpr = PRODUCT.K // PRODUCT.K_PARTS % PRODUCT.BLOCK_K == 0
+    EVEN_N: tl.constexpr = PRODUCT.N % BLOCK_N == 0
+    codes = load_masked(columns.w_ptrs + k[:, None] * w.stride_k, k_inside, columns.inside, EVEN_K, EVEN_N)
+    sums = tl.dot(x_tile, widen_codes(codes, x_tile.dtype), input_precision=PRODUCT.PRECISION)
+    return sums * scales
+
+
+@triton.jit
+def dot_scaled(
+    x, w, expert, first_column, up_column, BLOCK_N: tl.constexpr, PRODUCT: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """x @ W^T over K for BLOCK_N columns, (BLOCK_M, BLOCK_N) fp32, and, GATED, for those from up_column on.
+
+    x: `TileRows`. Not GATED, both results are the same. The scales of a step are loaded in the one before it.
     The caller guarantees that no BLOCK_K columns from a multiple of it on, of a part of K, have two scales.
     """
     BLOCK_K: tl.constexpr = PRODUCT.BLOCK_K
     PART: tl.constexpr = PRODUCT.K // PRODUCT.K_PARTS
-    EVEN_K: tl.constexpr = PART % BLOCK_K == 0
-    EVEN_N: tl.constexpr = PRODUCT.N % BLOCK_N == 0
-    columns, offsets = first_column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    inside = columns < PRODUCT.N
-    w_ptrs = w.ptr + expert.to(tl.int64) * w.stride_e + columns.to(tl.int64)[None, :] * w.stride_n
-    n_block = block_of(columns, PRODUCT.N, PRODUCT.N_BLOCK, PRODUCT.N_PARTS)
-    scale_ptrs = w.scale_ptr + expert.to(tl.int64) * w.stride_se + n_block.to(tl.int64) * w.stride_sn
+    offsets = tl.arange(0, BLOCK_K)
+    columns = locate_columns(w, expert, first_column, BLOCK_N, PRODUCT)
     acc = tl.zeros((x.mask.shape[0], BLOCK_N), tl.float32)
+    scales = load_k_scales(columns, w, 0, BLOCK_N, PRODUCT)
+    if GATED:
+        up_columns = locate_columns(w, expert, up_column, BLOCK_N, PRODUCT)
+        up_acc = tl.zeros((x.mask.shape[0], BLOCK_N), tl.float32)
+        up_scales = load_k_scales(up_columns, w, 0, BLOCK_N, PRODUCT)
     for part in tl.static_range(PRODUCT.K_PARTS):
         for start in range(part * PART, (part + 1) * PART, BLOCK_K):
             k_inside = offsets < (part + 1) * PART - start
             k = (start + offsets).to(tl.int64)
+            next_start = min(start + BLOCK_K, (part + 1) * PART)
             x_ptrs = x.ptrs + tl.cast(start, tl.int64) * x.stride_k
-            x_tile = load_masked(x_ptrs, x.mask, k_inside, False, EVEN_K)
-            codes = load_masked(w_ptrs + k[:, None] * w.stride_k, k_inside, inside, EVEN_K, EVEN_N)
-            k_block = block_of(start, PRODUCT.K, PRODUCT.K_BLOCK, PRODUCT.K_PARTS)
-            scales = widen_scales(tl.load(scale_ptrs + tl.cast(k_block, tl.int64) * w.stride_sk, mask=inside, other=0))
-            sums = tl.dot(x_tile, widen_codes(codes, x_tile.dtype), input_precision=PRODUCT.PRECISION)
-            acc += sums * scales[None, :]
-    return acc
+            x_tile = load_masked(x_ptrs, x.mask, k_inside, False, PART % BLOCK_K == 0)
+            next_scales = load_k_scales(columns, w, next_start, BLOCK_N, PRODUCT)
+            acc += multiply_scaled(x_tile, columns, w, k, k_inside, scales, BLOCK_N, PRODUCT)
+            scales = next_scales
+            if GATED:
+                next_scales = load_k_scales(up_columns, w, next_start, BLOCK_N, PRODUCT)
+                up_acc += multiply_scaled(x_tile, up_columns, w, k, k_inside, up_scales, BLOCK_N, PRODUCT)
+                up_scales = next_scales
+    if GATED:
+        return acc, up_acc
+    else:
+        return acc, acc
 
 
 @triton.jit
@@ -142,10 +202,16 @@ def dequantize_kernel(
     expert, n_inside, k_inside = tl.program_id(2).to(tl.int64), n < N, k < K
     w_ptrs = w_ptr + expert * stride_we + n.to(tl.int64)[:, None] * stride_wn + k.to(tl.int64)[None, :] * stride_wk
     codes = load_masked(w_ptrs, n_inside, k_inside, N % BLOCK_N == 0, K % BLOCK_K == 0)
-    n_block, k_block = block_of(n, N, N_BLOCK, N_PARTS), block_of(k, K, K_BLOCK, K_PARTS)
-    scale_ptrs = scale_ptr + expert * stride_se + n_block.to(tl.int64)[:, None] * stride_sn
     mask = n_inside[:, None] & k_inside[None, :]
-    scales = tl.load(scale_ptrs + k_block.to(tl.int64)[None, :] * stride_sk, mask=mask, other=0)
+    scale_ptr += expert * stride_se
+    if share_scale(BLOCK_N, N, N_BLOCK, N_PARTS) and share_scale(BLOCK_K, K, K_BLOCK, K_PARTS):
+        n_block = block_of(tl.program_id(0) * BLOCK_N, N, N_BLOCK, N_PARTS)
+        k_block = block_of(tl.program_id(1) * BLOCK_K, K, K_BLOCK, K_PARTS)
+        scales = tl.load(scale_ptr + n_block.to(tl.int64) * stride_sn + k_block.to(tl.int64) * stride_sk)
+    else:
+        n_block, k_block = block_of(n, N, N_BLOCK, N_PARTS), block_of(k, K, K_BLOCK, K_PARTS)
+        scale_ptrs = scale_ptr + n_block.to(tl.int64)[:, None] * stride_sn
+        scales = tl.load(scale_ptrs + k_block.to(tl.int64)[None, :] * stride_sk, mask=mask, other=0)
     value = widen_codes(codes, tl.float32) * widen_scales(scales)
     out_ptrs = out_ptr + (expert * N + n.to(tl.int64)[:, None]) * K + k[None, :]
     tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=mask)
@@ -190,7 +256,7 @@ def scaled_gemm_kernel(
         rows, row_mask = tile_rows(first_row, count, BLOCK_M)
         column = n_tile * BLOCK_N
         x = locate_rows(x_ptr, stride_xr, stride_xk, rows.to(tl.int64), row_mask, BLOCK_K)
-        acc = dot_scaled(x, w, expert, column, BLOCK_N, PRODUCT)
+        acc, _ = dot_scaled(x, w, expert, column, column, BLOCK_N, PRODUCT, False)
         acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION)
         expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
         scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
@@ -254,13 +320,12 @@ def scaled_up_proj_kernel(
         scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
         column = n_tile * BLOCK_N
         if GATED and not INTERLEAVED:
-            gate = dot_scaled(x, w, expert, column, BLOCK_N, PRODUCT)
+            gate, up = dot_scaled(x, w, expert, column, N + column, BLOCK_N, PRODUCT, True)
             gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, 2 * N, FACTOR, PRECISION)
-            up = dot_scaled(x, w, expert, N + column, BLOCK_N, PRODUCT)
             up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, FACTOR, PRECISION)
         else:
             # One product of WIDTH columns per output column: gate and up in turn, or the one column itself.
-            gate = dot_scaled(x, w, expert, WIDTH * column, WIDTH * BLOCK_N, PRODUCT)
+            gate, _ = dot_scaled(x, w, expert, WIDTH * column, 0, WIDTH * BLOCK_N, PRODUCT, False)
             gate = add_low_rank(gate, low_rank, expert, rows, row_mask, WIDTH * column, WIDTH * N, FACTOR, PRECISION)
             up = gate
         gates, ups = column_pieces(gate, 2), column_pieces(up, 2)
@@ -319,7 +384,7 @@ def scaled_down_dgrad_kernel(
         dout = locate_rows(dout_ptr, stride_dt, stride_dk, tokens_of(slots, TOP_K), row_mask, BLOCK_K)
         weights = load_scales(weights_ptr, slots) if weights_ptr is not None else None
         column = n_tile * BLOCK_N
-        grad = dot_scaled(dout, w, expert, column, BLOCK_N, PRODUCT)
+        grad, _ = dot_scaled(dout, w, expert, column, column, BLOCK_N, PRODUCT, False)
         grads = column_pieces(
             add_low_rank(grad, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION), PIECES
         )

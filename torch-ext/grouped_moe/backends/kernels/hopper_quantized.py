@@ -23,7 +23,7 @@ from .activation import Options, glu
 from .block_scaled import widen_scales
 from .dependent import wait_for_stream
 from .hopper import Tokens, allocate_barriers, ragged_coordinates, tma_store, write_staging
-from .hopper_gemm import Output, store_rows
+from .hopper_gemm import Output
 from .hopper_pipeline import Bias, Schedule, Tile, Zeros, find_tile, produce
 from .hopper_ring import Product, Ring, allocate_ring, next_slot, num_steps
 from .hopper_up_proj import load_tokens, produce_gathered, store_piece
@@ -83,6 +83,15 @@ def multiply_step(sums, ring, slot, FIRST_ROW: gl.constexpr, FIRST_COLUMN: gl.co
 
 
 @gluon.jit
+def load_step_scales(scales, stride_k, k):
+    """The scales of step k: of rows, of the left half and of the right half of the columns."""
+    return (
+        gl.load(scales.rows + k), widen_scales(gl.load(scales.left + k * stride_k)),
+        widen_scales(gl.load(scales.right + k * stride_k)),
+    )  # fmt: skip
+
+
+@gluon.jit
 def multiply_promoted(
     GROUP: gl.constexpr, ring, slot, phase, lead_barrier, lead_phase, scales, stride_k, STEPS: gl.constexpr,
     LAYOUT: gl.constexpr,
@@ -98,11 +107,11 @@ def multiply_promoted(
     left = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
     right = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
     sums = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
+    # The scales of a step are loaded in the one before it.
+    next_rows, next_left, next_right = load_step_scales(scales, stride_k, 0)
     for k in range(STEPS):
-        # These loads are under way while the first half is multiplied.
-        of_rows = gl.load(scales.rows + k)
-        of_left = widen_scales(gl.load(scales.left + k * stride_k))
-        of_right = widen_scales(gl.load(scales.right + k * stride_k))
+        of_rows, of_left, of_right = next_rows + 0.0, next_left + 0.0, next_right + 0.0
+        next_rows, next_left, next_right = load_step_scales(scales, stride_k, gl.minimum(k + 1, STEPS - 1))
         if lead_barrier is not None and GROUP == 1:
             mbarrier.wait(lead_barrier, lead_phase, pred=k == STEPS - STAGES // 2)
         mbarrier.wait(ring.full.index(slot), phase)
@@ -155,13 +164,31 @@ def consume_promoted(
 
 
 @gluon.jit
-def gemm_epilogue(left, right, tile, output, N: gl.constexpr):
-    """Stores both halves, plus their bias."""
+def store_half(half, tile, column, output, NUMBER: gl.constexpr, N: gl.constexpr):
+    """Stores half of a tile plus its bias, in pieces of as many columns as a staging tile has, from NUMBER on."""
+    COLUMNS: gl.constexpr = output.staging.shape[4]
+    PIECES: gl.constexpr = HALF // COLUMNS
+    layout: gl.constexpr = half.type.layout
     bias = output.bias
-    bias_ptr = bias.ptr + tile.expert.to(gl.int64) * bias.stride_e if bias.ptr is not None else None
+    if bias.ptr is not None:
+        bias_ptr = bias.ptr + tile.expert.to(gl.int64) * bias.stride_e
+        columns = column + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+        added = load_bias(bias_ptr, bias.stride_n, columns, N)[None, :]
+        if output.scales_ptr is not None:
+            rows = tile.row + gl.arange(0, half.shape[0], layout=gl.SliceLayout(1, layout))
+            added = load_scales(output.scales_ptr, gl.minimum(rows, tile.end - 1))[:, None] * added
+        half += added
+    pieces = column_pieces(half, PIECES)
+    for i in gl.static_range(PIECES):
+        store_piece(pieces[i], output.desc, output.staging, tile, column + i * COLUMNS, NUMBER + i)
+
+
+@gluon.jit
+def gemm_epilogue(left, right, tile, output, N: gl.constexpr):
+    """Stores both halves."""
     column = tile.n_tile * (2 * HALF)
-    store_rows(left, output, tile.row, tile.end, column, bias_ptr, N)
-    store_rows(right, output, tile.row, tile.end, column + HALF, bias_ptr, N)
+    store_half(left, tile, column, output, 0, N)
+    store_half(right, tile, column + HALF, output, HALF // output.staging.shape[4], N)
 
 
 @gluon.jit
@@ -202,7 +229,8 @@ def hopper_quantized_gemm_kernel(
     gl.static_assert(BLOCK_N == 2 * HALF and BLOCK_K == HALF)
     dtype: gl.constexpr = y_desc.dtype
     ring = allocate_ring(x_desc, w_desc, STAGES, 2)
-    staging = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
+    staging0 = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
+    staging1 = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
     if num_steps(K, 0, BLOCK_K) > STAGES:  # only where it is waited for: see `allocate_barriers`
         lead_barrier = allocate_barriers(1, 1).index(0)
     else:
@@ -219,8 +247,8 @@ def hopper_quantized_gemm_kernel(
     schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)
     scales = Scales(x_scale_ptr, None, w_scale_ptr, stride_se, stride_sn, stride_sk)
     bias = Bias(bias_ptr, stride_be, stride_bn)
-    output0 = Output(y_desc, staging.index(0), bias, scales_ptr)
-    output1 = Output(y_desc, staging.index(1), bias, scales_ptr)
+    output0 = Output(y_desc, staging0, bias, scales_ptr)
+    output1 = Output(y_desc, staging1, bias, scales_ptr)
     # Registers of a thread: a consumer's holds 128 sums, and 64 of one step.
     gl.warp_specialize([
         (consume_gemm, (0, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output0)),
@@ -360,5 +388,5 @@ def hopper_quantized_up_proj_kernel(
     gl.warp_specialize([
         (consume_up, (0, ring, lead_barrier, scales, schedule, TILING, PRODUCT, TOP_K, output0, OPTIONS)),
         (consume_up, (1, ring, lead_barrier, scales, schedule, TILING, PRODUCT, TOP_K, output1, OPTIONS)),
-        (produce_gathered, (tokens, w_desc, None, None, ring, schedule, TILING, PRODUCT, TOP_K)),
+        (produce_gathered, (tokens, w_desc, None, None, ring, schedule, TILING, PRODUCT, TOP_K, 1)),
     ], [4, 4], [224, 56])  # fmt: skip

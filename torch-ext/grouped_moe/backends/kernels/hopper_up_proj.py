@@ -195,18 +195,18 @@ def load_tokens(tokens, row, end, index, TOP_K: gl.constexpr):
 @gluon.jit
 def produce_gathered(
     tokens, w_desc, projected_desc, factor_desc, ring, schedule,
-    TILING: gl.constexpr, PRODUCT: gl.constexpr, TOP_K: gl.constexpr,
+    TILING: gl.constexpr, PRODUCT: gl.constexpr, TOP_K: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
     """The producer warps: fill the ring with rows and weights of each tile. The next tile is located meanwhile.
 
-    projected_desc, factor_desc: rows and weights of the low-rank part, whose rows are in place, or None.
+    projected_desc, factor_desc: rows and weights of the low-rank part, whose rows are in place, or None. LAG: steps by
+    which slots are committed late.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
     K: gl.constexpr = PRODUCT.K
     UNIT: gl.constexpr = 128 // tokens.ptr.dtype.element_ty.primitive_bitwidth  # elements of 16 bytes
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, UNIT], [4, 8], [gl.num_warps(), 1], [1, 0])
-    LAG: gl.constexpr = STAGES // 2
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
     index = gl.arange(0, TILING.BLOCK_M, gl.SliceLayout(1, LAYOUT))
     step = gl.num_programs(0)
@@ -314,5 +314,6 @@ def hopper_gathered_up_proj_kernel(
     gl.warp_specialize([
         (consume_shared, (0, ring, lead_barrier, output0, schedule, TILING, PRODUCT, OPTIONS)),
         (consume_shared, (1, ring, lead_barrier, output1, schedule, TILING, PRODUCT, OPTIONS)),
-        (produce_gathered, (tokens, w_desc, projected_desc, factor_desc, ring, schedule, TILING, PRODUCT, TOP_K)),
+        (produce_gathered, (tokens, w_desc, projected_desc, factor_desc, ring, schedule, TILING, PRODUCT, TOP_K,
+                            STAGES // 2)),
     ], [4, 4], [208, 88])  # fmt: skip

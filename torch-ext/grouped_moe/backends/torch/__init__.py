@@ -11,10 +11,15 @@ from .routing import route, split_rows
 
 __all__ = [
     "bias_grads", "combine", "combine_grad", "down_dgrad", "gather_rows", "gemm", "is_decode",
-    "num_bias_dots", "project", "route", "split_rows", "sum_dots", "up_proj", "wgrad",
+    "num_bias_dots", "project", "quantizes", "route", "split_rows", "sum_dots", "up_proj", "wgrad",
 ]  # fmt: skip
 
 
 def is_decode(block, num_tokens, top_k) -> bool:
     """Whether `decode` is for a call; it never is on a CPU."""
+    return False
+
+
+def quantizes(block, x, num_rows, top_k) -> bool:
+    """Whether products are made with rows of 8-bit floats; they never are on a CPU."""
     return False

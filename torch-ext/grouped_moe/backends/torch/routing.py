@@ -8,7 +8,9 @@ from torch import Tensor
 from ...rows import Rows, schedule_size
 
 
-def route(top_k_index: Tensor, num_experts: int, dtype: torch.dtype, capacity: Optional[int] = None) -> Rows:
+def route(
+    top_k_index: Tensor, num_experts: int, dtype: torch.dtype, capacity: Optional[int] = None, quantizes: bool = False
+) -> Rows:
     """Sorts slots by expert. Raises RuntimeError if more than `capacity` slots are routed."""
     ids = top_k_index.reshape(-1)
     routed = (ids >= 0) & (ids < num_experts)
@@ -31,7 +33,7 @@ def route(top_k_index: Tensor, num_experts: int, dtype: torch.dtype, capacity: O
     return Rows(schedule, num_experts, num_rows, 0, top_k_index.shape[1], row_to_slot, slot_to_row)
 
 
-def split_rows(splits: Tensor, num_groups: int, num_rows: int, dtype: torch.dtype) -> Rows:
+def split_rows(splits: Tensor, num_groups: int, num_rows: int, dtype: torch.dtype, quantizes: bool = False) -> Rows:
     """Rows in place. splits: (G,) sizes or (G + 1,) offsets of any values, or the schedule of earlier rows."""
     if splits.shape[0] > num_groups + 1:
         return Rows(splits, num_groups, num_rows)

@@ -7,10 +7,10 @@ from .low_rank import project
 from .permute import combine, combine_grad, gather_rows
 from .routing import route, split_rows
 from .sums import bias_grads, num_bias_dots, sum_dots
-from .up_proj import up_proj
+from .up_proj import quantizes, up_proj
 from .wgrad import wgrad
 
 __all__ = [
     "bias_grads", "combine", "combine_grad", "decode", "down_dgrad", "gather_rows", "gemm", "is_decode",
-    "num_bias_dots", "project", "route", "split_rows", "sum_dots", "up_proj", "wgrad",
+    "num_bias_dots", "project", "quantizes", "route", "split_rows", "sum_dots", "up_proj", "wgrad",
 ]  # fmt: skip

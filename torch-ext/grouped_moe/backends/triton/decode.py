@@ -35,7 +35,8 @@ def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
         return True
     # Two tokens of random routing share top_k^2 / E experts.
     shared = num_tokens * (num_tokens - 1) // 2 * top_k * top_k
-    weights = up.numel() * up.dtype.itemsize + down.numel() * down.dtype.itemsize
+    # To widen a code takes as long as to read four bytes.
+    weights = sum(weight.numel() * max(2, 4 // weight.dtype.itemsize) for weight in (up, down))
     few = 4 * num_tokens * top_k <= block.num_experts
     return few and shared * weights <= _MAX_SHARED_BYTES * block.num_experts**2
 

@@ -21,14 +21,17 @@ _SCAN_FEW = (256, 8, 4)
 _SCAN_MANY = (1024, 4, 8)
 
 
-def route(top_k_index: Tensor, num_experts: int, dtype: torch.dtype, capacity: Optional[int] = None) -> Rows:
+def route(
+    top_k_index: Tensor, num_experts: int, dtype: torch.dtype, capacity: Optional[int] = None, quantizes: bool = False
+) -> Rows:
     """Sorts slots by expert: one launch for few slots, else three.
 
-    dtype: of the products, which share a tile of rows. With a capacity below S there are that many rows. More routed
-    slots fail an assertion on the device; what follows there finds a routing without the slots that have no room.
+    dtype: of the products, which share a tile of rows. quantizes: whether they are made with rows of 8-bit floats.
+    With a capacity below S there are that many rows. More routed slots fail an assertion on the device; what follows
+    there finds a routing without the slots that have no room.
     """
     ids = top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
-    num_slots, block_m = ids.numel(), choose_block_m(ids.numel(), num_experts, dtype)
+    num_slots, block_m = ids.numel(), choose_block_m(ids.numel(), num_experts, dtype, quantizes)
     num_rows = num_slots if capacity is None else min(num_slots, capacity)
     row_to_slot, slot_to_row, schedule = (
         ids.new_empty(n, dtype=torch.int32) for n in (num_rows, num_slots, schedule_size(num_rows, num_experts))
@@ -96,12 +99,12 @@ def _schedule_kernel(num_groups: int, are_sizes: bool, block_m: int) -> Kernel:
     return Kernel(schedule_kernel, {**constants, "BLOCK_M": block_m, "BLOCK": _TILES})
 
 
-def split_rows(splits: Tensor, num_groups: int, num_rows: int, dtype: torch.dtype) -> Rows:
+def split_rows(splits: Tensor, num_groups: int, num_rows: int, dtype: torch.dtype, quantizes: bool = False) -> Rows:
     """Rows in place. splits: (G,) sizes or (G + 1,) offsets of any values, or the schedule of earlier rows.
 
     Such a schedule must have been made for as many rows and the same dtype.
     """
-    block_m = choose_block_m(num_rows, num_groups, dtype)
+    block_m = choose_block_m(num_rows, num_groups, dtype, quantizes)
     if splits.shape[0] > num_groups + 1:
         return Rows(splits.contiguous(), num_groups, num_rows, block_m)
     schedule = splits.new_empty(schedule_size(num_rows, num_groups), dtype=torch.int32)

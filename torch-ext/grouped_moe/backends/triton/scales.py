@@ -12,7 +12,7 @@ from ..kernels.block_scaled import dequantize_kernel
 from .launch import Kernel
 
 _MANY_ROWS = 128  # of a tile
-_DEQUANTIZED = 32, 128  # rows and columns that a program makes plain
+_DEQUANTIZED = 64, 128  # rows and columns that a program makes plain
 
 
 def for_rows(weight: Weight, block_m: int, dtype: torch.dtype) -> Weight:

@@ -17,7 +17,7 @@ from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
 from .gemm import bias_and_strides, quantized_launcher
 from .launch import Kernel
 from .low_rank import factor_constants
-from .quantize import QuantizedRows, empty_rows, quantize_rows, takes_quantized_rows
+from .quantize import BLOCK, QuantizedRows, empty_rows, quantize_rows, takes_quantized_rows
 from .scales import for_rows, nk_strides, scale_layout
 
 
@@ -87,7 +87,7 @@ def up_proj(
     """
     num_rows, n = rows.num_rows, block.intermediate
     preact = x.new_empty((num_rows, block.preact_width)) if save else None
-    if num_rows and low_rank is None and block.down_lora is None:
+    if num_rows and not isinstance(block.up, Tensor):
         quantized = _quantized_launcher(block, x, rows, save)
         if quantized is not None:
             act = empty_rows(num_rows, n, x) if activate else None
@@ -101,9 +101,17 @@ def up_proj(
     return preact, act
 
 
+def quantizes(block: Block, x: Tensor, num_rows: int, top_k: int) -> bool:
+    """Whether both products are made with rows of 8-bit floats where tiles are tall. top_k: as of `Rows`."""
+    if isinstance(block.up, Tensor):
+        return False
+    return _quantized_launcher(block, x, Rows(x, block.num_experts, num_rows, BLOCK, top_k), False) is not None
+
+
 def _quantized_launcher(block: Block, x: Tensor, rows: Rows, save: bool) -> Optional[Callable[..., None]]:
     """The launcher of both products with rows of 8-bit floats; None if either of them is not made so."""
-    if not takes_quantized_rows(block.up, rows, x.dtype):
+    has_lora = block.up_lora is not None or block.down_lora is not None
+    if has_lora or not takes_quantized_rows(block.up, rows, x.dtype):
         return None
     if quantized_launcher(block.down, rows, rows.num_rows, x.dtype, zero_rest=rows.top_k == 0) is None:
         return None

@@ -1,0 +1,267 @@
+"""Products with rows of 8-bit floats, which Hopper has kernels for: against fp64 on the same codes, and on the rows."""
+
+import importlib
+from typing import NamedTuple
+
+import pytest
+import torch
+from compare import assert_bitwise
+from poison import poisoned_allocations
+from torch import Tensor
+from torch.nn.functional import pad, silu
+
+BF16, E8M0 = torch.bfloat16, torch.float8_e8m0fnu
+# Relative errors. Of the same codes: the result is rounded to bf16, tensor cores keep 14 bits of a sum of codes, and a
+# code of the activation is another one where that decides. Of the rows as they are: each code has three bits.
+SAME_CODES, SAME_CODES_ROW, ROWS = 8e-3, 5e-2, 6e-2
+
+
+def on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
+
+
+hopper = pytest.mark.skipif(not on_hopper(), reason="needs a GPU of compute capability 9.0")
+
+
+class Case(NamedTuple):
+    """T tokens that choose top_k of E experts, of which the first `local` are here."""
+
+    E: int = 6
+    top_k: int = 3
+    H: int = 384
+    I: int = 256  # noqa: E741
+    T: int = 400
+    local: int = 6
+    parts: int = 1
+    dtype: torch.dtype = BF16
+    scales: torch.dtype = torch.float32
+    limit: float = None
+
+
+CASES = {
+    "even": Case(),
+    "odd-extents": Case(H=272, I=208, parts=2),
+    "sentinels": Case(E=4, local=4, T=900, top_k=2),
+    "fp16-exponents": Case(dtype=torch.float16, scales=E8M0),
+    "long-k": Case(E=3, top_k=1, H=1024, I=640, T=500),
+    "short-k": Case(H=128, I=128, T=700),
+    "limit": Case(limit=1.0),
+}
+by_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+class Inputs(NamedTuple):
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    up: object  # a BlockScaled, as down
+    down: object
+
+
+def make(grouped_moe, case: Case, products: str = "w8a8") -> Inputs:
+    def scaled(n: int, k: int, parts: int):
+        weight = grouped_moe.quantize_blocks(torch.randn(case.E, n, k, device="cuda") / k**0.5, parts=parts)
+        scales = weight.scale_inv.log2().round().exp2() if case.scales is E8M0 else weight.scale_inv
+        return weight._replace(scale_inv=scales.to(case.scales), products=products)
+
+    x = torch.randn(case.T, case.H, device="cuda").to(case.dtype)
+    ids = torch.rand(case.T, case.E + case.E // 2, device="cuda").argsort(1)[:, : case.top_k]  # some are sentinels
+    weights = torch.rand(case.T, case.top_k, device="cuda")
+    return Inputs(x, ids, weights, scaled(2 * case.I, case.H, case.parts), scaled(case.H, case.I, 1))
+
+
+def rounded(rows: Tensor) -> Tensor:
+    """Rows as codes times the scales of 128 columns, in fp64."""
+    columns = rows.shape[1]
+    blocks = pad(rows.float(), (0, -columns % 128)).unflatten(1, (-1, 128))
+    scales = blocks.abs().amax(2, keepdim=True).clamp_min(2.0**-110) / 448
+    return ((blocks / scales).to(torch.float8_e4m3fn).double() * scales.double()).flatten(1)[:, :columns]
+
+
+def mlp(case: Case, rows: Tensor, up: Tensor, down: Tensor, quantize) -> Tensor:
+    """One expert, in fp64."""
+    gate, value = (quantize(rows) @ up.T).chunk(2, 1)
+    if case.limit is not None:
+        gate, value = gate.clamp(max=case.limit), value.clamp(-case.limit, case.limit)
+    return quantize(silu(gate) * value) @ down.T
+
+
+def reference(case: Case, given: Inputs, quantize=rounded) -> Tensor:
+    """The block in fp64. quantize: what becomes of rows."""
+    up, down = given.up.dequantize(torch.float64), given.down.dequantize(torch.float64)
+    out = torch.zeros(given.x.shape, dtype=torch.float64, device="cuda")
+    for expert in range(case.E):
+        token, choice = (given.ids == expert).nonzero(as_tuple=True)
+        y = mlp(case, given.x[token].double(), up[expert], down[expert], quantize)
+        out.index_add_(0, token, y * given.weights[token, choice, None].double())
+    return out
+
+
+def run(grouped_moe, case: Case, given: Inputs, **changes) -> Tensor:
+    activation = "silu" if case.limit is None else grouped_moe.Activation("silu", limit=case.limit)
+    return grouped_moe.grouped_mm_experts(*given, activation=activation, **changes)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+def assert_of_same_codes(got: Tensor, want: Tensor) -> None:
+    rows, errors = want.norm(dim=1), (got.double() - want).norm(dim=1)
+    assert error(got, want) <= SAME_CODES
+    assert (errors <= SAME_CODES_ROW * rows).all(), float((errors / rows.clamp_min(1e-300)).max())
+
+
+@hopper
+@pytest.mark.gpu
+@by_case
+def test_products(grouped_moe, case):
+    """Unwritten memory and unread tokens are NaN; a second call gives the same bits."""
+    given = make(grouped_moe, case)
+    want = reference(case, given)
+    unread = (given.ids >= case.E).all(1)
+    x = torch.where(unread[:, None], float("nan"), given.x)
+    with poisoned_allocations(), torch.no_grad():
+        out = run(grouped_moe, case, given._replace(x=x))
+        again = run(grouped_moe, case, given)
+    assert (out[unread] == 0).all()
+    assert_of_same_codes(out, want)
+    assert_bitwise("second call", again, out)
+    assert 1e-2 < error(out, reference(case, given, torch.Tensor.double)) < ROWS  # rows were quantized, indeed
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in CASES.values() if case.limit is None], ids=str)
+def test_gradients(grouped_moe, case):
+    """Of hidden states and routing weights, through the activations of the forward; recomputed to the same bits.
+
+    Without a limit, which rounded rows reach elsewhere.
+    """
+    given, results = make(grouped_moe, case), []
+    dout = torch.randn_like(given.x)
+    for recompute in (False, True):
+        leaves = given._replace(x=given.x.detach().requires_grad_(), weights=given.weights.detach().requires_grad_())
+        out = run(grouped_moe, case, leaves, recompute=recompute)
+        results.append((out.detach(), *torch.autograd.grad(out, (leaves.x, leaves.weights), dout)))
+    for name, *both in zip(("out", "dx", "dweights"), *results):
+        assert_bitwise(f"recomputed {name}", *both)
+    leaves = given._replace(x=given.x.double().requires_grad_(), weights=given.weights.double().requires_grad_())
+    out = reference(case, leaves, torch.Tensor.double)
+    assert_of_same_codes(results[0][0], reference(case, given))
+    for got, want in zip(results[0][1:], torch.autograd.grad(out, (leaves.x, leaves.weights), dout.double())):
+        assert error(got, want) < ROWS
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_what_is_not_finite_stays_in_its_token(grouped_moe, value):
+    case = Case()
+    given = make(grouped_moe, case)
+    x = given.x.clone()
+    x[3, 5] = value
+    with torch.no_grad():
+        want, got = run(grouped_moe, case, given), run(grouped_moe, case, given._replace(x=x))
+    others = torch.arange(case.T, device="cuda") != 3
+    assert_bitwise("other tokens", got[others], want[others])
+    assert (given.ids[3] >= case.E).all() or got[3].isnan().all()
+
+
+@hopper
+@pytest.mark.gpu
+def test_ranges(grouped_moe):
+    """Tokens of zeros, of tiny and of huge numbers, and scales of zero."""
+    case = Case()
+    given = make(grouped_moe, case)
+    factors = 10.0 ** torch.randint(-30, 16, (case.T, 1), device="cuda")
+    x = given.x * factors.to(BF16)
+    x[::7] = 0
+    given.up.scale_inv[1] = 0
+    given = given._replace(x=x)
+    with torch.no_grad():
+        out = run(grouped_moe, case, given)
+    want = reference(case, given)
+    size = want.norm(dim=1)
+    normal = (size > 1e-30) & (size < 1e30)
+    assert normal.any()
+    assert_of_same_codes(out[normal], want[normal])
+    assert (out[::7] == 0).all()
+
+
+@hopper
+@pytest.mark.gpu
+def test_few_rows(grouped_moe):
+    """Without gradients tall tiles pay from 16 rows of an expert on; below, and if asked, rows stay as they are."""
+    case = Case(T=40)  # 20 slots of an expert
+    given = make(grouped_moe, case, "auto")
+    exact = reference(case, given, torch.Tensor.double)
+    with torch.no_grad():
+        assert error(run(grouped_moe, case, given), exact) > 1e-2
+        few = given._replace(x=given.x[:20], ids=given.ids[:20], weights=given.weights[:20])
+        assert error(run(grouped_moe, case, few), exact[:20]) < 1e-2
+        kept = [weight._replace(products="w8a16") for weight in (given.up, given.down)]
+        assert error(run(grouped_moe, case, given._replace(up=kept[0], down=kept[1])), exact) < 1e-2
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_sorted_rows(grouped_moe, bias):
+    """`grouped_mlp` and `grouped_linear`: an empty group, rows of no group, which are 0, scales and biases."""
+    case = Case(E=6, H=512, I=384)
+    given = make(grouped_moe, case)
+    bounds = [20, 300, 301, 301, 700, 1100, 1300]
+    rows, offsets = 1500, grouped_moe.GroupOffsets(torch.tensor(bounds, device="cuda"))
+    x, scales = torch.randn(rows, case.H, device="cuda", dtype=BF16), torch.rand(rows, device="cuda")
+    up_bias, down_bias = (torch.randn(case.E, n, device="cuda", dtype=BF16) for n in (2 * case.I, case.H))
+    biases = {"gate_up_proj_bias": up_bias, "down_proj_bias": down_bias} if bias else {}
+    with poisoned_allocations(), torch.no_grad():
+        out = grouped_moe.grouped_mlp(x, offsets, scales, given.up, given.down, **biases)
+        linear = grouped_moe.grouped_linear(x, given.up, offsets, up_bias if bias else None)
+    up, down = given.up.dequantize(torch.float64), given.down.dequantize(torch.float64)
+    want = torch.zeros(rows, case.H, dtype=torch.float64, device="cuda")
+    want_linear = torch.zeros(rows, 2 * case.I, dtype=torch.float64, device="cuda")
+    for expert, (first, end) in enumerate(zip(bounds[:-1], bounds[1:])):
+        preact = rounded(x[first:end]) @ up[expert].T + (up_bias[expert].double() if bias else 0)
+        want_linear[first:end] = preact
+        gate, value = preact.chunk(2, 1)
+        act = silu(gate) * value * scales[first:end, None].double()
+        want[first:end] = (rounded(act) if end > first else act) @ down[expert].T
+        want[first:end] += down_bias[expert].double() if bias else 0
+    for got, wanted in ((out, want), (linear, want_linear)):
+        assert (got[:20] == 0).all() and (got[1300:] == 0).all()
+        assert_of_same_codes(got[20:1300], wanted[20:1300])
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3, 128), (9, 700), (1, 16), (17, 1030)], ids=str)
+def test_codes_and_scales(grouped_moe, shape):
+    """Each code is the nearest of the value over its scale; the largest magnitude of a block becomes 448."""
+    x = torch.randn(shape, device="cuda") * 10.0 ** torch.randint(-4, 4, (shape[0], 1), device="cuda")
+    x[0, :2], x[-1, -1] = 0.0, float("nan")
+    strided = torch.empty(shape[0], 2 * shape[1], device="cuda")[:, ::2].copy_(x)
+    quantize = importlib.import_module(f"{grouped_moe.__name__}.backends.triton.quantize")
+    codes, scales, dtype = quantize.quantize_rows(strided)
+    blocks = pad(x, (0, -shape[1] % 128)).unflatten(1, (-1, 128))
+    largest = blocks.nan_to_num(0.0).abs().amax(2).clamp_min(2.0**-110)
+    assert dtype == x.dtype and scales.shape == largest.shape
+    torch.testing.assert_close(scales, largest / 448, rtol=1e-6, atol=0)
+    want = (x.double() / scales.double().repeat_interleave(128, 1)[:, : shape[1]]).clamp(-448, 448)
+    # Half a step of three bits of mantissa, or of the subnormal codes.
+    off, finite = (codes.double() - want).abs(), ~x.isnan()
+    assert (off <= want.abs() * 2.0**-4 * (1 + 1e-6) + 2.0**-10)[finite].all()
+    assert codes.float().isnan()[~finite].all()
+
+
+def test_products_are_a_choice(grouped_moe, device):
+    """One that is not known is refused; on a CPU rows stay as they are, whatever is chosen."""
+    weight = grouped_moe.quantize_blocks(torch.randn(2, 32, 16, device=device))
+    x = torch.randn(8, 16, device=device)
+    sizes = grouped_moe.GroupSizes(torch.tensor([4, 4], device=device))
+    want = grouped_moe.grouped_linear(x, weight, sizes)
+    for products in ("auto", "w8a8", "w8a16"):
+        assert_bitwise(products, grouped_moe.grouped_linear(x, weight._replace(products=products), sizes), want)
+    with pytest.raises(ValueError, match="weight.products: expected one of auto, w8a16, w8a8, got 'fp8'"):
+        grouped_moe.grouped_linear(x, weight._replace(products="fp8"), sizes)

@@ -45,7 +45,8 @@ class Problem(NamedTuple):
     `first` on, whose weights it gets, add to the output of input set 0. names: of the leaves. shared: how many leaves,
     the first ones, all experts share. absent: why some providers are not here. baselines: calls that compute something
     else, which are timed beside and not checked. eager_only: providers whose graph would replay sizes of the host.
-    unjudged: names of gradients whose errors are reported only. frozen: parameters without a gradient.
+    unjudged: names of gradients whose errors are reported only. frozen: parameters without a gradient. max_errors: of
+    providers that may be further off.
     """
 
     described: dict
@@ -59,6 +60,7 @@ class Problem(NamedTuple):
     eager_only: Sequence[str] = ()
     unjudged: Sequence[str] = ()
     frozen: Sequence[Tensor] = ()
+    max_errors: Dict[str, float] = {}
 
     @property
     def sets(self) -> int:
@@ -116,7 +118,7 @@ def check(problem: Problem, name: str, wanted: List[Tensor]) -> Tuple[Dict[str, 
         rows = provider.rows if place <= problem.shared else None
         error = (got[:rows].float() - want[:rows]).norm() / (want[:rows].norm().item() or 1.0)
         errors[f"d_{problem.names[place - 1]}" if place else "out"] = error.item()
-    most = MAX_ERROR[results[0].dtype]
+    most = problem.max_errors.get(name, MAX_ERROR[results[0].dtype])
     return errors, all(error < most for what, error in errors.items() if what not in problem.unjudged)
 
 

@@ -1,6 +1,6 @@
 """Norm-wise and worst-row relative error against a reference in fp64.
 
-Tolerances, in units u of roundoff. Two-byte dtypes: sums are in fp32, so what counts are the roundings of stored
+Tolerances, in units u of roundoff. Dtypes of one or two bytes: sums are in fp32, so what counts are the roundings of stored
 values. A gradient passes at most eight (preact, activation, dout W, dpreact, row of y or dx, result, ...); each is
 uniform with an rms of u / sqrt(3), independent of the others, so eight make 1.7 u. Allowed are 4 u in norm; 8 u in
 the worst of some thousand rows. fp32 and fp64: sums of up to a few hundred terms, some after the other, make
@@ -12,13 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+UNIT_ROUNDOFF = {
+    torch.float8_e4m3fn: 2.0**-4,
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+    torch.float32: 2.0**-24,
+    torch.float64: 2.0**-53,
+}
 
 
 def tolerances(dtype: torch.dtype, terms: int = 0):
     """(norm-wise, worst-row) tolerance of a result computed in dtype, as sums of so many terms."""
     u = UNIT_ROUNDOFF[dtype]
-    return (4 * u, 8 * u) if dtype.itemsize == 2 else (max(64, 2 * terms**0.5) * u, max(256, 8 * terms**0.5) * u)
+    return (4 * u, 8 * u) if dtype.itemsize <= 2 else (max(64, 2 * terms**0.5) * u, max(256, 8 * terms**0.5) * u)
 
 
 def assert_close(

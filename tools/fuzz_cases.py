@@ -192,6 +192,7 @@ class Case:
         self.dtypes: Dict[str, torch.dtype] = {}
         self.exact: Sequence[str] = ()
         self.scaled: Dict[str, tuple] = {}  # weights in FP8: codes, scales and block
+        self.products = "auto"  # how they are multiplied
         self.differentiable, self.written = True, ()
         self.mode = self.choose("mode", *MODES)
         draw_op(self)

@@ -25,10 +25,13 @@ def draw_pairs(case: Case, weights: Dict[str, str], transposed: bool) -> None:
 
 
 def draw_scaled(case: Case, names: Sequence[str], transposed: bool) -> None:
-    """Puts some weights or none in FP8, with scales that are powers of two: every dtype holds their values exactly."""
+    """Puts some weights or none in FP8, with scales that are powers of two: every dtype holds their values exactly.
+
+    Rows stay as they are, or may become codes, too: then results have the roundings of codes, on any device.
+    """
     if case.exact or transposed:
         return
-    draw = case.draw
+    draw, case.products = case.draw, case.choose("products", "w8a16", "w8a16", "auto", "w8a8")
     for name in case.choose("scaled", [], [], [name for name in names if draw.chance(0.8)]):
         experts, n, k = case.values[name].shape
         block = draw.one((16, 16), (32, 128), (128, 128), (n, k))
@@ -37,6 +40,8 @@ def draw_scaled(case: Case, names: Sequence[str], transposed: bool) -> None:
         codes = (case.values[name] / each).clamp(-448, 448).to(torch.float8_e4m3fn)
         case.values[name] = codes.double() * each
         case.scaled[name] = codes, scales.float(), block
+    if case.scaled and case.products != "w8a16":
+        case.computed_in = torch.float8_e4m3fn
 
 
 def with_operands(case: Case, package, tensors: Dict[str, Tensor]) -> dict:
@@ -49,7 +54,7 @@ def with_operands(case: Case, package, tensors: Dict[str, Tensor]) -> dict:
         if codes.device != device:  # once: a graph that is captured later cannot copy from the host
             codes, scales = codes.to(device), scales.to(device)
             case.scaled[name] = codes, scales, block
-        found[name] = package.BlockScaled(codes, scales, block)
+        found[name] = package.BlockScaled(codes, scales, block, products=case.products)
     return found
 
 

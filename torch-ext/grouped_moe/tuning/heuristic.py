@@ -297,9 +297,10 @@ def scaled_config(
     if dtype.itemsize > 2:
         held_tiles = 1 if product == "gemm" else 2
         tile = replace(tile, block_n=64 // held_tiles, block_k=32, num_stages=2, programs_per_sm=2)
-    elif block_m == 64 and not spec.wide_tiles:
+    elif block_m > 16 and not spec.wide_tiles:
         # Operands take registers, too.
-        tile = replace(tile, block_n=64 // weight_tiles, block_k=64)
+        columns = 64 if weight_tiles == 1 else 64 * 32 // block_m
+        tile = replace(tile, block_n=columns, block_k=min(tile.block_k, 128 * 32 // block_m))
     config = replace(tile, block_k=min(tile.block_k, step))
     config = _narrowed(config, n, weight_tiles, dtype.itemsize, spec.shared_memory)
     return replace(config, num_warps=max(1, config.num_warps // 2)) if spec.warp_size == 64 else config

@@ -1,8 +1,8 @@
 """Norm-wise and worst-row relative error against a reference in fp64.
 
-Tolerances, in units u of roundoff. Dtypes of one or two bytes: sums are in fp32, so what counts are the roundings of stored
-values. A gradient passes at most eight (preact, activation, dout W, dpreact, row of y or dx, result, ...); each is
-uniform with an rms of u / sqrt(3), independent of the others, so eight make 1.7 u. Allowed are 4 u in norm; 8 u in
+Tolerances, in units u of roundoff. Dtypes of one or two bytes: sums are in fp32, so what counts are the roundings of
+stored values. A gradient passes at most eight (preact, activation, dout W, dpreact, row of y or dx, result, ...); each
+is uniform with an rms of u / sqrt(3), independent of the others, so eight make 1.7 u. Allowed are 4 u in norm; 8 u in
 the worst of some thousand rows. fp32 and fp64: sums of up to a few hundred terms, some after the other, make
 sqrt(terms) u each: 64 u in norm, 256 u in the worst row. Where the terms are given, twice and eight times their root.
 Entries of a row may be off by two subnormal numbers besides: a row of fp16 that is scaled by 1e-6 has no more digits.

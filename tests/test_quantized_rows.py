@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from compare import assert_bitwise
+from compare import assert_bitwise, assert_close
 from poison import poisoned_allocations
 from torch import Tensor
 from torch.nn.functional import pad, silu
@@ -232,6 +232,51 @@ def test_sorted_rows(grouped_moe, bias):
     for got, wanted in ((out, want), (linear, want_linear)):
         assert (got[:20] == 0).all() and (got[1300:] == 0).all()
         assert_of_same_codes(got[20:1300], wanted[20:1300])
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["even", "sentinels", "fp16-exponents", "long-k"])
+def test_widened_weights(grouped_moe, name):
+    """Rows that stay as they are: the products whose weights are widened on the way, as far from fp64 as others."""
+    case = CASES[name]
+    given = make(grouped_moe, case, "w8a16")
+    leaves = given._replace(x=given.x.detach().requires_grad_(), weights=given.weights.detach().requires_grad_())
+    dout = torch.randn_like(given.x)
+    with poisoned_allocations():
+        out = run(grouped_moe, case, leaves)
+        grads = torch.autograd.grad(out, (leaves.x, leaves.weights), dout)
+    wide = given._replace(x=given.x.double().requires_grad_(), weights=given.weights.double().requires_grad_())
+    want = reference(case, wide, torch.Tensor.double)
+    wanted = torch.autograd.grad(want, (wide.x, wide.weights), dout.double())
+    assert_close("out", out, want.detach(), case.dtype)
+    assert_close("dx", grads[0], wanted[0], case.dtype)
+    assert_close("dweights", grads[1], wanted[1], torch.promote_types(case.dtype, BF16), inner_products=True)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [None, 16, 40, 72], ids=str)
+def test_widened_linear(grouped_moe, rank):
+    """With a bias and a low-rank pair, of rows some of which have no group, forward and backward."""
+    groups, n, k, rows, bounds = 4, 384, 320, 900, [30, 400, 400, 420, 800]
+    weight = grouped_moe.quantize_blocks(torch.randn(groups, n, k, device="cuda") / k**0.5)._replace(products="w8a16")
+    x = torch.randn(rows, k, device="cuda", dtype=BF16, requires_grad=True)
+    bias, dy = (torch.randn(*shape, device="cuda", dtype=BF16) for shape in ((groups, n), (rows, n)))
+    full, lora = weight.dequantize(torch.float64), None
+    if rank is not None:
+        a, b = (torch.randn(groups, *shape, device="cuda", dtype=BF16) / 18 for shape in ((rank, k), (n, rank)))
+        lora, full = grouped_moe.LoRA(a, b, 0.5), full + 0.5 * b.double() @ a.double()
+    offsets = grouped_moe.GroupOffsets(torch.tensor(bounds, device="cuda"))
+    with poisoned_allocations():
+        y = grouped_moe.grouped_linear(x, weight, offsets, bias, lora=lora)
+        (dx,) = torch.autograd.grad(y, x, dy)
+    want, dwant = (torch.zeros(rows, extent, dtype=torch.float64, device="cuda") for extent in (n, k))
+    for group, (first, end) in enumerate(zip(bounds[:-1], bounds[1:])):
+        want[first:end] = x[first:end].double() @ full[group].T + bias[group].double()
+        dwant[first:end] = dy[first:end].double() @ full[group]
+    assert_close("y", y, want.detach(), BF16)
+    assert_close("dx", dx, dwant.detach(), BF16)
 
 
 @hopper

@@ -61,7 +61,7 @@ def experts(
 
 def scaled(package, tokens):
     """A forward without gradients, and a step, with weights in FP8."""
-    up, down = (package.quantize_blocks(weight, parts=n) for weight, n in zip(weights_of(True, False, False), (2, 1)))
+    up, down = map(package.quantize_blocks, tensors((EXPERTS, 2 * HIDDEN, HIDDEN), (EXPERTS, HIDDEN, HIDDEN)))
     (x,), (weights,) = tensors((tokens, HIDDEN)), tensors((tokens, TOP_K), dtype=torch.float32)
     ids = torch.zeros(tokens, TOP_K, dtype=torch.int64)
     with torch.no_grad():

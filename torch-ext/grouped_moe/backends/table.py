@@ -5,7 +5,8 @@ from functools import lru_cache
 from typing import Any, Callable, NamedTuple, Optional
 
 PREFERENCE = ("hopper", "triton", "block_scaled")  # packages beside this module, which have a module per product
-_QUANTIZED = ("hopper",)  # that have the products "quantized_gemm" and "quantized_up_proj", of rows of 8-bit floats
+# Products that Hopper alone has: of rows of 8-bit floats, and of weights that are widened on the way.
+_ON_HOPPER = ("quantized_gemm", "quantized_up_proj", "scaled_gemm")
 
 
 @lru_cache(maxsize=None)
@@ -14,7 +15,7 @@ def find_launcher(product: str, problem: NamedTuple) -> Optional[Callable[..., A
 
     A module of a product has `supports(problem)` and the class `Launcher`, made of the problem and called with tensors.
     """
-    for backend in _QUANTIZED if product.startswith("quantized") else PREFERENCE:
+    for backend in PREFERENCE[:1] if product in _ON_HOPPER else PREFERENCE:
         if backend == "hopper" and not problem.spec.hopper:
             continue
         module = importlib.import_module(f".{backend}.{product}", __package__)

@@ -111,13 +111,23 @@ def zero_blocks(zeros, begin, end, first_row, last_row, N: gl.constexpr):
 
 
 @gluon.jit
-def load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT: gl.constexpr):
-    """Waits for a slot and starts to load the operands of the step at k into it."""
+def load_step(
+    x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT: gl.constexpr, CODES: gl.constexpr = False
+):
+    """Waits for a slot and starts to load the operands of the step at k into it. CODES: the weights to be widened."""
     mbarrier.wait(ring.empty.index(slot), phase)
     full = ring.full.index(slot)
-    mbarrier.expect(full, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
+    if CODES:
+        mbarrier.expect(full, x_desc.block_type.nbytes)
+        landed = ring.landed.index(slot)
+        mbarrier.expect(landed, w_desc.block_type.nbytes)
+        load_weight(w_desc, expert, n_tile, k, landed, ring.codes.index(slot), PRODUCT)
+    else:
+        mbarrier.expect(full, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
+        load_weight(w_desc, expert, n_tile, k, full, ring.rhs.index(slot), PRODUCT)
+        if ring.landed is not None:
+            mbarrier.arrive(ring.landed.index(slot), count=1)  # so that its phases stay in step
     tma_load(x_desc, [row, k], full, ring.lhs.index(slot))
-    load_weight(w_desc, expert, n_tile, k, full, ring.rhs.index(slot), PRODUCT)
 
 
 @gluon.jit
@@ -155,7 +165,7 @@ def produce(
         group1 = load_group(expert1, schedule, TILING)
         expert2 = load_expert(tile + 2 * step, schedule, TILING)
         for k in range(0, PRODUCT.K, BLOCK_K):
-            load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT)
+            load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT, CODES=ring.codes is not None)
             slot, phase = next_slot(slot, phase, STAGES)
         if factor_desc is not None:
             for k in range(0, PRODUCT.R, BLOCK_K):

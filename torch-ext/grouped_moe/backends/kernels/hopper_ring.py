@@ -17,12 +17,17 @@ from .hopper import allocate_barriers, tma_load
 
 
 class Ring(NamedTuple):
-    """Shared-memory buffers and barriers; dimension 0 is STAGES, the number of slots."""
+    """Shared-memory buffers and barriers; dimension 0 is STAGES, the number of slots.
+
+    codes: of weights that a warp group widens into rhs, and landed, a barrier of each slot's; else None.
+    """
 
     lhs: gl.shared_memory_descriptor  # the activations: (STAGES, BLOCK_M, BLOCK_K), or K first in a weight gradient
     rhs: gl.shared_memory_descriptor  # the weights, in blocks of their descriptor, or the weight gradient's other rows
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    codes: object = None
+    landed: object = None
 
 
 class Product(NamedTuple):

@@ -19,6 +19,7 @@ from ..operands import LoRA
 from ..permute import combine_rows, gather_rows
 from ..routing import route
 from .peft import factors_in_place, watch_wrappers
+from .transformers_ep import Limits, register_ep
 from .transformers_fp8 import has_scales, scaled_weight
 from .transformers_gate import check_known, check_no_operations, fused_activation, post_expert
 from .transformers_load import Share, watch
@@ -127,7 +128,12 @@ def _check_name(name: object, registries: Iterable[Mapping]) -> None:
         raise ValueError(f"name: expected one that transformers does not use itself, got {name!r}")
 
 
-def register_experts_implementation(name: str = "grouped_moe", capacity: Optional[float] = None) -> str:
+def register_experts_implementation(
+    name: str = "grouped_moe",
+    capacity: Optional[float] = None,
+    ep_max_tokens: Optional[int] = None,
+    ep_capacity_factor: Optional[float] = None,
+) -> str:
     """Registers the package with transformers as experts_implementation=`name` and returns the name.
 
     Then `AutoModelForCausalLM.from_pretrained(..., experts_implementation=name)` or
@@ -142,16 +148,25 @@ def register_experts_implementation(name: str = "grouped_moe", capacity: Optiona
     in the block, without merged weights, on FP8 ones, too; what of it is not known is left to peft, with a warning.
     Registration hooks for modules, which PyTorch keeps for the whole process, do this.
 
+    From transformers 5.23 on the name is one of `DistributedConfig(ep_implementation=name)`, too: each token is sent
+    once to every rank that has one of its experts, in buffers of a fixed size, without a host sync.
+
     capacity: the share of the T top_k slots, above 0 and up to 1, that the fused block makes room for, rounded up to
     whole slots: see `grouped_mm_experts`, of which more slots than that are an error. For expert parallelism with
     sentinels, where a rank has a share of the experts: that share with headroom, of which small batches need more. Not
     for all-to-all dispatch, where every slot that arrives is local. Modules that the fused block does not compute take
     the room of all slots.
 
+    ep_max_tokens: the most tokens that a call has on any rank; more are an error on all ranks. Without it ranks with
+    batches of their own compare their numbers of tokens in each call, for which the host waits.
+    ep_capacity_factor: the size of the buffers, relative to what they hold if all ranks get equally many tokens; tokens
+    past it are dropped, and counted in `ep_dropped_slots` of the experts module. Without it there is room for all.
+
     Raises TypeError or ValueError that names the argument, also for a name that transformers uses itself; ImportError
-    without a transformers that has an ExpertsInterface.
+    without a transformers that has an ExpertsInterface, or with limits for expert parallelism that it has no place for.
     """
-    share = _share(capacity)
+    share, limits = _share(capacity), Limits(ep_max_tokens, ep_capacity_factor)
+    limits.check()
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
@@ -170,6 +185,11 @@ def register_experts_implementation(name: str = "grouped_moe", capacity: Optiona
     _check_name(name, [registry for registry, _ in registries])
     for registry, function in registries:
         registry.register(name, function)
+    if not register_ep(name, limits) and limits != Limits(None, None):
+        raise ImportError(
+            "register_experts_implementation: expected transformers 5.23 or later for ep_max_tokens and "
+            "ep_capacity_factor"
+        )
     watch(name, share)
     watch_wrappers()
     return name

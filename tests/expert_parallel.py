@@ -1,0 +1,291 @@
+"""What every expert-parallel rank computes is what one process computes: checks that `ranks` runs on gloo ranks."""
+
+import os
+import sys
+from functools import lru_cache, partial
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
+
+import kernels
+import torch
+import torch.distributed as dist
+from compare import assert_bitwise, assert_close
+from conftest import ROOT, read_hub
+from poison import poisoned_allocations
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed import get_rank as rank
+from torch.distributed import get_world_size as size
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import Qwen3MoeConfig
+from transformers.distributed.expert_parallel import apply_expert_parallelism
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+os.environ.setdefault("LOCAL_KERNELS", f"{read_hub().repo_id}={ROOT / 'build'}")
+grouped_moe = kernels.get_kernel(read_hub().repo_id, version=read_hub().version)
+exchange = sys.modules[f"{grouped_moe.__name__}.exchange"]
+
+E, H, INNER, TOP_K, MOST = 8, 32, 24, 3, 12  # experts of all ranks; MOST: tokens of a rank
+OURS, WITH_MOST, SMALL = "grouped_moe", "with ep_max_tokens", "with ep_capacity_factor"
+PLAN = {"experts.gate_up_proj": "grouped_gemm", "experts.down_proj": "grouped_gemm", "experts": "ep_dispatch_experts"}
+WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+@lru_cache(maxsize=None)
+def meshes_of_their_own() -> Sequence[DeviceMesh]:
+    """Of EP and TP, for ranks with batches of their own."""
+    mesh = init_device_mesh("cpu", (size(), 1), mesh_dim_names=("ep", "tp"))
+    return mesh["ep"], mesh["tp"]
+
+
+def prepare() -> None:
+    grouped_moe.register_experts_implementation(OURS)
+    grouped_moe.register_experts_implementation(WITH_MOST, ep_max_tokens=MOST)
+    grouped_moe.register_experts_implementation(SMALL, ep_max_tokens=MOST, ep_capacity_factor=0.5)
+
+
+class Batch(NamedTuple):
+    """What a rank has: hidden states, ids over all ranks, routing weights, the output's gradient."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    dout: Tensor
+
+
+class Result(NamedTuple):
+    """Output and gradients; those of weights of the rank's own experts."""
+
+    out: Tensor
+    x: Tensor
+    weights: Tensor
+    gate_up_proj: Tensor
+    down_proj: Tensor
+
+
+def make_weights(dtype: torch.dtype = torch.float32) -> List[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = (E, 2 * INNER, H), (E, H, INNER)
+    return [(torch.randn(shape, generator=generator) / shape[2] ** 0.5).to(dtype) for shape in shapes]
+
+
+def make_batches(
+    tokens: Sequence[int], ids: Optional[Tensor] = None, dtype: torch.dtype = torch.float32
+) -> List[Batch]:
+    """The batch of each rank, alike on all of them. ids: one row for all tokens; drawn without."""
+    generator, batches = torch.Generator().manual_seed(2), []
+    for count in tokens:
+        x, dout = (torch.randn((count, H), generator=generator).to(dtype) for _ in range(2))
+        chosen = torch.rand((count, E), generator=generator).topk(TOP_K).indices
+        weights = torch.rand((count, TOP_K), generator=generator) + 0.1
+        batches.append(Batch(x, chosen if ids is None else ids.repeat(count, 1), weights, dout))
+    return batches
+
+
+def make_module(name: str, meshes: Sequence[DeviceMesh] = (), dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """This rank's experts of a Qwen3-MoE, reached by the EPImplementation of that name. meshes: of EP and TP."""
+    config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=INNER, num_experts=E)
+    config._experts_implementation = OURS
+    root = torch.nn.Module()
+    root.experts = Qwen3MoeExperts(config).to(dtype)
+    for weight, value in zip(WEIGHTS, make_weights(dtype)):
+        getattr(root.experts, weight).data.copy_(value)
+    apply_expert_parallelism(root, *(meshes or meshes_of_their_own()), PLAN, name)
+    return root.experts
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def run(experts: torch.nn.Module, batch: Batch, dynamic: bool = False) -> Result:
+    """dynamic: for torch.compile the number of tokens may change."""
+    leaves = batch.x.detach().requires_grad_(), batch.weights.detach().requires_grad_()
+    parameters = [getattr(experts, name) for name in WEIGHTS]
+    for tensor in (*leaves, batch.ids) if dynamic else ():
+        torch._dynamo.mark_dynamic(tensor, 0)
+    out = experts(leaves[0], batch.ids, leaves[1])
+    grads = torch.autograd.grad(out, (*leaves, *parameters), batch.dout)
+    return Result(out.detach(), *map(local, grads))
+
+
+def expected(batches: Sequence[Batch], mine: int) -> Result:
+    """In fp64, by one process: of the tokens of all ranks the gradients of weights, of rank `mine` the rest."""
+    weights = [weight.double().requires_grad_() for weight in make_weights(batches[0].x.dtype)]
+    grads = [torch.zeros_like(weight) for weight in weights]
+    for place, batch in enumerate(batches):
+        leaves = batch.x.double().requires_grad_(), batch.weights.double().requires_grad_()
+        out = grouped_moe.reference.grouped_mm_experts(leaves[0], batch.ids, leaves[1], *weights) + 0 * leaves[0]
+        found = torch.autograd.grad(out, (*leaves, *weights), batch.dout.double(), allow_unused=True)
+        found = [torch.zeros_like(t) if f is None else f for f, t in zip(found, (*leaves, *weights))]
+        grads = [total + more for total, more in zip(grads, found[2:])]
+        if place == mine:
+            own_part = out.detach(), *found[:2]
+    here = slice(rank() * E // size(), (rank() + 1) * E // size())
+    return Result(*own_part, *(grad[here] for grad in grads))
+
+
+def compare(what: str, got: Result, want: Result, dtype: torch.dtype = torch.float32) -> None:
+    for name, value, right in zip(Result._fields, got, want):
+        assert_close(f"{what}, {name}", value, right, dtype, inner_products=name == "weights")
+
+
+UNEVEN = [12, 5, 9, 1]
+CASES: Dict[str, tuple] = {
+    "even": ([8] * 4, None),
+    "uneven": (UNEVEN, None),
+    "a rank without tokens": ([7, 0, 3, 0], None),
+    "no tokens": ([0] * 4, None),
+    "one expert": (UNEVEN, torch.tensor([5, 5, 5])),
+    "one rank": (UNEVEN, torch.tensor([1, 0, 1])),
+    "sentinels": (UNEVEN, torch.tensor([-1, 6, E])),
+    "sentinels alone": (UNEVEN, torch.tensor([E, -5, 2**40])),
+}
+
+
+def check_batches_of_their_own():
+    for name in (OURS, WITH_MOST, "all_to_all"):
+        experts = make_module(name)
+        for case, (tokens, ids) in CASES.items():
+            if name == "all_to_all" and case.startswith("sentinels"):  # transformers' own takes none
+                continue
+            batches = make_batches(tokens[: size()], ids)
+            with poisoned_allocations():
+                got = run(experts, batches[rank()])
+            compare(f"{name}, {case}", got, expected(batches, rank()))
+            if name != "all_to_all":
+                again = run(experts, batches[rank()])
+                for field, one, two in zip(Result._fields, got, again):
+                    assert_bitwise(f"{name}, {case}, {field}", two, one)
+
+
+def check_shared_batches():
+    """Ranks that all have the same tokens, which they can share evenly or not; on four ranks pairs that do."""
+    together = init_device_mesh("cpu", (size(),), mesh_dim_names=("tp",))
+    for name in (OURS, WITH_MOST, "all_reduce", "all_to_all"):
+        experts = make_module(name, (together, together))
+        for tokens in (8, 7, 1, 0):
+            batches = make_batches([tokens])
+            compare(f"{name}, {tokens} tokens", run(experts, batches[0]), expected(batches, 0))
+    if size() == 4:
+        pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for name in (OURS, WITH_MOST, "all_to_all"):
+            experts, batches = make_module(name, (meshes_of_their_own()[0], pairs["tp"])), make_batches([7, 4])
+            compare(f"{name}, pairs", run(experts, batches[rank() // 2]), expected(batches, rank() // 2))
+
+
+def kept(ids: Tensor, capacity: int) -> Tensor:
+    """Ids in which those are sentinels that find no place, found token by token."""
+    counts, found = [0] * size(), ids.clone()
+    for token, row in enumerate(ids.tolist()):
+        for owner in {expert * size() // E for expert in row}:
+            counts[owner] += 1
+            if counts[owner] > capacity:
+                here = ids[token] * size() // E == owner
+                found[token][here] = E
+    return found
+
+
+def check_what_is_dropped():
+    capacity = -(-MOST * min(TOP_K, size()) // (2 * size()))
+    experts, batches = make_module(SMALL), make_batches([12, 5, 9, 0][: size()])
+    batches = [batch._replace(ids=kept(batch.ids, capacity)) for batch in batches]
+    given = make_batches([12, 5, 9, 0][: size()])[rank()]
+    dropped = int((batches[rank()].ids == E).sum())
+    assert rank() or dropped
+    for times in (1, 2):
+        compare("what is kept", run(experts, given), expected(batches, rank()))
+        assert experts.ep_dropped_slots.item() == times * dropped
+
+
+def raised(kind: type, call: Callable) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def check_too_many_tokens():
+    """An error on every rank, in every call, and the next call is right."""
+    experts, tokens = make_module(WITH_MOST), [MOST + 1, 5, 9, 1][: size()]
+    for _ in range(2):
+        call = partial(run, experts, make_batches(tokens)[rank()])
+        if rank() == 0:
+            assert raised(ValueError, call).endswith(f"at most ep_max_tokens = {MOST} tokens, got {MOST + 1}")
+        else:
+            assert "ep_max_tokens: another rank of the expert group has more" in raised(RuntimeError, call)
+        batches = make_batches(UNEVEN[: size()])
+        compare("after the error", run(experts, batches[rank()]), expected(batches, rank()))
+
+
+def check_ranks_that_disagree():
+    """What differs is named on every rank."""
+    grouped_moe.register_experts_implementation(WITH_MOST, ep_max_tokens=MOST + rank())
+    message = (
+        f"ep_max_tokens: expected the same on all ranks {list(range(size()))}, got from {MOST} to {MOST + size() - 1}"
+    )
+    assert raised(ValueError, lambda: make_module(WITH_MOST)) == message
+    grouped_moe.register_experts_implementation(WITH_MOST, ep_max_tokens=MOST)
+    experts, batch = make_module(OURS), make_batches([4])[0]
+    columns = H if rank() else H - 1
+    assert "hidden size" in raised(ValueError, lambda: experts(batch.x[:, :columns], batch.ids, batch.weights))
+
+
+def check_dtypes():
+    """bf16 with fp32 routing weights; fp64; int32 ids; hidden states that autograd does not record."""
+    for dtype in (torch.bfloat16, torch.float64):
+        batches = make_batches(UNEVEN[: size()], dtype=dtype)
+        mine = batches[rank()]._replace(ids=batches[rank()].ids.int())
+        got = run(make_module(OURS, dtype=dtype), mine)
+        assert (got.out.dtype, got.weights.dtype) == (dtype, torch.float32)
+        compare(str(dtype), got, expected(batches, rank()), dtype if dtype == torch.bfloat16 else torch.float32)
+
+
+def check_only_what_is_asked_for():
+    experts, batches = make_module(WITH_MOST), make_batches(UNEVEN[: size()])
+    batch, want = batches[rank()], expected(batches, rank())
+    x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
+    with torch.inference_mode():
+        assert_close("inference", experts(batch.x, batch.ids, batch.weights), want.out, torch.float32)
+    experts.requires_grad_(False)
+    for leaf, other, right in ((x, batch.weights, want.x), (weights, batch.x, want.weights)):
+        args = (x, batch.ids, other) if leaf is x else (other, batch.ids, weights)
+        (grad,) = torch.autograd.grad(experts(*args), leaf, batch.dout)
+        assert_close("one gradient", grad, right, torch.float32, inner_products=leaf is weights)
+    assert not experts(batch.x, batch.ids, batch.weights).requires_grad
+
+
+def check_rows_of_any_width():
+    """Hidden states whose rows do not end where the next part may start."""
+    for columns, dtype in ((1, torch.bfloat16), (31, torch.bfloat16), (5, torch.float32), (3, torch.float64)):
+        batch = make_batches([6])[0]
+        x = batch.x[:, :columns].to(dtype)
+        ids = exchange.global_ids(batch.ids, E)
+        plan = exchange.make_plan(ids, E // size(), size(), 6)
+        rows, weights, row_ids = exchange.dispatch(x, batch.weights, ids, plan, dist.group.WORLD)
+        for sender in range(size()):
+            here = (ids * size() // E == rank()).any(1).nonzero().flatten()
+            part = slice(sender * 6, sender * 6 + len(here))
+            assert torch.equal(rows[part], x[here]) and torch.equal(weights[part], batch.weights[here])
+            assert torch.equal(row_ids[part], ids[here])
+            assert (row_ids[part.stop : (sender + 1) * 6] == exchange.NO_EXPERT).all()
+
+
+def check_compile():
+    """Fullgraph, forward and backward, one compilation for all numbers of tokens."""
+    for backend in ("eager", "aot_eager"):
+        torch.compiler.reset()
+        counter, experts = CompileCounterWithBackend(backend), make_module(WITH_MOST)
+        experts.forward = torch.compile(experts.forward, fullgraph=True, backend=counter)
+        for tokens in ([12, 5, 9, 2], [2, 9, 5, 12], [8, 7, 6, 5]):
+            batches = make_batches(tokens[: size()])
+            compare(f"{backend}, {tokens}", run(experts, batches[rank()], dynamic=True), expected(batches, rank()))
+        assert counter.frame_count == 1
+
+
+def check_strict_determinism():
+    torch.use_deterministic_algorithms(True)
+    batches = make_batches(UNEVEN[: size()])
+    compare("deterministic", run(make_module(OURS), batches[rank()]), expected(batches, rank()))
+    torch.use_deterministic_algorithms(False)

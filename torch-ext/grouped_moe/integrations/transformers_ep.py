@@ -1,0 +1,141 @@
+"""Expert parallelism in transformers: how `DistributedConfig(ep_implementation=...)` brings tokens to their experts."""
+
+from __future__ import annotations  # PyTorch may be built without torch.distributed
+
+from fractions import Fraction
+from typing import NamedTuple, NoReturn, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import exchange
+
+FORMAT = 1  # of what ranks send to each other
+
+
+class Limits(NamedTuple):
+    """What the user says about tokens. max_tokens: of a call on any rank. capacity_factor: see `capacity_of`."""
+
+    max_tokens: Optional[int]
+    capacity_factor: Optional[float]
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError that names the argument of `register_experts_implementation` at fault."""
+        most, factor = self
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool)):
+            raise TypeError(f"ep_max_tokens: expected an int or None, got {type(most).__name__}")
+        if most is not None and most < 1:
+            raise ValueError(f"ep_max_tokens: expected above 0, got {most}")
+        if factor is not None and (not isinstance(factor, (int, float)) or isinstance(factor, bool)):
+            raise TypeError(f"ep_capacity_factor: expected a float or None, got {type(factor).__name__}")
+        if factor is not None and not 0 < factor < float("inf"):
+            raise ValueError(f"ep_capacity_factor: expected above 0 and finite, got {factor}")
+
+    def capacity_of(self, tokens: int, top_k: int, ranks: int) -> int:
+        """Places for each pair of ranks, where no rank has more tokens; tokens may be symbolic.
+
+        Without a capacity_factor there is one for each token. With it there are so many times those that are filled if
+        each token goes to min(top_k, ranks) ranks and all ranks get equally many.
+        """
+        if self.capacity_factor is None:
+            return max(1, tokens)
+        share = Fraction(self.capacity_factor).limit_denominator(2**16) * min(top_k, ranks) / ranks
+        share = min(max(share, Fraction(1, 2**16)), Fraction(1))
+        return max(1, -(-tokens * share.numerator // share.denominator))
+
+
+class FixedSizeExchange:
+    """What transformers' EPImplementation leaves open; `register_ep` adds it as the base class and sets the limits.
+
+    With a capacity_factor the experts module gets `ep_dropped_slots`, () int64 on its device: how many slots of this
+    rank's tokens were dropped up to now. A forward that is recomputed counts them again.
+    """
+
+    limits: Limits
+
+    def __init__(self, experts: torch.nn.Module, ep_mesh: dist.DeviceMesh, tp_mesh: dist.DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.experts = experts
+        same = {
+            "format of grouped_moe's exchange": FORMAT,
+            "experts of a rank": self.num_local_experts,
+            "ep_max_tokens": self.limits.max_tokens or 0,
+            "ep_capacity_factor": self.limits.capacity_factor or 0.0,
+        }
+        exchange.agree(same, ep_mesh.get_group(), ep_mesh.device_type)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states: (T, H), this rank's. top_k_index, top_k_weights: (T, top_k), ids of all ranks. Returns (T, H).
+
+        Ranks of a tp_mesh have the same tokens, of which each takes its part. Raises ValueError for more tokens than
+        ep_max_tokens, and RuntimeError where ranks would have to compare their numbers of tokens under torch.compile or
+        CUDA graph capture.
+        """
+        sharing, num_tokens = self.tp_mesh.size(), hidden_states.shape[0]
+        ids = exchange.global_ids(top_k_index, self.num_local_experts * self.ep_mesh.size())
+        if self.limits.max_tokens is not None and num_tokens > self.limits.max_tokens:
+            self._refuse(hidden_states, ids, top_k_weights)
+        if sharing == 1:
+            return self._exchange(hidden_states, ids, top_k_weights)
+        more, group = -num_tokens % sharing, self.tp_mesh.get_group()
+        x, weights = (F.pad(whole, (0, 0, 0, more)) for whole in (hidden_states, top_k_weights))
+        ids = F.pad(ids, (0, 0, 0, more), value=exchange.NO_EXPERT)
+        out = self._exchange(*(exchange.own_part(whole, group) for whole in (x, ids, weights)))
+        return exchange.all_parts(out, group)[:num_tokens]
+
+    def _exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """(T, H), of this rank's part of the tokens."""
+        group, num_local, capacity = self.ep_mesh.get_group(), self.num_local_experts, self._capacity(x, ids)
+        plan = exchange.make_plan(ids, num_local, self.ep_mesh.size(), capacity)
+        if self.limits.capacity_factor is not None:
+            self._count(plan.dropped)
+        rows, weights, ids = exchange.dispatch(x, weights, ids, plan, group)
+        if self.limits.max_tokens is not None:
+            exchange.check_counts(ids, capacity)
+        ids = exchange.local_ids(ids, num_local, self.ep_mesh.get_local_rank())
+        return exchange.combine(self.experts_forward(rows, ids, weights), plan, group)
+
+    def _capacity(self, x: Tensor, ids: Tensor) -> int:
+        """The same on all ranks of the expert group."""
+        tokens, top_k = ids.shape
+        if self.limits.max_tokens is not None:
+            tokens = -(-self.limits.max_tokens // self.tp_mesh.size())
+        elif not self.shares_batch:
+            if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+                raise RuntimeError(
+                    "ep_max_tokens: expected a number where ranks have batches of their own, under torch.compile and "
+                    "CUDA graph capture: without it they compare their numbers of tokens in each call"
+                )
+            same = {"hidden size": x.shape[1], "top_k": top_k, "bytes of a hidden state": x.element_size()}
+            tokens = exchange.agree(same, self.ep_mesh.get_group(), self.ep_mesh.device_type, tokens)
+        return self.limits.capacity_of(tokens, top_k, self.ep_mesh.size())
+
+    def _refuse(self, x: Tensor, ids: Tensor, weights: Tensor) -> NoReturn:
+        """Tells the other ranks, which wait for this one's tokens, that it has too many, and raises ValueError."""
+        none, most = ids[:0], self.limits.max_tokens
+        capacity = self._capacity(x, ids)
+        plan = exchange.make_plan(none, self.num_local_experts, self.ep_mesh.size(), capacity)
+        group, empty = self.ep_mesh.get_group(), exchange.TOO_MANY
+        exchange.dispatch(x[:0].detach(), weights[:0].detach(), none, plan, group, empty)
+        raise ValueError(f"hidden_states: expected at most ep_max_tokens = {most} tokens, got {x.shape[0]}")
+
+    def _count(self, dropped: Tensor) -> None:
+        total = getattr(self.experts, "ep_dropped_slots", None)
+        if total is None:
+            with torch.inference_mode(False):
+                total = self.experts.ep_dropped_slots = torch.zeros_like(dropped)
+        total.add_(dropped)
+
+
+def register_ep(name: str, limits: Limits) -> bool:
+    """Registers the exchange with transformers under this name. Returns whether transformers has a place for it."""
+    try:
+        from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+    except ImportError:
+        return False
+    namespace = {"limits": limits, "__module__": __name__, "__doc__": FixedSizeExchange.__doc__}
+    implementation = type("GroupedMoeEP", (FixedSizeExchange, EPImplementation), namespace)
+    EPImplementationInterface.register(name, implementation)
+    return True

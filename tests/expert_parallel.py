@@ -19,13 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+from transformers.integrations.moe import use_experts_implementation
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 os.environ.setdefault("LOCAL_KERNELS", f"{read_hub().repo_id}={ROOT / 'build'}")
 grouped_moe = kernels.get_kernel(read_hub().repo_id, version=read_hub().version)
 exchange = sys.modules[f"{grouped_moe.__name__}.exchange"]
 
-E, H, INNER, TOP_K, MOST = 8, 32, 24, 3, 12  # experts of all ranks; MOST: tokens of a rank
+E, H, INNER, TOP_K, MOST = 8, 32, 16, 3, 12  # experts of all ranks; MOST: tokens of a rank
 OURS, WITH_MOST, SMALL = "grouped_moe", "with ep_max_tokens", "with ep_capacity_factor"
 PLAN = {"experts.gate_up_proj": "grouped_gemm", "experts.down_proj": "grouped_gemm", "experts": "ep_dispatch_experts"}
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -54,13 +56,13 @@ class Batch(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Output and gradients; those of weights of the rank's own experts."""
+    """Output and gradients; those of weights of the rank's own experts, None if they are frozen."""
 
     out: Tensor
     x: Tensor
     weights: Tensor
-    gate_up_proj: Tensor
-    down_proj: Tensor
+    gate_up_proj: Optional[Tensor] = None
+    down_proj: Optional[Tensor] = None
 
 
 def make_weights(dtype: torch.dtype = torch.float32) -> List[Tensor]:
@@ -101,7 +103,7 @@ def local(tensor: Tensor) -> Tensor:
 def run(experts: torch.nn.Module, batch: Batch, dynamic: bool = False) -> Result:
     """dynamic: for torch.compile the number of tokens may change."""
     leaves = batch.x.detach().requires_grad_(), batch.weights.detach().requires_grad_()
-    parameters = [getattr(experts, name) for name in WEIGHTS]
+    parameters = [weight for weight in (getattr(experts, name) for name in WEIGHTS) if weight.requires_grad]
     for tensor in (*leaves, batch.ids) if dynamic else ():
         torch._dynamo.mark_dynamic(tensor, 0)
     out = experts(leaves[0], batch.ids, leaves[1])
@@ -109,9 +111,9 @@ def run(experts: torch.nn.Module, batch: Batch, dynamic: bool = False) -> Result
     return Result(out.detach(), *map(local, grads))
 
 
-def expected(batches: Sequence[Batch], mine: int) -> Result:
+def expected(batches: Sequence[Batch], mine: int, weights: Sequence[Tensor] = ()) -> Result:
     """In fp64, by one process: of the tokens of all ranks the gradients of weights, of rank `mine` the rest."""
-    weights = [weight.double().requires_grad_() for weight in make_weights(batches[0].x.dtype)]
+    weights = [weight.double().requires_grad_() for weight in weights or make_weights(batches[0].x.dtype)]
     grads = [torch.zeros_like(weight) for weight in weights]
     for place, batch in enumerate(batches):
         leaves = batch.x.double().requires_grad_(), batch.weights.double().requires_grad_()
@@ -127,7 +129,8 @@ def expected(batches: Sequence[Batch], mine: int) -> Result:
 
 def compare(what: str, got: Result, want: Result, dtype: torch.dtype = torch.float32) -> None:
     for name, value, right in zip(Result._fields, got, want):
-        assert_close(f"{what}, {name}", value, right, dtype, inner_products=name == "weights")
+        if value is not None:
+            assert_close(f"{what}, {name}", value, right, dtype, inner_products=name == "weights")
 
 
 UNEVEN = [12, 5, 9, 1]
@@ -270,6 +273,25 @@ def check_rows_of_any_width():
             assert torch.equal(rows[part], x[here]) and torch.equal(weights[part], batch.weights[here])
             assert torch.equal(row_ids[part], ids[here])
             assert (row_ids[part.stop : (sender + 1) * 6] == exchange.NO_EXPERT).all()
+
+
+def check_fp8():
+    """FP8 experts, whose scales are split with them."""
+    config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=INNER, num_experts=E)
+    config._experts_implementation = OURS
+    scaled = [grouped_moe.quantize_blocks(weight, (16, 16)) for weight in make_weights()]
+    fp8_class = use_experts_implementation(experts_class=FP8Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
+    for name in (WITH_MOST, "all_to_all"):
+        root, plan = torch.nn.Module(), {**PLAN, **{f"{each}_scale_inv": "grouped_gemm" for each in list(PLAN)[:2]}}
+        root.experts = fp8_class(config, block_size=(16, 16))
+        for weight, value in zip(WEIGHTS, scaled):
+            setattr(root.experts, weight, torch.nn.Parameter(value.data, requires_grad=False))
+            setattr(root.experts, f"{weight}_scale_inv", torch.nn.Parameter(value.scale_inv, requires_grad=False))
+        apply_expert_parallelism(root, *meshes_of_their_own(), plan, name)
+        batches = make_batches(UNEVEN[: size()])
+        want = expected(batches, rank(), [value.dequantize(torch.float64) for value in scaled])
+        got = run(root.experts, batches[rank()])
+        compare(f"FP8, {name}", got, want)
 
 
 def check_compile():

@@ -1,6 +1,7 @@
-"""Runs functions of a module on gloo ranks: python tests/ranks.py MODULE SIZE... prints {size: {check: [error or ""]}}.
+"""Runs the functions check_* of modules on gloo ranks: python tests/ranks.py SIZE MODULE...
 
-One process imports everything, then forks the ranks of one group after the other: imports take longer than checks.
+One process imports the modules and then forks the ranks: imports take longer than checks. It prints {check: [error]},
+with an error, or an empty string, for each rank.
 """
 
 import importlib
@@ -14,33 +15,37 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
-from typing import Dict, List, Sequence
+from typing import Callable, Dict, List, Sequence
 
 import torch
 
 TIMEOUT = timedelta(seconds=60)  # of a collective; a rank that waits for one that has failed learns of it at once
-Errors = Dict[str, List[str]]
 
 
-def checks_of(module: ModuleType, size: int) -> List[str]:
-    """Names of its functions check_*, in order; those with an attribute `sizes` for these sizes alone."""
-    found = [name for name in vars(module) if name.startswith("check_")]
-    return [name for name in found if size in getattr(getattr(module, name), "sizes", (size,))]
+def checks_of(modules: Sequence[str], size: int) -> Dict[str, Callable]:
+    """The modules' own functions check_*, in order; those with an attribute `sizes` for these sizes alone."""
+    checks = {}
+    for name in modules:
+        for what, value in vars(importlib.import_module(name)).items():
+            if what.startswith("check_") and value.__module__ == name and size in getattr(value, "sizes", (size,)):
+                checks[f"{name}.{what}"] = value
+    return checks
 
 
-def _run_rank(module: ModuleType, rank: int, size: int, folder: str) -> None:
+def _run_rank(rank: int, size: int, modules: Sequence[str], folder: str) -> None:
     """Runs all checks; after one that fails, ranks no longer agree where they are, so that the rest is left out."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    as_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}
+    os.environ.update({name: str(value) for name, value in as_torchrun.items()})
     store = f"file://{folder}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    module.prepare()
+    for module in modules:
+        importlib.import_module(module).prepare()
     errors = {}
-    for name in checks_of(module, size):
+    for name, check in checks_of(modules, size).items():
         torch.manual_seed(0)
         begun = time.monotonic()
         try:
-            getattr(module, name)()
+            check()
             torch.distributed.barrier()
         except BaseException:
             errors[name] = traceback.format_exc()
@@ -53,29 +58,28 @@ def _run_rank(module: ModuleType, rank: int, size: int, folder: str) -> None:
     os._exit(0)  # the others may have gone: no farewell
 
 
-def run_group(module: ModuleType, size: int) -> Errors:
+def run_group(size: int, modules: Sequence[str]) -> Dict[str, List[str]]:
     """What each check says on each rank."""
-    context = multiprocessing.get_context("fork")
+    names, context = list(checks_of(modules, size)), multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=_run_rank, args=(module, rank, size, folder)) for rank in range(size)]
+        ranks = [context.Process(target=_run_rank, args=(rank, size, modules, folder)) for rank in range(size)]
         for rank in ranks:
             rank.start()
         for rank in ranks:
             rank.join()
         files = [Path(folder, f"{rank}.json") for rank in range(size)]
         found = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else {} for file in files]
-    return {name: [each.get(name, "did not run") for each in found] for name in checks_of(module, size)}
+    return {name: [each.get(name, "did not run") for each in found] for name in names}
 
 
-def start(module: str, sizes: Sequence[int], timeout: float) -> Dict[str, Errors]:
-    """The result of this script in a process of its own, by size."""
-    command = [sys.executable, __file__, module, *map(str, sizes)]
+def start(size: int, *modules: str) -> Dict[str, List[str]]:
+    """What this script prints, in a process of its own."""
+    command = [sys.executable, __file__, str(size), *modules]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=timeout)
-    assert result.returncode == 0, f"{module} on {sizes} ranks: exit status {result.returncode}"
+    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=300)
+    assert result.returncode == 0, f"{size} ranks: exit status {result.returncode}"
     return json.loads(result.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
-    checks = importlib.import_module(sys.argv[1])
-    print(json.dumps({size: run_group(checks, int(size)) for size in sys.argv[2:]}))
+    print(json.dumps(run_group(int(sys.argv[1]), sys.argv[2:])))

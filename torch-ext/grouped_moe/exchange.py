@@ -46,9 +46,9 @@ def global_ids(top_k_index: Tensor, num_experts: int) -> Tensor:
 
 
 def local_ids(ids: Tensor, num_local: int, rank: int) -> Tensor:
-    """`global_ids` as those of the rank's own experts; E = num_local for all others."""
+    """`global_ids` as those of the rank's own experts, int64 as routers have them; E = num_local for all others."""
     ids = ids - rank * num_local
-    return torch.where((ids >= 0) & (ids < num_local), ids, num_local)
+    return torch.where((ids >= 0) & (ids < num_local), ids, num_local).long()
 
 
 def make_plan(ids: Tensor, num_local: int, ranks: int, capacity: int) -> Plan:

@@ -268,7 +268,7 @@ def check_rows_of_any_width():
         plan = exchange.make_plan(ids, E // size(), size(), 6)
         rows, weights, row_ids = exchange.dispatch(x, batch.weights, ids, plan, dist.group.WORLD)
         for sender in range(size()):
-            here = (ids * size() // E == rank()).any(1).nonzero().flatten()
+            here = (batch.ids * size() // E == rank()).any(1).nonzero().flatten()
             part = slice(sender * 6, sender * 6 + len(here))
             assert torch.equal(rows[part], x[here]) and torch.equal(weights[part], batch.weights[here])
             assert torch.equal(row_ids[part], ids[here])

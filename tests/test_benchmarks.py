@@ -163,10 +163,10 @@ def check_smoke(results):
     assert machine.schema_error(results) is None
     assert not [name for cell in results["cells"] for name in cell.get("wrong", ())]
     reasons = {reason for cell in results["cells"] for reason in cell["skipped"].values()}
-    assert reasons <= {"needs a GPU", "saves nothing in a forward"}
+    assert reasons <= {"needs a GPU", "saves nothing in a forward", "reads split sizes"}
 
 
-@pytest.mark.parametrize("name", ["layers", "decode", "growth", "cpu", "linear", "new_shapes"])
+@pytest.mark.parametrize("name", ["layers", "decode", "growth", "cpu", "linear", "ep", "new_shapes"])
 def test_smoke(name, tmp_path):
     pytest.importorskip("transformers")
     results = run.main([name, "--smoke", "--output", str(tmp_path / "out.json")])

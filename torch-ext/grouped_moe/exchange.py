@@ -21,7 +21,9 @@ from .common import _compat
 from .common.autograd import once_differentiable
 from .routing import route
 
-NO_EXPERT, TOO_MANY = -1, -2  # ids in places without a token; in all places from a rank with too many tokens
+# Ids that travel are those of the experts of all ranks plus 1. Places without a token are 0 in all bytes, those from a
+# rank with too many tokens are -1.
+NO_EXPERT, TOO_MANY = 0, -1
 _ALIGNMENT = 16  # bytes: where hidden states, weights and ids start in a row that travels
 
 
@@ -30,25 +32,24 @@ class Plan(NamedTuple):
 
     source: (P,) the token in each place; T in those that are not filled. sent: (S,) int32, the place that a slot's
     token takes, said at the first of its slots for that rank; -1 at all others. places: (T, top_k) the same at every
-    slot; -1 where the token goes nowhere. dropped: () how many slots with an expert found no place.
+    slot; -1 where the token goes nowhere.
     """
 
     source: Tensor
     sent: Tensor
     places: Tensor
-    dropped: Tensor
 
 
 def global_ids(top_k_index: Tensor, num_experts: int) -> Tensor:
-    """Ids of the experts of all ranks, int32; what lies outside [0, num_experts) becomes NO_EXPERT."""
+    """Ids of the experts of all ranks as they travel, int32; NO_EXPERT for what lies outside [0, num_experts)."""
     known = (top_k_index >= 0) & (top_k_index < num_experts)
-    return torch.where(known, top_k_index, NO_EXPERT).to(torch.int32)
+    return torch.where(known, top_k_index + 1, NO_EXPERT).to(torch.int32)
 
 
 def local_ids(ids: Tensor, num_local: int, rank: int) -> Tensor:
     """`global_ids` as those of the rank's own experts, int64 as routers have them; E = num_local for all others."""
-    ids = ids - rank * num_local
-    return torch.where((ids >= 0) & (ids < num_local), ids, num_local).long()
+    ids = ids - (1 + rank * num_local)
+    return (ids & 0x7FFFFFFF).clamp(max=num_local).long()  # without its sign a negative number is a large one
 
 
 def make_plan(ids: Tensor, num_local: int, ranks: int, capacity: int) -> Plan:
@@ -57,18 +58,21 @@ def make_plan(ids: Tensor, num_local: int, ranks: int, capacity: int) -> Plan:
     Tokens past the capacity for a rank are dropped there.
     """
     num_tokens, top_k = ids.shape
-    owner = torch.where(ids >= 0, ids // num_local, ranks)
+    owner = (ids - 1) // num_local  # -1 for NO_EXPERT
     first = (owner[:, :, None] == owner[:, None, :]).to(torch.uint8).argmax(2)  # of several equal ones the first
-    sent_to = torch.where(first == torch.arange(top_k, device=ids.device), owner, ranks)
+    sent_to = torch.where(first == torch.arange(top_k, device=ids.device), owner, -1)
     routing = route(sent_to, ranks)
-    starts, rows = routing.expert_offsets, routing.slot_to_row.view(num_tokens, top_k)
-    place = rows - starts[sent_to]
-    sent = torch.where((rows >= 0) & (place < capacity), sent_to * capacity + place, -1)
-    places = sent.gather(1, first)
-    wanted = starts[:-1, None] + torch.arange(capacity, device=ids.device)
-    tokens = F.pad(routing.row_to_slot, (0, 1))[wanted.clamp(max=num_tokens * top_k)] // top_k
-    source = torch.where(wanted < starts[1:, None], tokens, num_tokens).flatten()
-    return Plan(source, sent.flatten(), places, ((ids >= 0) & (places < 0)).sum())
+    place = routing.slot_to_row.view(num_tokens, top_k) - routing.expert_offsets[sent_to]
+    fits = (sent_to >= 0) & (place < capacity)
+    sent = torch.where(fits, sent_to * capacity + place, -1)
+    source = ids.new_full((ranks * capacity + 1,), num_tokens)
+    source[sent.flatten()] = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device) // top_k  # -1: the last
+    return Plan(source[:-1], sent.flatten(), sent.gather(1, first))
+
+
+def count_dropped(ids: Tensor, plan: Plan) -> Tensor:
+    """() int64: slots with an expert whose tokens have found no place."""
+    return ((ids != NO_EXPERT) & (plan.places < 0)).sum()
 
 
 def all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -82,12 +86,14 @@ def _words(columns: int, dtype: torch.dtype) -> int:
     return -(-columns * dtype.itemsize // _ALIGNMENT) * (_ALIGNMENT // 8)
 
 
+def _as_words(part: Tensor) -> Tensor:
+    more = _words(part.shape[1], part.dtype) * 8 // part.dtype.itemsize - part.shape[1]
+    return (F.pad(part, (0, more)) if more else part.contiguous()).view(torch.int64)
+
+
 def pack(parts: Sequence[Tensor]) -> Tensor:
     """Tensors (T, n) of any dtypes side by side, as (T, words) int64; `_ALIGNMENT` divides where each starts."""
-    padded = [
-        F.pad(part, (0, _words(part.shape[1], part.dtype) * 8 // part.dtype.itemsize - part.shape[1])) for part in parts
-    ]
-    return torch.cat([part.contiguous().view(torch.int64) for part in padded], 1)
+    return torch.cat([_as_words(part) for part in parts], 1)
 
 
 def unpack(rows: Tensor, layout: Sequence[Tuple[int, torch.dtype]]) -> Iterator[Tensor]:
@@ -109,9 +115,9 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, x, weights, ids, source, sent, places, empty, group):
         ctx.group = group
         ctx.save_for_backward(sent, places)
-        parts = F.pad(x, (0, 0, 0, 1)), F.pad(weights, (0, 0, 0, 1)), F.pad(ids, (0, 0, 0, 1), value=empty)
-        received = all_to_all(pack(parts).index_select(0, source), group)
-        x, weights, ids = unpack(received, [(part.shape[1], part.dtype) for part in parts])
+        parts = x, weights, ids
+        rows = F.pad(pack(parts), (0, 0, 0, 1), value=empty).index_select(0, source)
+        x, weights, ids = unpack(all_to_all(rows, group), [(part.shape[1], part.dtype) for part in parts])
         ctx.mark_non_differentiable(ids)
         return x, weights, ids
 
@@ -145,10 +151,10 @@ def dispatch(
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """What the ranks have for this one: hidden states (P, H), routing weights (P, top_k), `global_ids` (P, top_k).
 
-    x: (T, H). top_k_weights, ids: (T, top_k), `global_ids`. empty: the id in places that are not filled, where the rest
-    is 0. Differentiable once in x and top_k_weights; every rank has to take part in forward and backward.
+    x: (T, H). top_k_weights: (T, top_k). empty: the id in places that are not filled, NO_EXPERT or TOO_MANY.
+    Differentiable once in x and top_k_weights; every rank has to take part in forward and backward.
     """
-    return _Dispatch.apply(x, top_k_weights, ids, *plan[:3], empty, group)
+    return _Dispatch.apply(x, top_k_weights, ids, *plan, empty, group)
 
 
 def combine(rows: Tensor, plan: Plan, group: dist.ProcessGroup) -> Tensor:

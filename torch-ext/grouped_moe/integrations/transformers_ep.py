@@ -90,7 +90,7 @@ class FixedSizeExchange:
         group, num_local, capacity = self.ep_mesh.get_group(), self.num_local_experts, self._capacity(x, ids)
         plan = exchange.make_plan(ids, num_local, self.ep_mesh.size(), capacity)
         if self.limits.capacity_factor is not None:
-            self._count(plan.dropped)
+            self._count(exchange.count_dropped(ids, plan))
         rows, weights, ids = exchange.dispatch(x, weights, ids, plan, group)
         if self.limits.max_tokens is not None:
             exchange.check_counts(ids, capacity)

@@ -75,8 +75,11 @@ def cases(smoke: bool) -> List[Case]:
 
 
 class Arrived(NamedTuple):
-    """What all ranks send to rank 0. packed: as ours sends it, (P, words). rows, counts: as AllToAllEP does, (N, H) by
-    rank and expert, and how many they are, (ranks, E)."""
+    """What all ranks send to rank 0.
+
+    packed: as ours sends it, (places, words). rows, counts: as AllToAllEP does, (rows, H) by rank and expert, and how
+    many they are, (ranks, E).
+    """
 
     packed: Tensor
     rows: Tensor

@@ -2,13 +2,15 @@
 
     torchrun --standalone --nproc-per-node 2 examples/expert_parallel.py CHECKPOINT
 
-CHECKPOINT is a folder written by `save_pretrained`. transformers brings the tokens to the experts in one of two ways,
-and both are compared with the whole model under `eager`, logits and gradients:
+CHECKPOINT is a folder written by `save_pretrained`. Tokens reach the experts in one of three ways, and all are compared
+with the whole model under `eager`, logits and gradients:
 
 all_reduce  every rank runs its experts on all tokens, and slots routed to other ranks are sentinels. It is what
             transformers does at inference.
-all_to_all  tokens travel to the rank of their expert, and there are no sentinels. It is what transformers does in
-            training.
+all_to_all  tokens travel to the ranks of their experts, once per expert, and there are no sentinels. It is what
+            transformers does in training.
+grouped_moe tokens travel once per rank, in buffers of a fixed size, whose unfilled places are sentinels. It is what
+            register_experts_implementation adds.
 
 quickstart.py starts this script on the model that it has trained.
 """
@@ -79,7 +81,7 @@ def main() -> None:
 
     text = python_reference()
     batch = Vocabulary(text).encode(text)[: BATCH * CONTEXT].view(BATCH, CONTEXT)
-    for dispatch in ("all_reduce", "all_to_all"):
+    for dispatch in ("all_reduce", "all_to_all", implementation):
         reference = AutoModelForCausalLM.from_pretrained(checkpoint, experts_implementation="eager")
         sharded = load_sharded(checkpoint, implementation, dispatch)
         here = sharded.model.layers[0].mlp.experts.num_experts

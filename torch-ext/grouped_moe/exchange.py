@@ -28,9 +28,9 @@ _ALIGNMENT = 16  # bytes: where hidden states, weights and ids start in a row th
 
 
 class Plan(NamedTuple):
-    """Where tokens go. P = ranks * capacity places, those for each rank in a row.
+    """Where tokens go. There are ranks * capacity places, those for each rank in a row.
 
-    source: (P,) the token in each place; T in those that are not filled. sent: (S,) int32, the place that a slot's
+    source: (places,) the token in each place; T in those that are not filled. sent: (S,) int32, the place that a slot's
     token takes, said at the first of its slots for that rank; -1 at all others. places: (T, top_k) the same at every
     slot; -1 where the token goes nowhere.
     """
@@ -76,7 +76,7 @@ def count_dropped(ids: Tensor, plan: Plan) -> Tensor:
 
 
 def all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """rows: (P, n), an equal part for each rank. Returns those that each rank has for this one."""
+    """rows: (places, n), an equal part for each rank. Returns those that each rank has for this one."""
     received = torch.empty_like(rows, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, rows.contiguous(), group=group)
     return received
@@ -106,7 +106,7 @@ def unpack(rows: Tensor, layout: Sequence[Tuple[int, torch.dtype]]) -> Iterator[
 
 
 def _sum_of_places(rows: Tensor, sent: Tensor, top_k: int) -> Tensor:
-    """(T, H): the rows (P, H) of each token, added up in fp32 (fp64 for fp64) in the order of its slots."""
+    """(T, H): the rows (places, H) of each token, added up in fp32 (fp64 for fp64) in the order of its slots."""
     return ops.combine_rows_forward.default(rows, None, sent[:0], sent[:0], sent, top_k)
 
 
@@ -149,16 +149,16 @@ class _Combine(torch.autograd.Function):
 def dispatch(
     x: Tensor, top_k_weights: Tensor, ids: Tensor, plan: Plan, group: dist.ProcessGroup, empty: int = NO_EXPERT
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """What the ranks have for this one: hidden states (P, H), routing weights (P, top_k), `global_ids` (P, top_k).
+    """What ranks have for this one: hidden states (places, H), routing weights and `global_ids` (places, top_k).
 
-    x: (T, H). top_k_weights: (T, top_k). empty: the id in places that are not filled, NO_EXPERT or TOO_MANY.
+    x: (T, H). top_k_weights, ids: (T, top_k). empty: the id in places that are not filled, NO_EXPERT or TOO_MANY.
     Differentiable once in x and top_k_weights; every rank has to take part in forward and backward.
     """
     return _Dispatch.apply(x, top_k_weights, ids, *plan, empty, group)
 
 
 def combine(rows: Tensor, plan: Plan, group: dist.ProcessGroup) -> Tensor:
-    """(T, H): the sum, for each token, of what its ranks give; rows: (P, H), in the places of `dispatch`.
+    """(T, H): the sum, for each token, of what its ranks give; rows: (places, H), in the places of `dispatch`.
 
     Differentiable once; every rank has to take part in forward and backward.
     """
@@ -166,7 +166,7 @@ def combine(rows: Tensor, plan: Plan, group: dist.ProcessGroup) -> Tensor:
 
 
 def check_counts(ids: Tensor, capacity: int) -> None:
-    """Fails, on an accelerator at the next sync, if a rank has sent TOO_MANY among the ids (P, top_k)."""
+    """Fails, on an accelerator at the next sync, if a rank has sent TOO_MANY among the ids (places, top_k)."""
     if _compat.has_device_assertions():
         message = "ep_max_tokens: another rank of the expert group has more tokens, and says how many"
         _compat.assert_on_device((ids[::capacity, 0] != TOO_MANY).all(), message)

@@ -236,6 +236,18 @@ def check_ranks_that_disagree():
     assert "hidden size" in raised(ValueError, lambda: experts(batch.x[:, :columns], batch.ids, batch.weights))
 
 
+def check_limits_that_change():
+    """For a module that is there: other limits, and again the first ones."""
+    experts, batches = make_module(WITH_MOST), make_batches([MOST + 5, 1, 0, 3][: size()])
+    grouped_moe.register_experts_implementation(WITH_MOST, ep_max_tokens=MOST + 5)
+    compare("more tokens", run(experts, batches[rank()]), expected(batches, rank()))
+    grouped_moe.register_experts_implementation(WITH_MOST, ep_max_tokens=MOST + rank())
+    assert "ep_max_tokens: expected the same" in raised(ValueError, partial(run, experts, batches[rank()]))
+    grouped_moe.register_experts_implementation(WITH_MOST, ep_max_tokens=MOST)
+    batches = make_batches(UNEVEN[: size()])
+    compare("as before", run(experts, batches[rank()]), expected(batches, rank()))
+
+
 def check_experts_that_cannot_be_shared():
     """transformers' own errors, on every rank."""
     config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=INNER, num_experts=E + 1)
@@ -307,15 +319,24 @@ def check_fp8():
 
 
 def check_compile():
-    """Fullgraph, forward and backward, one compilation for all numbers of tokens."""
-    for backend in ("eager", "aot_eager"):
+    """Fullgraph, forward and backward, one compilation for all numbers of tokens; not without ep_max_tokens."""
+    together = init_device_mesh("cpu", (size(),), mesh_dim_names=("tp",))
+    for name, meshes, backend in ((WITH_MOST, (), "aot_eager"), (OURS, 2 * (together,), "eager")):
         torch.compiler.reset()
-        counter, experts = CompileCounterWithBackend(backend), make_module(WITH_MOST)
+        counter, experts = CompileCounterWithBackend(backend), make_module(name, meshes)
         experts.forward = torch.compile(experts.forward, fullgraph=True, backend=counter)
-        for tokens in ([12, 5, 9, 2], [2, 9, 5, 12], [8, 7, 6, 5]):
-            batches = make_batches(tokens[: size()])
-            compare(f"{backend}, {tokens}", run(experts, batches[rank()], dynamic=True), expected(batches, rank()))
+        for tokens in ([12, 5, 9, 2], [6, 9, 5, 12], [9, 7, 6, 5]):
+            batches, mine = (make_batches(tokens[:1]), 0) if meshes else (make_batches(tokens[: size()]), rank())
+            got = run(experts, batches[mine], dynamic=True)
+            compare(f"{name}, {backend}, {tokens}", got, expected(batches, mine))
         assert counter.frame_count == 1
+    torch.compiler.reset()
+    experts = make_module(OURS)
+    experts.forward = torch.compile(experts.forward, fullgraph=True, backend="eager")
+    assert "without it ranks compare their numbers" in raised(Exception, partial(run, experts, batches[0]))
+
+
+check_compile.sizes = (2,)
 
 
 def check_strict_determinism():

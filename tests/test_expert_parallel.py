@@ -1,5 +1,7 @@
 """Expert parallelism on gloo ranks: expert_parallel.py and expert_parallel_models.py have the checks that they run."""
 
+import sys
+
 import pytest
 import ranks
 
@@ -12,3 +14,45 @@ def test_ranks_compute_what_one_process_computes(size):
     errors = ranks.start(size, "expert_parallel", "expert_parallel_models")
     said = [f"{check}, rank {rank}: {e}" for check, found in errors.items() for rank, e in enumerate(found) if e]
     assert errors and not said, "\n".join(said)
+
+
+NAME = "of these tests"  # so that no other test's limits change
+
+
+@pytest.mark.parametrize(
+    "limits, error, message",
+    [
+        ({"ep_max_tokens": 2.0}, TypeError, "ep_max_tokens: expected an int or None, got float"),
+        ({"ep_max_tokens": True}, TypeError, "ep_max_tokens: expected an int or None, got bool"),
+        ({"ep_max_tokens": 0}, ValueError, "ep_max_tokens: expected above 0, got 0"),
+        ({"ep_capacity_factor": "1"}, TypeError, "ep_capacity_factor: expected a float or None, got str"),
+        ({"ep_capacity_factor": 0.0}, ValueError, "ep_capacity_factor: expected above 0 and finite, got 0.0"),
+        ({"ep_capacity_factor": float("nan")}, ValueError, "ep_capacity_factor: expected above 0 and finite, got nan"),
+    ],
+)
+def test_limits_that_are_none(grouped_moe, limits, error, message):
+    with pytest.raises(error, match=f"^{message}$"):
+        grouped_moe.register_experts_implementation(NAME, **limits)
+
+
+def test_names_of_transformers_are_refused(grouped_moe):
+    with pytest.raises(ValueError, match="^name: expected one that transformers does not use itself, got 'all_to_all'"):
+        grouped_moe.register_experts_implementation("all_to_all")
+
+
+def test_older_transformers_has_no_place_for_it(grouped_moe, monkeypatch):
+    """The experts register all the same; limits are an error there."""
+    monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
+    assert grouped_moe.register_experts_implementation(NAME) == NAME
+    with pytest.raises(ImportError, match="expected transformers 5.23 or later for ep_max_tokens"):
+        grouped_moe.register_experts_implementation(NAME, ep_max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    "factor, tokens, top_k, size, places",
+    [(None, 7, 2, 4, 7), (None, 0, 2, 4, 1), (1.0, 64, 8, 64, 8), (1.25, 4096, 8, 256, 160), (2.0, 64, 8, 4, 64),
+     (1e-9, 64, 8, 4, 1), (0.1, 10, 1, 1, 1), (0.35, 10, 1, 1, 4)],
+)  # fmt: skip
+def test_places(module, factor, tokens, top_k, size, places):
+    limits = module("integrations.transformers_ep").Limits(None, factor)
+    assert limits.capacity_of(tokens, top_k, size) == places

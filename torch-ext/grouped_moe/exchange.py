@@ -218,18 +218,18 @@ def all_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _AllParts.apply(part, group)
 
 
-def agree(same: Dict[str, float], group: dist.ProcessGroup, device: str, most: int = 0) -> int:
+def agree(same: Dict[str, int], group: dist.ProcessGroup, device: str, most: int = 0) -> int:
     """The largest `most` of any rank. Waits for all ranks and for the device.
 
     same: numbers, by name, that all ranks have to give alike. Raises ValueError that names the first which they do not,
     on every rank.
     """
-    values = torch.tensor([*same.values(), most], dtype=torch.float64, device=device)
+    values = torch.tensor([*same.values(), most], device=device)
     both = torch.stack([values, -values])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     largest, smallest = both.tolist()
     for name, high, low in zip(same, largest, smallest):
         if high != -low:
             ranks = dist.get_process_group_ranks(group)
-            raise ValueError(f"{name}: expected the same on all ranks {ranks}, got from {-low:g} to {high:g}")
-    return int(largest[-1])
+            raise ValueError(f"{name}: expected the same on all ranks {ranks}, got from {-low} to {high}")
+    return largest[-1]

@@ -6,7 +6,7 @@ with the module's own gate (and post-expert norm) between them.
 
 from fractions import Fraction
 from functools import partial
-from typing import Iterable, Mapping, Optional, Tuple
+from typing import Any, Iterable, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..operands import LoRA
 from ..permute import combine_rows, gather_rows
 from ..routing import route
 from .peft import factors_in_place, watch_wrappers
-from .transformers_ep import Limits, register_ep
+from .transformers_ep import Limits, ep_implementations, register_ep
 from .transformers_fp8 import has_scales, scaled_weight
 from .transformers_gate import check_known, check_no_operations, fused_activation, post_expert
 from .transformers_load import Share, watch
@@ -128,6 +128,22 @@ def _check_name(name: object, registries: Iterable[Mapping]) -> None:
         raise ValueError(f"name: expected one that transformers does not use itself, got {name!r}")
 
 
+def _experts_registries() -> List[Any]:
+    """Those of transformers. Raises ImportError where there is none."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise ImportError(
+            "register_experts_implementation: expected transformers 5.9 or later to be installed "
+            "(pip install 'transformers>=5.9')"
+        ) from error
+    try:
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    except ImportError:  # older versions have no registry of their own for FP8 experts
+        return [ALL_EXPERTS_FUNCTIONS]
+    return [ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS]
+
+
 def register_experts_implementation(
     name: str = "grouped_moe",
     capacity: Optional[float] = None,
@@ -138,7 +154,7 @@ def register_experts_implementation(
 
     Then `AutoModelForCausalLM.from_pretrained(..., experts_implementation=name)` or
     `model.set_experts_implementation(name)` use it, in training and inference. The choice is not saved with a model:
-    it has to be made again whenever the model is loaded. Calling this twice is harmless, and the last capacity holds.
+    it has to be made again whenever the model is loaded. Calling this twice is harmless: the last arguments hold.
 
     From then on a model with this implementation is looked at as it is built, before its weights load: experts that
     do not go by transformers' ExpertsInterface, and so keep their own code, are warned of; those with steps that this
@@ -148,8 +164,8 @@ def register_experts_implementation(
     in the block, without merged weights, on FP8 ones, too; what of it is not known is left to peft, with a warning.
     Registration hooks for modules, which PyTorch keeps for the whole process, do this.
 
-    From transformers 5.23 on the name is one of `DistributedConfig(ep_implementation=name)`, too: each token is sent
-    once to every rank that has one of its experts, in buffers of a fixed size, without a host sync.
+    From transformers 5.23 on `DistributedConfig(ep_implementation=name)` sends each token once to every rank that has
+    one of its experts, in buffers of a fixed size, without a host sync: see `transformers_ep`.
 
     capacity: the share of the T top_k slots, above 0 and up to 1, that the fused block makes room for, rounded up to
     whole slots: see `grouped_mm_experts`, of which more slots than that are an error. For expert parallelism with
@@ -157,39 +173,22 @@ def register_experts_implementation(
     for all-to-all dispatch, where every slot that arrives is local. Modules that the fused block does not compute take
     the room of all slots.
 
-    ep_max_tokens: the most tokens that a call has on any rank; more are an error on all ranks. Without it ranks with
+    ep_max_tokens: the most tokens that a call has on any rank; more are an error on all of them. Without it ranks with
     batches of their own compare their numbers of tokens in each call, for which the host waits.
-    ep_capacity_factor: the size of the buffers, relative to what they hold if all ranks get equally many tokens; tokens
-    past it are dropped, and counted in `ep_dropped_slots` of the experts module. Without it there is room for all.
+    ep_capacity_factor: the size of the buffers, relative to what they hold if all ranks get equally many tokens; what
+    is past it is dropped, and counted in `ep_dropped_slots` of the experts. Without it there is room for all.
 
     Raises TypeError or ValueError that names the argument, also for a name that transformers uses itself; ImportError
     without a transformers that has an ExpertsInterface, or with limits for expert parallelism that it has no place for.
     """
     share, limits = _share(capacity), Limits(ep_max_tokens, ep_capacity_factor)
     limits.check()
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError as error:
-        raise ImportError(
-            "register_experts_implementation: expected transformers 5.9 or later to be installed "
-            "(pip install 'transformers>=5.9')"
-        ) from error
     forward = experts_forward if share is None else partial(experts_forward, share=share)
-    registries = [(ALL_EXPERTS_FUNCTIONS, forward)]
-    try:
-        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
-    except ImportError:  # older versions have no registry of their own for FP8 experts
-        pass
-    else:
-        registries.append((ALL_FP8_EXPERTS_FUNCTIONS, forward))
-    _check_name(name, [registry for registry, _ in registries])
-    for registry, function in registries:
-        registry.register(name, function)
-    if not register_ep(name, limits) and limits != Limits(None, None):
-        raise ImportError(
-            "register_experts_implementation: expected transformers 5.23 or later for ep_max_tokens and "
-            "ep_capacity_factor"
-        )
+    registries = _experts_registries()
+    _check_name(name, [ep_implementations(), *registries])
+    register_ep(name, limits)
+    for registry in registries:
+        registry.register(name, forward)
     watch(name, share)
     watch_wrappers()
     return name

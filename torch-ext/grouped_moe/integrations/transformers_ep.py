@@ -3,7 +3,7 @@
 from __future__ import annotations  # PyTorch may be built without torch.distributed
 
 from fractions import Fraction
-from typing import NamedTuple, NoReturn, Optional
+from typing import Mapping, NamedTuple, NoReturn, Optional
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ class Limits(NamedTuple):
 class FixedSizeExchange:
     """What transformers' EPImplementation leaves open; `register_ep` adds it as the base class and sets the limits.
 
+    The limits may change later, on all ranks at the same call: before it they compare them.
     With a capacity_factor the experts module gets `ep_dropped_slots`, () int64 on its device: how many slots of this
     rank's tokens were dropped up to now. A forward that is recomputed counts them again.
     """
@@ -58,22 +59,18 @@ class FixedSizeExchange:
     def __init__(self, experts: torch.nn.Module, ep_mesh: dist.DeviceMesh, tp_mesh: dist.DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
-        same = {
-            "format of grouped_moe's exchange": FORMAT,
-            "experts of a rank": self.num_local_experts,
-            "ep_max_tokens": self.limits.max_tokens or 0,
-            "ep_capacity_factor": self.limits.capacity_factor or 0.0,
-        }
-        exchange.agree(same, ep_mesh.get_group(), ep_mesh.device_type)
+        self._agree_on_limits()
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states: (T, H), this rank's. top_k_index, top_k_weights: (T, top_k), ids of all ranks. Returns (T, H).
 
         Ranks of a tp_mesh have the same tokens, of which each takes its part. Raises ValueError for more tokens than
-        ep_max_tokens, and RuntimeError where ranks would have to compare their numbers of tokens under torch.compile or
-        CUDA graph capture.
+        ep_max_tokens, and RuntimeError where ranks would have to compare numbers under torch.compile or CUDA graph
+        capture.
         """
         sharing, num_tokens = self.tp_mesh.size(), hidden_states.shape[0]
+        if self.agreed != self.limits:
+            self._agree_on_limits()
         ids = exchange.global_ids(top_k_index, self.num_local_experts * self.ep_mesh.size())
         if self.limits.max_tokens is not None and num_tokens > self.limits.max_tokens:
             self._refuse(hidden_states, ids, top_k_weights)
@@ -84,6 +81,27 @@ class FixedSizeExchange:
         ids = F.pad(ids, (0, 0, 0, more), value=exchange.NO_EXPERT)
         out = self._exchange(*(exchange.own_part(whole, group) for whole in (x, ids, weights)))
         return exchange.all_parts(out, group)[:num_tokens]
+
+    def _agree_on_limits(self) -> None:
+        """Raises ValueError on all ranks of the expert group unless they have the same ones."""
+        same = {
+            "format of grouped_moe's exchange": FORMAT,
+            "experts of a rank": self.num_local_experts,
+            "ep_max_tokens": self.limits.max_tokens or 0,
+            "ep_capacity_factor in millionths": round((self.limits.capacity_factor or 0) * 1e6),
+        }
+        self._check_eager("after a change of the limits")
+        exchange.agree(same, self.ep_mesh.get_group(), self.ep_mesh.device_type)
+        self.agreed = self.limits
+
+    def _check_eager(self, when: str) -> None:
+        """Raises RuntimeError where the host cannot wait for other ranks."""
+        capturing = self.ep_mesh.device_type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if torch.compiler.is_compiling() or capturing:
+            raise RuntimeError(
+                f"ep_max_tokens: {when} ranks compare their numbers, for which the host waits, so that the call cannot "
+                "be in torch.compile or CUDA graph capture"
+            )
 
     def _exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """(T, H), of this rank's part of the tokens."""
@@ -100,14 +118,12 @@ class FixedSizeExchange:
     def _capacity(self, x: Tensor, ids: Tensor) -> int:
         """The same on all ranks of the expert group."""
         tokens, top_k = ids.shape
-        if self.limits.max_tokens is not None:
+        if self.shares_batch:  # as many tokens on each rank
+            pass
+        elif self.limits.max_tokens is not None:
             tokens = -(-self.limits.max_tokens // self.tp_mesh.size())
-        elif not self.shares_batch:
-            if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-                raise RuntimeError(
-                    "ep_max_tokens: expected a number where ranks have batches of their own, under torch.compile and "
-                    "CUDA graph capture: without it they compare their numbers of tokens in each call"
-                )
+        else:
+            self._check_eager("without it")
             same = {"hidden size": x.shape[1], "top_k": top_k, "bytes of a hidden state": x.element_size()}
             tokens = exchange.agree(same, self.ep_mesh.get_group(), self.ep_mesh.device_type, tokens)
         return self.limits.capacity_of(tokens, top_k, self.ep_mesh.size())
@@ -129,13 +145,32 @@ class FixedSizeExchange:
         total.add_(dropped)
 
 
-def register_ep(name: str, limits: Limits) -> bool:
-    """Registers the exchange with transformers under this name. Returns whether transformers has a place for it."""
+def ep_implementations() -> Mapping[str, type]:
+    """transformers' own and those that were registered, by name; none before transformers 5.23."""
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+    except ImportError:
+        return {}
+    return EPImplementationInterface()
+
+
+def register_ep(name: str, limits: Limits) -> None:
+    """Registers the exchange with transformers under this name; if it is there already, changes its limits.
+
+    Raises ImportError for limits where transformers has no place for the exchange; without limits nothing is done.
+    """
     try:
         from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
-    except ImportError:
-        return False
+    except ImportError as error:
+        if limits == Limits(None, None):
+            return
+        raise ImportError(
+            "register_experts_implementation: expected transformers 5.23 or later for ep_max_tokens and "
+            "ep_capacity_factor"
+        ) from error
+    known = EPImplementationInterface().get(name)
+    if isinstance(known, type) and issubclass(known, FixedSizeExchange):
+        known.limits = limits  # for models that are there, too
+        return
     namespace = {"limits": limits, "__module__": __name__, "__doc__": FixedSizeExchange.__doc__}
-    implementation = type("GroupedMoeEP", (FixedSizeExchange, EPImplementation), namespace)
-    EPImplementationInterface.register(name, implementation)
-    return True
+    EPImplementationInterface.register(name, type("GroupedMoeEP", (FixedSizeExchange, EPImplementation), namespace))

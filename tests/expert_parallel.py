@@ -29,7 +29,7 @@ grouped_moe = kernels.get_kernel(read_hub().repo_id, version=read_hub().version)
 exchange = sys.modules[f"{grouped_moe.__name__}.exchange"]
 
 E, H, INNER, TOP_K, MOST = 8, 32, 16, 3, 12  # experts of all ranks; MOST: tokens of a rank
-OURS, WITH_MOST, SMALL = "grouped_moe", "with ep_max_tokens", "with ep_capacity_factor"
+OURS, WITH_MOST, SMALL, PROMISED = "grouped_moe", "with ep_max_tokens", "with ep_capacity_factor", "with capacity"
 PLAN = {"experts.gate_up_proj": "grouped_gemm", "experts.down_proj": "grouped_gemm", "experts": "ep_dispatch_experts"}
 WEIGHTS = ("gate_up_proj", "down_proj")
 
@@ -45,6 +45,7 @@ def prepare() -> None:
     grouped_moe.register_experts_implementation(OURS)
     grouped_moe.register_experts_implementation(WITH_MOST, ep_max_tokens=MOST)
     grouped_moe.register_experts_implementation(SMALL, ep_max_tokens=MOST, ep_capacity_factor=0.5)
+    grouped_moe.register_experts_implementation(PROMISED, ep_max_tokens=MOST, capacity=0.75)
 
 
 class Batch(NamedTuple):
@@ -88,7 +89,7 @@ def make_batches(
 def make_module(name: str, meshes: Sequence[DeviceMesh] = (), dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """This rank's experts of a Qwen3-MoE, reached by the EPImplementation of that name. meshes: of EP and TP."""
     config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=INNER, num_experts=E)
-    config._experts_implementation = OURS
+    config._experts_implementation = name if name in (WITH_MOST, SMALL, PROMISED) else OURS
     root = torch.nn.Module()
     root.experts = Qwen3MoeExperts(config).to(dtype)
     for weight, value in zip(WEIGHTS, make_weights(dtype)):
@@ -148,7 +149,7 @@ CASES: Dict[str, tuple] = {
 
 
 def check_batches_of_their_own():
-    for name in (OURS, WITH_MOST, "all_to_all"):
+    for name in (OURS, WITH_MOST, PROMISED, "all_to_all"):
         experts = make_module(name)
         for case, (tokens, ids) in CASES.items():
             if name == "all_to_all" and case.startswith("sentinels"):  # transformers' own takes none
@@ -231,6 +232,10 @@ def check_ranks_that_disagree():
     )
     assert raised(ValueError, lambda: make_module(WITH_MOST)) == message
     grouped_moe.register_experts_implementation(WITH_MOST, ep_max_tokens=MOST)
+    shim = sys.modules[f"{grouped_moe.__name__}.integrations.transformers_ep"]
+    shim.FORMAT += rank()
+    assert "format of grouped_moe's exchange" in raised(ValueError, lambda: make_module(WITH_MOST))
+    shim.FORMAT -= rank()
     experts, batch = make_module(OURS), make_batches([4])[0]
     columns = H if rank() else H - 1
     assert "hidden size" in raised(ValueError, lambda: experts(batch.x[:, :columns], batch.ids, batch.weights))

@@ -23,8 +23,6 @@ CONFIG = dict(
     vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, num_key_value_heads=4, head_dim=8,
     num_hidden_layers=2, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True,
 )  # fmt: skip
-SHARED, OWN = {"tp_size": True}, {"fsdp_size": True}  # ranks that have one batch, ranks with a batch each
-
 # fp32: sums in another order are off by 2^-24 each, two layers forward and back make a few 1e-7 of the largest number.
 BOUND = 5e-6
 
@@ -57,12 +55,21 @@ def save_model() -> str:
     return folder
 
 
-def load(folder: str, name: str, layout: Dict[str, bool], **options) -> PreTrainedModel:
-    sizes = {what: size() for what in layout}
-    config = DistributedConfig(**sizes, ep_size=size(), ep_implementation=name)
+def load(folder: str, name: str, layout: Dict[str, int], **options) -> PreTrainedModel:
+    config = DistributedConfig(**layout, ep_implementation=name)
     return AutoModelForCausalLM.from_pretrained(
         folder, distributed_config=config, experts_implementation=OURS, **options
     ).train()
+
+
+def shared() -> Dict[str, int]:
+    """Ranks that have one batch."""
+    return {"tp_size": size(), "ep_size": size()}
+
+
+def own() -> Dict[str, int]:
+    """Ranks with a batch each."""
+    return {"fsdp_size": size(), "ep_size": size()}
 
 
 def load_whole(folder: str, **options) -> PreTrainedModel:
@@ -89,23 +96,26 @@ def assert_near(what: str, got: Tensor, want: Tensor, bound: float = BOUND) -> N
 
 
 def check_logits_and_gradients():
+    """Four ranks also as pairs: two that share a batch, two that have all experts."""
     folder, ids = save_model(), next(batches(1))
-    for layout, names in ((SHARED, (OURS, "all_reduce", "all_to_all")), (OWN, (OURS, WITH_MOST, "all_to_all"))):
-        for name in names:
-            mine, everything = (ids[0], ids[0]) if layout is SHARED else (ids[rank()], torch.cat(ids))
-            model, one = load(folder, name, layout), load_whole(folder)
-            got, want = model(input_ids=mine, labels=mine), one(input_ids=everything, labels=everything)
-            part = want.logits if layout is SHARED else want.logits.chunk(size())[rank()]
-            assert_near(f"{name}, logits", whole(got.logits), part)
-            got.loss.backward()
-            want.loss.backward()
-            for (parameter, value), right in zip(model.named_parameters(), one.parameters()):
-                assert_near(f"{name}, {parameter}", whole(value.grad), right.grad)
-            if layout is SHARED:
-                with torch.no_grad():
-                    options = {"max_new_tokens": 6, "do_sample": False}
-                    tokens, right = (each.eval().generate(mine[:, :5], **options) for each in (model, one))
-                assert torch.equal(tokens, right)
+    cases = [(shared(), name) for name in (OURS, "all_reduce", "all_to_all")]
+    cases += [(own(), name) for name in (OURS, WITH_MOST, "all_to_all")]
+    if size() == 4:
+        cases += [({"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, WITH_MOST), ({"fsdp_size": 4, "ep_size": 2}, OURS)]
+    for layout, name in cases:
+        sharing = layout.get("tp_size", 1)
+        given, mine = torch.cat(ids[: size() // sharing]), rank() // sharing
+        model, one = load(folder, name, layout), load_whole(folder)
+        got, want = model(input_ids=ids[mine], labels=ids[mine]), one(input_ids=given, labels=given)
+        assert_near(f"{name}, logits", whole(got.logits), want.logits[mine * BATCH : (mine + 1) * BATCH])
+        got.loss.backward()
+        want.loss.backward()
+        for (parameter, value), right in zip(model.named_parameters(), one.parameters()):
+            assert_near(f"{name}, {layout}, {parameter}", whole(value.grad), right.grad)
+        if sharing == size():
+            options = {"max_new_tokens": 6, "do_sample": False}
+            tokens, right = (each.eval().generate(ids[0][:, :5], **options) for each in (model, one))
+            assert torch.equal(tokens, right)
 
 
 def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, data: Sequence[List[Tensor]]) -> List[float]:
@@ -154,7 +164,7 @@ def check_training():
     folder, data = save_model(), list(batches(50))
     for dtype, bound in BOUNDS.items():
         losses = []
-        for model in (load_whole(folder, dtype=dtype), load(folder, WITH_MOST, OWN, dtype=dtype)):
+        for model in (load_whole(folder, dtype=dtype), load(folder, WITH_MOST, own(), dtype=dtype)):
             if dtype == torch.bfloat16:
                 choose_by_token(model)
             if losses:
@@ -172,14 +182,14 @@ check_training.sizes = (2,)
 def check_resumed_training():
     """Saved after two steps and loaded by another model: two more steps give the same numbers, bit by bit."""
     folder, data, checkpoint = save_model(), list(batches(4)), shared_folder()
-    model = load(folder, WITH_MOST, OWN)
+    model = load(folder, WITH_MOST, own())
     optimizer = sgd(model)
     train(model, optimizer, data[:2])
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
     dcp.save(state, checkpoint_id=checkpoint)
     losses = train(model, optimizer, data[2:])
 
-    other = load(folder, WITH_MOST, OWN)
+    other = load(folder, WITH_MOST, own())
     its_optimizer = sgd(other)
     train(other, its_optimizer, data[3:])  # so that nothing is as it was saved
     state = dict(zip(("model", "optimizer"), get_state_dict(other, its_optimizer)))
@@ -211,7 +221,7 @@ def check_trainer():
         lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to=[],
         use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
-    trainer = Recording(load(folder, WITH_MOST, OWN), arguments, train_dataset=rows)
+    trainer = Recording(load(folder, WITH_MOST, own()), arguments, train_dataset=rows)
     trainer.train()
     seen = [torch.stack(trainer.seen)] * size()
     dist.all_gather_object(seen, seen[0])

@@ -251,6 +251,20 @@ def calls_of(parts: Parts, weights: Sequence[Tensor], batch: Routed) -> Dict[str
     }
 
 
+def table(cell: dict) -> str:
+    """Times in ms by measure and provider, what a rank sends in a dispatch and the peak of a step in MiB."""
+    columns = [BYTES, *cell["errors"]]
+    times = {
+        measure: {name: f"{e['median_ms']:.4f}" for name, e in row.items()} for measure, row in cell["times"].items()
+    }
+    sizes = {what: {n: f"{size:.0f}" for n, size in cell[what].items() if size} for what in ("sent_mib", "peak_mib")}
+    lines = [f"{cell['name']}, {cell['capacity']} places"]
+    lines += [f"{'':16}" + "".join(f"{name:>18}" for name in columns)]
+    for what, row in {**times, **sizes}.items():
+        lines.append(f"{what:16}" + "".join(f"{row.get(name, ''):>18}" for name in columns))
+    return "\n".join(lines)
+
+
 def run(kernel: ModuleType, case: Case, arguments: argparse.Namespace) -> List[dict]:
     """The cell of a case. `layer` is measured as a graph and by the host's time, too, the parts of ours as graphs."""
     torch.manual_seed(0)
@@ -259,7 +273,7 @@ def run(kernel: ModuleType, case: Case, arguments: argparse.Namespace) -> List[d
     capacity = limits.capacity_of(case.tokens, case.layer.top_k, case.ranks)
     providers = make_providers(kernel, case, block, batch, capacity)
     cell = {"name": str(case), **case._asdict(), "layer": case.layer.name, "capacity": capacity, "times": {}}
-    cell.update(skipped={f"{ALL_TO_ALL}, {GRAPH}": "reads split sizes"}, errors={}, wrong=[], peak_mib={})
+    cell.update(skipped={f"{ALL_TO_ALL}, {GRAPH}": "reads split sizes"}, errors={}, wrong=[], peak_mib={}, sent_mib={})
     calls: Dict[str, Dict[str, Call]] = {}
     for name, parts in providers.items():
         with torch.no_grad():
@@ -270,6 +284,10 @@ def run(kernel: ModuleType, case: Case, arguments: argparse.Namespace) -> List[d
         if name == OURS:
             times = floors(case, state, capacity)
             cell["dropped_slots"] = int((state[-1].places < 0).sum())
+            sent = state[0].shape[0] * state[0].stride(0)
+        else:
+            sent = case.tokens * case.layer.top_k * case.layer.hidden
+        cell["sent_mib"][name] = sent * ITEM / 2**20
         del state
         calls[name] = calls_of(parts, [*block.weights], batch)
         cell["peak_mib"][name] = timing.peak_mib(calls[name]["step"])
@@ -290,4 +308,5 @@ def run(kernel: ModuleType, case: Case, arguments: argparse.Namespace) -> List[d
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
+    print(table(cell), flush=True)
     return [cell]

@@ -93,4 +93,4 @@ def test_plan_is_one_place_for_each_token_and_rank(exchange, device):
     assert plan.source.tolist() == [0, 1, 4, 4, 0, 1, 3, 4]
     assert plan.sent.view(4, 3).tolist() == [[0, -1, 4], [5, 1, -1], [-1, -1, -1], [-1, 6, -1]]
     assert plan.places.tolist() == [[0, 0, 4], [5, 1, 1], [-1, -1, -1], [-1, 6, -1]]
-    assert exchange.count_dropped(ids, plan).item() == 2  # token 3 at ranks 0 and 2
+    assert exchange.count_dropped(ids, plan, E).item() == 2  # token 3 at ranks 0 and 2

@@ -21,8 +21,8 @@ from .common import _compat
 from .common.autograd import once_differentiable
 from .routing import route
 
-# Ids that travel are those of the experts of all ranks plus 1. Places without a token are 0 in all bytes, those from a
-# rank with too many tokens are -1.
+# Ids that travel are those of the experts of all ranks plus 1; others stand for no expert. Places without a token are 0
+# in all bytes, those from a rank with too many tokens are -1.
 NO_EXPERT, TOO_MANY = 0, -1
 _ALIGNMENT = 16  # bytes: where hidden states, weights and ids start in a row that travels
 
@@ -41,9 +41,8 @@ class Plan(NamedTuple):
 
 
 def global_ids(top_k_index: Tensor, num_experts: int) -> Tensor:
-    """Ids of the experts of all ranks as they travel, int32; NO_EXPERT for what lies outside [0, num_experts)."""
-    known = (top_k_index >= 0) & (top_k_index < num_experts)
-    return torch.where(known, top_k_index + 1, NO_EXPERT).to(torch.int32)
+    """Ids of the num_experts experts of all ranks as they travel, int32 from 1 on; sentinels are 0 or one too many."""
+    return (top_k_index.clamp(-1, num_experts) + 1).to(torch.int32)
 
 
 def local_ids(ids: Tensor, num_local: int, rank: int) -> Tensor:
@@ -58,21 +57,21 @@ def make_plan(ids: Tensor, num_local: int, ranks: int, capacity: int) -> Plan:
     Tokens past the capacity for a rank are dropped there.
     """
     num_tokens, top_k = ids.shape
-    owner = (ids - 1) // num_local  # -1 for NO_EXPERT
+    owner = (ids - 1) // num_local  # of sentinels -1 or `ranks`: none
     first = (owner[:, :, None] == owner[:, None, :]).to(torch.uint8).argmax(2)  # of several equal ones the first
     sent_to = torch.where(first == torch.arange(top_k, device=ids.device), owner, -1)
     routing = route(sent_to, ranks)
     place = routing.slot_to_row.view(num_tokens, top_k) - routing.expert_offsets[sent_to]
-    fits = (sent_to >= 0) & (place < capacity)
+    fits = (place >= 0) & (place < capacity)
     sent = torch.where(fits, sent_to * capacity + place, -1)
     source = ids.new_full((ranks * capacity + 1,), num_tokens)
     source[sent.flatten()] = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device) // top_k  # -1: the last
     return Plan(source[:-1], sent.flatten(), sent.gather(1, first))
 
 
-def count_dropped(ids: Tensor, plan: Plan) -> Tensor:
-    """() int64: slots with an expert whose tokens have found no place."""
-    return ((ids != NO_EXPERT) & (plan.places < 0)).sum()
+def count_dropped(ids: Tensor, plan: Plan, num_experts: int) -> Tensor:
+    """() int64: slots with one of the num_experts experts of all ranks whose tokens have found no place."""
+    return ((ids > 0) & (ids <= num_experts) & (plan.places < 0)).sum()
 
 
 def all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:

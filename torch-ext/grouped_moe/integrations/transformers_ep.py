@@ -105,10 +105,11 @@ class FixedSizeExchange:
 
     def _exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """(T, H), of this rank's part of the tokens."""
-        group, num_local, capacity = self.ep_mesh.get_group(), self.num_local_experts, self._capacity(x, ids)
-        plan = exchange.make_plan(ids, num_local, self.ep_mesh.size(), capacity)
+        group, num_local, ranks = self.ep_mesh.get_group(), self.num_local_experts, self.ep_mesh.size()
+        capacity = self._capacity(x, ids)
+        plan = exchange.make_plan(ids, num_local, ranks, capacity)
         if self.limits.capacity_factor is not None:
-            self._count(exchange.count_dropped(ids, plan))
+            self._count(exchange.count_dropped(ids, plan, ranks * num_local))
         rows, weights, ids = exchange.dispatch(x, weights, ids, plan, group)
         if self.limits.max_tokens is not None:
             exchange.check_counts(ids, capacity)

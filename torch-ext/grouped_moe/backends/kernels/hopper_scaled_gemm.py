@@ -16,7 +16,7 @@ from .dependent import wait_for_stream
 from .hopper import allocate_barriers
 from .hopper_gemm import consume_gemm
 from .hopper_pipeline import Schedule, Zeros, find_tile, produce
-from .hopper_ring import Product, Ring, next_slot
+from .hopper_ring import Product, WideningRing, next_slot
 from .tiles import Tiling, num_row_tiles
 
 
@@ -105,7 +105,7 @@ def hopper_scaled_gemm_kernel(
     codes = gl.allocate_shared_memory(codes_desc.dtype, [STAGES] + codes_desc.block_type.shape, codes_desc.layout)
     # A slot is full after the arrivals of the load of rows and of the warps that widen.
     full = allocate_barriers(STAGES, 2)
-    ring = Ring(lhs, rhs, full, allocate_barriers(STAGES, 1), codes, allocate_barriers(STAGES, 1))
+    ring = WideningRing(lhs, rhs, full, allocate_barriers(STAGES, 1), codes, landed=allocate_barriers(STAGES, 1))
     staging = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
     pingpong = allocate_barriers(2, 1)
     if ZERO_UNGROUPED:
@@ -126,5 +126,5 @@ def hopper_scaled_gemm_kernel(
         (consume_gemm, (1, ring, pingpong, y_desc, staging, bias_ptr, stride_be, stride_bn, scales_ptr, schedule,
                         TILING, PRODUCT, False)),
         (widen, (scales, ring, schedule, TILING, PRODUCT, BLOCKS)),
-        (produce, (x_desc, codes_desc, projected_desc, factor_desc, ring, schedule, zeros, TILING, PRODUCT)),
+        (produce, (x_desc, codes_desc, projected_desc, factor_desc, ring, schedule, zeros, TILING, PRODUCT, True)),
     ], [4, 4, 1], [184, 96, 40])  # fmt: skip

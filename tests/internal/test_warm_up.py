@@ -148,12 +148,15 @@ LINEARS = {
     "discrete": {"single_grouped_weight": False, "single_grouped_bias": False},
     "main_grad": {"accumulate_into_main_grad": True}, "delayed": {"delay_wgrad": True, "scale_bias": True},
     "all": {"accumulate_into_main_grad": True, "delay_wgrad": True, "single_grouped_weight": False},
+    "frozen": {}, "frozen-no-bias": {"bias": False}, "frozen-scaled": {"scale_bias": True},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LINEARS)
 def test_linear_layers(grouped_moe, compiles, name):
     layer, draw = grouped_moe.GroupedLinear(8, 256, 384, dtype=BF16, **LINEARS[name]), random.Random(name)
+    if name.startswith("frozen"):
+        layer.quantize_blocks_()
     if layer.accumulate_into_main_grad:
         for weight in layer._of("weight"):
             weight.main_grad = torch.zeros(weight.shape)

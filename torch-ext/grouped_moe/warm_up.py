@@ -16,7 +16,8 @@ from .integrations.transformers_fp8 import has_scales, scaled_weight
 from .integrations.transformers_gate import fused_activation, post_expert
 from .integrations.transformers_load import share_of
 from .nn import GroupedLinear
-from .nn.main_grad import as_one, buffer_of
+from .nn.main_grad import buffer_of
+from .nn.packing import as_one
 from .tuning.heuristic import choose_block_m, rows_per_group, wide_pays
 
 # What modules and their configs call the number of experts that a token takes.
@@ -112,7 +113,7 @@ def _find_layers(target: nn.Module, top_k: Optional[int], trains: bool) -> Itera
     found = False
     for name, module in target.named_modules():
         if isinstance(module, GroupedLinear):
-            weight, make = next(module.parameters()), partial(_linear_layer, module, top_k or 1, trains)
+            weight, make = next(module.parameters()), partial(_linear_layer, module, target, top_k or 1, trains)
         elif _is_experts(module):
             weight, make = module.down_proj, partial(_experts_layer, name, module, target, top_k, trains)
         else:
@@ -158,16 +159,12 @@ def _describe(module: nn.Module) -> Tuple[Hashable, ...]:
     return tuple((*rest, p.shape, p.stride(), p.dtype, p.device, p.data_ptr() % 16) for *rest, p in named)
 
 
-def _compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of products with a parameter."""
-    return checks.autocast_dtype(tensor.device.type) or tensor.dtype
-
-
-def _hidden_dtype(experts: nn.Module, target: nn.Module) -> torch.dtype:
-    """The dtype of hidden states: the weights' own or, with FP8 weights, that of the first parameter without scales."""
-    if not has_scales(experts, "down_proj"):
-        return experts.down_proj.dtype
-    others = (p.dtype for name, p in target.named_parameters() if not name.endswith("_scale_inv"))
+def _input_dtype(weight: Tensor, is_scaled: bool, *owners: nn.Module) -> torch.dtype:
+    """The dtype of a layer's input: its weight's own or, with scales, that of the owners' first parameter without."""
+    if not is_scaled:
+        return weight.dtype
+    named = itertools.chain.from_iterable(owner.named_parameters() for owner in owners)
+    others = (p.dtype for name, p in named if not name.endswith("_scale_inv"))
     return next((dtype for dtype in others if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
 
 
@@ -218,7 +215,7 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
     interleaved, share = gated and not getattr(module, "is_concatenated", True), share_of(module)
     up, down = map(local_part, (module.gate_up_proj if gated else module.up_proj, module.down_proj))
     activation = fused_activation(module, interleaved) if post_expert(module) is None else None
-    own_dtype = _hidden_dtype(module, target)
+    own_dtype = _input_dtype(module.down_proj, has_scales(module, "down_proj"), target)
     dtype = checks.autocast_dtype(up.device.type) or own_dtype
     e, h, i = up.shape[0], *down.shape[1:][:: -1 if transposed else 1]
     p = up.shape[2 if transposed else 1]
@@ -253,19 +250,21 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
     return _Layer((*flags, _describe(module)), choice, run)
 
 
-def _linear_layer(module: GroupedLinear, top_k: int, trains: bool) -> _Layer:
+def _linear_layer(module: GroupedLinear, target: nn.Module, top_k: int, trains: bool) -> _Layer:
     """A layer of a linear module, with as many rows as tokens and top_k times as many."""
     weight, n, k, groups = next(module.parameters()), module.out_features, module.in_features, module.num_groups
-    products = _products(groups, ((n, k), (k, n)), weight, _compute_dtype(weight), trains)
+    own_dtype = _input_dtype(weight, module._scaled is not None, module, target)
+    dtype = checks.autocast_dtype(weight.device.type) or own_dtype
+    products = _products(groups, ((n, k), (k, n)), weight, dtype, trains)
 
     def choice(num_tokens: int) -> Hashable:
         return products(num_tokens, num_tokens), products(num_tokens * top_k, num_tokens * top_k)
 
     def run(num_tokens: int) -> None:
         for num_rows in {num_tokens, num_tokens * top_k}:
-            _run_linear(module, num_rows, weight)
+            _run_linear(module, num_rows, weight, own_dtype)
 
-    flags = module.scale_bias, module.accumulate_into_main_grad, module.delay_wgrad
+    flags = module.scale_bias, module.accumulate_into_main_grad, module.delay_wgrad, own_dtype, str(module._scaled)
     buffers = (_main_grad_of(weight),) if module.accumulate_into_main_grad else ()
     return _Layer((*flags, n, k, groups, *((b.dtype, b.stride()) for b in buffers), _describe(module)), choice, run)
 
@@ -276,20 +275,23 @@ def _main_grad_of(weight: Tensor) -> Tensor:
     return torch.empty_like(weight, device="meta", dtype=torch.float32) if buffer is None else buffer
 
 
-def _run_linear(module: GroupedLinear, num_rows: int, weight: Tensor) -> None:
-    """Runs it with splits of each kind, or trains it with scales of each dtype, in each way to keep gradients."""
+def _run_linear(module: GroupedLinear, num_rows: int, weight: Tensor, dtype: torch.dtype) -> None:
+    """Runs it with splits of each kind, or trains it with scales of each dtype, in each way to keep gradients.
+
+    dtype: of the rows.
+    """
     twin, groups, trains = _twin(module, module._state()), module.num_groups, torch.is_grad_enabled()
     sizes = torch.full((groups,), -(-num_rows // groups), device=weight.device)
     offsets = (torch.arange(groups + 1, device=weight.device) * sizes[0]).clamp(max=num_rows)
-    kinds = [sizes] if trains else [s.to(dtype) for s in (sizes, offsets) for dtype in (torch.int64, torch.int32)]
+    kinds = [sizes] if trains else [s.to(kind) for s in (sizes, offsets) for kind in (torch.int64, torch.int32)]
     to_main_grad = trains and module.accumulate_into_main_grad
     # Without main_grad the first delayed gradient is written, others are added to it.
     overwrites = {False, hasattr(weight, "overwrite_main_grad")} if to_main_grad else range(1 + module.delay_wgrad)
-    scales_dtypes = {weight.dtype, torch.float32} if module.scale_bias else {None}
+    scales_dtypes = {dtype, torch.float32} if module.scale_bias else {None}
     for scales_dtype, overwrite, splits in itertools.product(scales_dtypes, overwrites, kinds):
         if to_main_grad:
             _give_main_grads(module, twin, overwrite)
-        x = _random(weight, num_rows, module.in_features)
+        x = _random(weight, num_rows, module.in_features, dtype=dtype)
         scales = None if scales_dtype is None else _random(weight, num_rows, dtype=scales_dtype)
         y = twin.forward(x, splits, scales)
         if trains:

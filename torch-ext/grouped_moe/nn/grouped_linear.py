@@ -6,60 +6,21 @@ import operator
 import weakref
 from collections import deque
 from itertools import compress, repeat
-from typing import Any, Callable, Deque, Dict, Iterable, List, Optional
+from typing import Any, Callable, Deque, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from .._ops import ops
+from ..block_scaled import BlockScaled, Weight
 from ..common import checks
 from ..grouped_linear import grouped_linear
 from ..operands import LoRA
 from ..splits import Splits, as_splits
-from .main_grad import (
-    Delayed,
-    Later,
-    MainGrad,
-    Wanted,
-    WgradTap,
-    accumulate,
-    as_one,
-    main_grads_of,
-    mark_added,
-    unchanged,
-)
-
-
-class _Pack(torch.autograd.Function):
-    """`packed`, which holds the data of the weights, as a function of the weights."""
-
-    @staticmethod
-    def forward(ctx, packed: Tensor, watched: List[Tensor], *weights: Tensor) -> Tensor:
-        ctx.check = unchanged(watched)
-        return packed.view_as(packed)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        ctx.check()
-        return (None, None, *grad.unbind(0))
-
-
-def _check_arguments(num_groups, in_features, out_features, bias, scale_bias, dtype, init_method) -> None:
-    """Raises TypeError or ValueError that names the argument of `GroupedLinear`."""
-    sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
-    for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
-    checks.check_num_groups("num_groups", num_groups)
-    if scale_bias and not bias:
-        raise ValueError("scale_bias: expected False without a bias, got True")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype: expected a floating-point torch.dtype, got {dtype!r}")
-    if init_method is not None and not callable(init_method):
-        raise TypeError(f"init_method: expected a callable, got {type(init_method).__name__}")
-
+from . import frozen
+from .main_grad import Delayed, Later, MainGrad, Wanted, WgradTap, accumulate, main_grads_of, mark_added
+from .packing import Pack, as_one
+from .parameters import check_arguments, translate
 
 _MAX_DELAYED = 64  # microbatches: more than a pipeline has in flight
 
@@ -93,6 +54,11 @@ class GroupedLinear(nn.Module):
     `skip_backward_post_hook = True`. `torch.compile` can't do that: RuntimeError. Copies and pickles of the module have
     nothing stored, and no hooks.
 
+    `quantize_blocks_()` and `from_block_scaled` make layers whose weight is frozen and block-scaled: `weight` holds its
+    codes, the parameter `weight_scale_inv` its scales. `to`, `half` and the like move both, but do not cast them.
+    Checkpoints hold both, not the extents of blocks, so that a module of the same blocks has to load them. If one of
+    them is made to require a gradient, the forward raises ValueError.
+
     Raises TypeError or ValueError that names the argument.
     """
 
@@ -113,13 +79,14 @@ class GroupedLinear(nn.Module):
         delay_wgrad: bool = False,
     ) -> None:
         super().__init__()
-        _check_arguments(num_groups, in_features, out_features, bias, scale_bias, dtype, init_method)
+        check_arguments(num_groups, in_features, out_features, bias, scale_bias, dtype, init_method)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.use_bias, self.scale_bias = bool(bias), bool(scale_bias)
         self.single_grouped_weight, self.single_grouped_bias = bool(single_grouped_weight), bool(single_grouped_bias)
         self.init_method = init_method
         self.accumulate_into_main_grad, self.delay_wgrad = bool(accumulate_into_main_grad), bool(delay_wgrad)
         self._names: Dict[str, List[str]] = {"weight": [], "bias": []}  # of parameters, in the order of the groups
+        self._scaled: Optional[Dict[str, Any]] = None  # of a block-scaled weight what is no tensor
         self._delayed: Deque[Delayed] = deque()
         self._wgrad_hooks: List[Callable[[], Any]] = []
         self._checked_main_grads: List[weakref.ref] = []
@@ -149,9 +116,49 @@ class GroupedLinear(nn.Module):
         except KeyError:  # wrappers put properties and plain tensors in their place
             return [getattr(self, name) for name in names]
 
+    @classmethod
+    def from_block_scaled(
+        cls, weight: BlockScaled, bias: Optional[Tensor] = None, *, scale_bias: bool = False
+    ) -> "GroupedLinear":
+        """A layer over the memory of a weight (G, N, K), frozen, and of a bias (G, N), bf16, fp16, fp32 or fp64.
+
+        The bias is on the weight's device and becomes a parameter that requires a gradient, or is one already. Raises
+        TypeError or ValueError that names the argument.
+        """
+        frozen.check_given(weight, bias)
+        groups, n, k = weight.shape
+        layer = cls(groups, k, n, bias=bias is not None, scale_bias=scale_bias, device="meta")
+        if bias is not None:
+            layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias.detach())
+        return layer._freeze(weight)
+
+    @torch.no_grad()
+    def quantize_blocks_(
+        self, block: Tuple[int, int] = (128, 128), parts: int = 1, products: str = "auto"
+    ) -> "GroupedLinear":
+        """Turns the weight into a block-scaled one, in place of the parameter `weight`, and returns the module.
+
+        block, parts: as `quantize_blocks` takes them. products: as of `BlockScaled`. On the meta device codes and
+        scales have no memory either. Raises TypeError or ValueError that names the argument, or an option of the module
+        that a frozen weight does not go with; RuntimeError if the weight is block-scaled already.
+        """
+        frozen.check_freezes(self, products)
+        return self._freeze(frozen.quantize_groups(self.weight, block, parts)._replace(products=products))
+
+    def _freeze(self, weight: BlockScaled) -> "GroupedLinear":
+        self._scaled = frozen.options_of(weight)
+        for name, parameter in frozen.as_parameters(weight).items():
+            self.register_parameter(name, parameter)
+        return self
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws all parameters anew, group by group: the same values whatever the layout."""
+        """Draws all parameters anew, group by group: the same values whatever the layout.
+
+        Raises RuntimeError if the weight is block-scaled: it is not trained.
+        """
+        if self._scaled is not None:
+            raise RuntimeError("reset_parameters: the weight is block-scaled; load a state dict instead")
         bound = 1 / math.sqrt(self.in_features)
         for kind in ("weight", "bias"):
             parameters = [parameter.detach() for parameter in self._of(kind)]
@@ -176,7 +183,8 @@ class GroupedLinear(nn.Module):
                 parameter.skip_backward_post_hook = True
 
     def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
+        kept = [self._parameters[name] for name in frozen.NAMES] if self._scaled else ()
+        super()._apply(frozen.without_casts(fn, kept), recurse)
         self._settle()
         return self
 
@@ -189,56 +197,47 @@ class GroupedLinear(nn.Module):
         return twin
 
     def __getstate__(self) -> Dict[str, Any]:
-        """For pickle, which would write the whole storage with each of the weights that share it."""
+        """For pickle, which would write the whole storage with each of the weights that share it, or 8-bit floats."""
         state = self._state()
         if not self.single_grouped_weight:
             state["_parameters"] = parameters = dict(self._parameters)
             for name, weight in zip(self._names["weight"], self._of("weight")):
                 parameters[name] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
                 parameters[name].__dict__.update(weight.__dict__)
-        return state
+        return state if self._scaled is None else frozen.as_integers(state)
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(frozen.from_integers(state))
         self._settle()
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        super()._load_from_state_dict(self._translate(state_dict, prefix), prefix, *args)
+        state_dict = translate(state_dict, prefix, self._names, self.num_groups)
+        frozen.replace_misfits(state_dict, prefix, self, args[-1])
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self._settle()
-
-    def _translate(self, state_dict: Dict[str, Any], prefix: str) -> Dict[str, Any]:
-        """A copy with the keys of this module's form. What fits neither is left for torch to complain about."""
-        state_dict = dict(state_dict)
-        state_dict.pop(f"{prefix}_extra_state", None)
-        for kind in ("weight", "bias"):
-            names = [prefix + name for name in self._names[kind]]
-            one, many = prefix + kind, [f"{prefix}{kind}{group}" for group in range(self.num_groups)]
-            if names == [one] and one not in state_dict and all(key in state_dict for key in many):
-                if len({state_dict[key].shape for key in many}) == 1:
-                    state_dict[one] = torch.stack([state_dict.pop(key) for key in many])
-            elif names == many and one in state_dict and not any(key in state_dict for key in many):
-                if state_dict[one].dim() and len(state_dict[one]) == self.num_groups:
-                    state_dict.update(zip(many, state_dict.pop(one)))
-        return state_dict
 
     def extra_repr(self) -> str:
         shape = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
         flags = {"scale_bias": False, "single_grouped_weight": True, "single_grouped_bias": True}
         flags.update(accumulate_into_main_grad=False, delay_wgrad=False)
         changed = [f"{name}={not default}" for name, default in flags.items() if getattr(self, name) != default]
-        return ", ".join([shape, f"bias={self.use_bias}", *changed])
+        return ", ".join([shape, f"bias={self.use_bias}", *changed, *frozen.described(self._scaled or {})])
 
-    def _packed(self, kind: str, x: Tensor, detached: bool = False) -> Optional[Tensor]:
-        """(G, N, K) or (G, N): the parameters of a kind as one tensor, differentiable unless detached. x: the input."""
+    def _packed(self, kind: str, x: Tensor, detached: bool = False) -> Optional[Weight]:
+        """(G, N, K) or (G, N): the parameters of a kind as one, differentiable unless detached. x: the input."""
         parameters = self._of(kind)
         if not parameters:
             return None
         if self._names[kind] == [kind]:
-            return parameters[0].detach() if detached else parameters[0]
+            one = parameters[0].detach() if detached else parameters[0]
+            if kind == "bias" or self._scaled is None:
+                return one
+            scales = getattr(self, frozen.SCALES)
+            return BlockScaled(one, scales.detach() if detached else scales, **self._scaled)
         packed = None if torch.compiler.is_compiling() or kind == "bias" else as_one(parameters)
         if packed is None:
             return torch.stack([p.detach() for p in parameters] if detached else parameters)
-        return packed if detached else _Pack.apply(packed, self._watched(x), *parameters)
+        return packed if detached else Pack.apply(packed, self._watched(x), *parameters)
 
     def _watched(self, x: Tensor) -> List[nn.Parameter]:
         """Weights that autograd sees one of and x's gradient depends on all of."""

@@ -1,6 +1,5 @@
 """Weight gradients that take another way than autograd's: into `main_grad`, as Megatron-LM has it, or later."""
 
-import operator
 from typing import Callable, Deque, List, NamedTuple, Optional, Sequence
 
 import torch
@@ -8,13 +7,13 @@ from torch import Tensor
 
 from .._ops import ops
 from ..backends import backend_of
-from ..common import _compat, checks
+from ..common import checks
 from ..common.autograd import define_op, once_differentiable
 from ..common.device import on_device
 from ..rows import unit_rows
+from .packing import as_one, unchanged
 
 _BUFFER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SHAPE, _DTYPE = map(operator.attrgetter, ("shape", "dtype"))
 
 
 class MainGrad(NamedTuple):
@@ -43,44 +42,6 @@ class Wanted(NamedTuple):
     num_groups: int
     groups: Optional[List[int]]
     targets: Optional[List[MainGrad]] = None
-
-
-def as_one(tensors: Sequence[Tensor]) -> Optional[Tensor]:
-    """(G, *shape), a view of G contiguous tensors that lie equally spaced and ascending in one storage; else None."""
-    first, groups = tensors[0].detach(), len(tensors)
-    if groups == 1:
-        return first[None]
-    if type(first) is not Tensor:  # a fake tensor has no address
-        return None
-    # By functions in C, as there may be a thousand.
-    starts, itemsize = [*map(Tensor.data_ptr, tensors)], first.element_size()
-    step = starts[1] - starts[0]
-    end = first.storage_offset() * itemsize + (groups - 1) * step + first.nbytes
-    fit = (
-        step >= max(1, first.nbytes)
-        and step % itemsize == 0
-        and starts == [*range(starts[0], starts[0] + groups * step, step)]
-        and end <= first.untyped_storage().nbytes()  # an address between two of one storage is of that storage, too
-        and all(map(Tensor.is_contiguous, tensors))
-        and {*map(_SHAPE, tensors)} == {first.shape}
-        and {*map(_DTYPE, tensors)} == {first.dtype}
-    )
-    return first.as_strided((groups, *first.shape), (step // itemsize, *first.stride())) if fit else None
-
-
-def unchanged(
-    tensors: Sequence[Optional[Tensor]], name_of: Callable[[int], str] = "weight{}".format
-) -> Callable[[], None]:
-    """A check that raises RuntimeError, as autograd's of what it saved, if a tensor was modified in place since now."""
-    versions = [0 if tensor is None else _compat.version_of(tensor) for tensor in tensors]
-
-    def check() -> None:
-        for place, (tensor, version) in enumerate(zip(tensors, versions)):
-            if tensor is not None and _compat.version_of(tensor) != version:
-                name = name_of(place)
-                raise RuntimeError(f"{name}: modified in place before the gradients that depend on it were computed")
-
-    return check
 
 
 def buffer_of(parameter: Tensor) -> Optional[Tensor]:

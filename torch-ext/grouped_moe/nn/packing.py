@@ -1,0 +1,63 @@
+"""One tensor over the weights of all groups, where they lie so, and what was modified since it was read."""
+
+import operator
+from typing import Callable, List, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from ..common import _compat
+
+_SHAPE, _DTYPE = map(operator.attrgetter, ("shape", "dtype"))
+
+
+def as_one(tensors: Sequence[Tensor]) -> Optional[Tensor]:
+    """(G, *shape), a view of G contiguous tensors that lie equally spaced and ascending in one storage; else None."""
+    first, groups = tensors[0].detach(), len(tensors)
+    if groups == 1:
+        return first[None]
+    if type(first) is not Tensor:  # a fake tensor has no address
+        return None
+    # By functions in C, as there may be a thousand.
+    starts, itemsize = [*map(Tensor.data_ptr, tensors)], first.element_size()
+    step = starts[1] - starts[0]
+    end = first.storage_offset() * itemsize + (groups - 1) * step + first.nbytes
+    fit = (
+        step >= max(1, first.nbytes)
+        and step % itemsize == 0
+        and starts == [*range(starts[0], starts[0] + groups * step, step)]
+        and end <= first.untyped_storage().nbytes()  # an address between two of one storage is of that storage, too
+        and all(map(Tensor.is_contiguous, tensors))
+        and {*map(_SHAPE, tensors)} == {first.shape}
+        and {*map(_DTYPE, tensors)} == {first.dtype}
+    )
+    return first.as_strided((groups, *first.shape), (step // itemsize, *first.stride())) if fit else None
+
+
+def unchanged(
+    tensors: Sequence[Optional[Tensor]], name_of: Callable[[int], str] = "weight{}".format
+) -> Callable[[], None]:
+    """A check that raises RuntimeError, as autograd's of what it saved, if a tensor was modified in place since now."""
+    versions = [0 if tensor is None else _compat.version_of(tensor) for tensor in tensors]
+
+    def check() -> None:
+        for place, (tensor, version) in enumerate(zip(tensors, versions)):
+            if tensor is not None and _compat.version_of(tensor) != version:
+                name = name_of(place)
+                raise RuntimeError(f"{name}: modified in place before the gradients that depend on it were computed")
+
+    return check
+
+
+class Pack(torch.autograd.Function):
+    """`packed`, which holds the data of the weights, as a function of the weights."""
+
+    @staticmethod
+    def forward(ctx, packed: Tensor, watched: List[Tensor], *weights: Tensor) -> Tensor:
+        ctx.check = unchanged(watched)
+        return packed.view_as(packed)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.check()
+        return (None, None, *grad.unbind(0))

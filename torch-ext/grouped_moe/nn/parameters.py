@@ -1,0 +1,43 @@
+"""What the parameters of a grouped layer are made of: its arguments, and checkpoints of either form."""
+
+from typing import Any, Dict, Sequence
+
+import torch
+
+from ..common import checks
+
+
+def check_arguments(num_groups, in_features, out_features, bias, scale_bias, dtype, init_method) -> None:
+    """Raises TypeError or ValueError that names the argument of `GroupedLinear`."""
+    sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    checks.check_num_groups("num_groups", num_groups)
+    if scale_bias and not bias:
+        raise ValueError("scale_bias: expected False without a bias, got True")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype: expected a floating-point torch.dtype, got {dtype!r}")
+    if init_method is not None and not callable(init_method):
+        raise TypeError(f"init_method: expected a callable, got {type(init_method).__name__}")
+
+
+def translate(state_dict: Dict[str, Any], prefix: str, names: Dict[str, Sequence[str]], groups: int) -> Dict[str, Any]:
+    """A copy with keys of a module's form. What fits neither form is left for torch to complain about.
+
+    names: of the module's parameters by their kind, "weight" or "bias".
+    """
+    state_dict = dict(state_dict)
+    state_dict.pop(f"{prefix}_extra_state", None)
+    for kind, own in names.items():
+        keys = [prefix + name for name in own]
+        one, many = prefix + kind, [f"{prefix}{kind}{group}" for group in range(groups)]
+        if keys == [one] and one not in state_dict and all(key in state_dict for key in many):
+            if len({state_dict[key].shape for key in many}) == 1:
+                state_dict[one] = torch.stack([state_dict.pop(key) for key in many])
+        elif keys == many and one in state_dict and not any(key in state_dict for key in many):
+            if state_dict[one].dim() and len(state_dict[one]) == groups:
+                state_dict.update(zip(many, state_dict.pop(one)))
+    return state_dict

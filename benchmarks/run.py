@@ -1,5 +1,6 @@
 """Benchmarks of the experts block (see experts.py), linear layers (linear.py), low-rank pairs (lora.py), FP8 weights
-(fp8.py), a rank's work under expert parallelism (ep.py) and new token counts (new_shapes.py).
+(fp8.py), training on them (fp8_training.py), a rank's work under expert parallelism (ep.py) and new token counts
+(new_shapes.py).
 
 python benchmarks/run.py [NAME...]                       # these or all, each in a process, and the figures
 python benchmarks/run.py layers --only Mixtral T=8192 --output layers.json
@@ -17,6 +18,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import ep
 import fp8
+import fp8_training
 import linear
 import lora
 import new_shapes
@@ -29,7 +31,7 @@ from workload import QWEN3_30B, SMOKE
 
 WAYS, GPU = (EAGER, GRAPH), DEVICE == "cuda"
 GRACE_SECONDS, HANGING_SECONDS = 8.0, 30.0  # past the budget: a task is stopped, the process ends
-BENCHMARKS = (*SUITES, "linear", "lora", "fp8", "ep", "new_shapes")
+BENCHMARKS = (*SUITES, "linear", "lora", "fp8", "fp8_training", "ep", "new_shapes")
 
 
 class Task(NamedTuple):
@@ -86,6 +88,9 @@ def tasks_of(benchmark: str, kernel: ModuleType, arguments: argparse.Namespace) 
     if benchmark == "ep":
         found = ep.cases(arguments.smoke)
         return [Task(str(case), lambda case=case: ep.run(kernel, case, arguments)) for case in found]
+    if benchmark == "fp8_training":
+        trainings = fp8_training.cases(arguments.smoke)
+        return [Task(str(case), lambda case=case: fp8_training.measure(kernel, case)) for case in trainings]
     block = make_block(SMOKE if arguments.smoke else QWEN3_30B, DEVICE)
     return [
         Task(str(shapes), lambda shapes=shapes: new_shapes.run(kernel, block, shapes, arguments))

@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import compare_builds  # noqa: E402
 import experts  # noqa: E402
+import fp8_training  # noqa: E402
 import linear  # noqa: E402
 import machine  # noqa: E402
 import new_shapes  # noqa: E402
@@ -172,6 +173,48 @@ def test_smoke(name, tmp_path):
     results = run.main([name, "--smoke", "--output", str(tmp_path / "out.json")])
     check_smoke(results)
     assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == results
+
+
+def test_smoke_of_training(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft", minversion="0.21")
+    results = run.main(["fp8_training", "--smoke", "--output", str(tmp_path / "out.json")])
+    check_smoke(results)
+    (cell,) = results["cells"]
+    assert cell["shown_steps"] == [0, 5, 10, 14]
+    assert all(first > last for first, *_, last in cell["losses"].values())
+    held = cell["resident_mib"]
+    assert held[fp8_training.FP8] < held[fp8_training.BF16] == held[fp8_training.OTHER]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_training_on_other_values_is_seen(grouped_moe, monkeypatch, wrong):
+    """Scales of one weight that are off by a tenth."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft", minversion="0.21")
+    build = fp8_training.build_model
+
+    def build_wrong(kernel, case, run):
+        model = build(kernel, case, run)
+        for name, parameter in model.named_parameters():
+            if name.endswith("up_proj_scale_inv"):
+                parameter.mul_(1.1 if wrong else 1.0)
+        return model
+
+    monkeypatch.setattr(fp8_training, "build_model", build_wrong)
+    (case,) = fp8_training.cases(smoke=True)
+    (cell,) = fp8_training.measure(grouped_moe, case._replace(steps=4))
+    assert cell["wrong"] == [fp8_training.FP8] * wrong
+
+
+def test_rounding_at_random():
+    """To one of both neighbours, those that are bf16 to themselves, with the mean as it was."""
+    values = torch.full((10000,), 1.0 + 2.0**-9)
+    got = fp8_training.round_at_random(values).float()
+    assert got.unique().tolist() == [1.0, 1.0 + 2.0**-7]
+    assert abs(got.mean() - values[0]) < 2.0**-12
+    exact = torch.randn(1000).bfloat16()
+    assert torch.equal(fp8_training.round_at_random(exact.float()), exact)
 
 
 def test_two_builds(grouped_moe, tmp_path, capsys):

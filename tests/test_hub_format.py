@@ -41,7 +41,9 @@ def digest(variant: Path) -> Digest:
 
 @pytest.fixture(scope="module")
 def built() -> Path:
-    build = ROOT / "build"
+    """The build under test if it has all variants, else the one of `make build`."""
+    build = Path(os.environ["LOCAL_KERNELS"].split(":")[0].split("=", 1)[1]).resolve()
+    build = build if (build / "torch-cpu").is_dir() else ROOT / "build"
     assert build.is_dir(), "run make build"
     return build
 
@@ -50,9 +52,9 @@ def built() -> Path:
 def tree(tmp_path: Path) -> Path:
     """A copy of what the build reads, outside of any git repository."""
     ignore = shutil.ignore_patterns("__pycache__", "_ops.py")
-    for name in ("torch-ext", "tools"):
+    for name in ("torch-ext", "tools", "noarch"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
-    for name in ("build.toml", "CARD.md", ".gitignore"):
+    for name in ("CARD.md", ".gitignore"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     return tmp_path
 
@@ -70,13 +72,13 @@ def test_loaded_from_local_kernels(grouped_moe, hub):
 
 
 def test_loads_by_path(built, grouped_moe):
-    """From the repository, from its build directory, and from the variant itself."""
-    variant = built / Path(grouped_moe.__file__).parent.name
+    """From the folder that has the build, from its build directory, and from the variant itself."""
+    variant, around = built / Path(grouped_moe.__file__).parent.name, built.parent if built.name == "build" else built
     code = """
 import json, pathlib, sys, kernels
 print(json.dumps([kernels.get_local_kernel(pathlib.Path(path)).__file__ for path in sys.argv[1:]]))
 """
-    assert run_python(code, ROOT, built, variant) == [str(variant / "__init__.py")] * 3
+    assert run_python(code, around, built, variant) == [str(variant / "__init__.py")] * 3
 
 
 def test_loads_from_a_hub_cache_offline(built, hub, tmp_path):
@@ -136,7 +138,9 @@ def test_metadata_describes_the_variant(built, hub, backend):
 
 
 def test_there_is_a_variant_for_every_backend_and_no_other(built):
-    assert sorted(path.name for path in built.glob("torch*")) == [f"torch-{backend}" for backend in BACKENDS]
+    """But that with native ops, in a build of `make build-cuda`."""
+    names = sorted(path.name for path in built.glob("torch*") if "stable-abi" not in path.name)
+    assert names == [f"torch-{backend}" for backend in BACKENDS]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -189,10 +193,23 @@ def test_card_is_rendered_with_every_public_name(built, hub, grouped_moe):
     assert [name for name in re.findall(r"grouped_moe\.(\w+)", card) if name not in names] == []
 
 
-def test_ops_template_is_the_builders():
-    """The hash is that of the noarch template at the commit of huggingface/kernels that flake.lock pins."""
-    template = (ROOT / "tools" / "_ops.py.in").read_bytes()
-    assert hashlib.sha256(template).hexdigest() == "dce5b28dbdbde0ab81055939f5b89b413a4e48804206d4dde8080417bae18b27"
+# As they are at the commit of huggingface/kernels that flake.lock pins.
+BUILDERS_FILES = {
+    "_ops.py.in": "dce5b28dbdbde0ab81055939f5b89b413a4e48804206d4dde8080417bae18b27",
+    "_ops_cuda.py.in": "933e544bcbad82151547591748831765cc21b6d55564055989859ccbe905a0d7",
+    "registration.h": "4de6806c3d18b3b6421ed8a4b3e50e1308e9963721a4b93ea30a8419a84c0e79",
+    "shim_function_versions.txt": "35e17ac8bc4dc6c09a12fdd823499529156960238036bf76d7964c2ce80013f0",
+}
+
+
+@pytest.mark.parametrize("name", BUILDERS_FILES)
+def test_files_of_the_builder_are_unchanged(name):
+    assert hashlib.sha256((ROOT / "tools" / name).read_bytes()).hexdigest() == BUILDERS_FILES[name]
+
+
+def test_both_projects_pin_one_builder():
+    locks = [(ROOT / folder / "flake.lock").read_bytes() for folder in ("", "noarch")]
+    assert locks[0] == locks[1]
 
 
 def test_build_is_reproducible_and_takes_only_declared_files(tree, hub):
@@ -296,8 +313,8 @@ REJECTED = [
     ("must not contain an entry named grouped_moe", lambda tree: (tree / PACKAGE / "grouped_moe").mkdir()),
     ("__all__ must be a literal", add(INIT, '__all__ = ["a"] + ["b"]')),
     ("__all__ is missing", add(INIT, "")),
-    ("Unknown field unknown", edit("build.toml", "edition = 5", "edition = 5\nunknown = 1")),
-    ("repo-id", edit("build.toml", "repo-id.*", "")),
+    ("Unknown field unknown", edit("noarch/build.toml", "edition = 5", "edition = 5\nunknown = 1")),
+    ("repo-id", edit("noarch/build.toml", "repo-id.*", "")),
     ("'repo' is undefined", edit("CARD.md", r"\Z", "{{ repo }}")),
     ("CARD.md is missing", lambda tree: (tree / "CARD.md").unlink()),
 ]
@@ -320,4 +337,4 @@ def test_build_rejects(tree, message, change):
 def test_build_does_not_replace_what_is_not_a_build(tree):
     result = run_build(tree, "--output", tree)
     assert result.returncode == 1 and "which is not part of a build: not replaced" in result.stderr
-    assert (tree / "build.toml").is_file()
+    assert (tree / "noarch" / "build.toml").is_file()

@@ -1,4 +1,4 @@
-"""Build the noarch variants of the kernel without Nix: build/torch-<backend>/ for every backend of build.toml.
+"""Build the noarch variants of the kernel without Nix: build/torch-<backend>/ for every backend of noarch/build.toml.
 
     python tools/build.py [--output build]
 
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 try:
     import jinja2
@@ -38,7 +38,7 @@ OPS_TEMPLATE = ROOT / "tools" / "_ops.py.in"
 
 
 class Config(NamedTuple):
-    """What the build reads from build.toml. package: the folder of the source. pyext: suffixes of what is packed."""
+    """What the build reads from noarch/build.toml. package: folder of the source. pyext: suffixes of what is packed."""
 
     general: dict[str, Any]
     repo_id: str
@@ -46,25 +46,33 @@ class Config(NamedTuple):
     pyext: list[str]
 
 
+def parse(folder: Path) -> Build:
+    """The build.toml of a folder. Raises `BuildError` if the real parser rejects it."""
+    try:
+        return Build.open(folder)
+    except (OSError, ValueError) as error:
+        raise BuildError(one_line(error)) from None
+
+
+def read_toml(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / "build.toml").read_text(encoding="utf-8"))
+
+
 def read_config(root: Path) -> Config:
-    """Read and validate build.toml.
+    """Read and validate noarch/build.toml.
 
     Raises `BuildError` if the real parser rejects it, or if it asks for what only kernel-builder can do.
     """
-    try:
-        build = Build.open(root)
-    except (OSError, ValueError) as error:
-        raise BuildError(one_line(error)) from None
-    data = tomllib.loads((root / "build.toml").read_text(encoding="utf-8"))
+    build, data = parse(root / "noarch"), read_toml(root / "noarch")
     general, framework = data["general"], data.get("torch-noarch")
     if framework is None:
-        raise BuildError("build.toml: only [torch-noarch] kernels can be built without kernel-builder")
+        raise BuildError("noarch/build.toml: expected [torch-noarch]")
     for archs in {"cuda_capabilities", "rocm_archs"} & set(framework):
-        raise BuildError(f"build.toml: {archs} would make the loader refuse other GPUs, leave it out")
+        raise BuildError(f"noarch/build.toml: {archs} would make the loader refuse other GPUs, leave it out")
     if any(build.all_kernel_depends(Backend.from_str(backend)) for backend in general["backends"]):
-        raise BuildError("build.toml: kernel-depends is not supported without kernel-builder")
+        raise BuildError("noarch/build.toml: kernel-depends is not supported without kernel-builder")
     if "repo-id" not in general.get("hub", {}):
-        raise BuildError("build.toml: repo-id is missing in [general.hub]")
+        raise BuildError("noarch/build.toml: repo-id is missing in [general.hub]")
     package = root / "torch-ext" / general["name"].replace("-", "_")
     return Config(general, general["hub"]["repo-id"], package, framework.get("pyext", ["py", "pyi"]))
 
@@ -132,8 +140,17 @@ def render_card(root: Path, config: Config, names: list[str]) -> str:
     )
 
 
-def metadata(config: Config, backend: str, unique_id: str, provenance: dict[str, Any], digest: Digest) -> dict:
-    """The content of metadata.json, in the order in which the builder writes it."""
+def copy_package(config: Config, files: list[Path], variant: Path) -> None:
+    for path in files:
+        target = variant / path.relative_to(config.package)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+
+
+def metadata(
+    config: Config, backend: str, unique_id: str, provenance: dict[str, Any], archs: list[str] | None = None
+) -> dict[str, Any]:
+    """The content of metadata.json but for the digest, in the order in which the builder writes it."""
     general = config.general
     return {
         "name": general["name"],
@@ -143,14 +160,21 @@ def metadata(config: Config, backend: str, unique_id: str, provenance: dict[str,
         **{key: general[key] for key in ("upstream", "source") if key in general},
         "python-depends": [*general.get("python-depends", []), *general.get(backend, {}).get("python-depends", [])],
         "kernel-depends": [],
-        "backend": {"type": backend},
-        "digest": {"algorithm": "sha256", "files": digest.files},
+        "backend": {"type": backend, **({"archs": archs} if archs else {})},
+        "digest": {},
         "provenance": {"kernel-builder": {"version": BUILDER_VERSION}, **provenance},
     }
 
 
 def write_metadata(variant: Path, content: dict[str, Any]) -> None:
-    """Write metadata.json and read it back as the loader does. Raises `BuildError` if that gives anything else."""
+    """Write metadata.json, with the digest of the variant, and read it back as the loader does.
+
+    Raises `BuildError` if that gives anything else.
+    """
+    content["digest"] = {
+        "algorithm": "sha256",
+        "files": Digest.hash_variant(DigestAlgorithm.SHA256, variant).files,
+    }
     text = json.dumps(content, indent=2, ensure_ascii=False)
     (variant / "metadata.json").write_text(text, encoding="utf-8", newline="\n")
     try:
@@ -173,13 +197,9 @@ def build(root: Path, stage: Path) -> Config:
     ops = render(OPS_TEMPLATE, kernel_name=config.package.name, kernel_unique_id=unique_id)
     for backend in config.general["backends"]:
         variant = stage / f"torch-{backend}"
-        for path in files:
-            target = variant / path.relative_to(config.package)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+        copy_package(config, files, variant)
         (variant / "_ops.py").write_text(ops, encoding="utf-8", newline="\n")
-        digest = Digest.hash_variant(DigestAlgorithm.SHA256, variant)
-        write_metadata(variant, metadata(config, backend, unique_id, provenance, digest))
+        write_metadata(variant, metadata(config, backend, unique_id, provenance))
     (stage / "CARD.md").write_text(render_card(root, config, names), encoding="utf-8", newline="\n")
     if (root / "benchmarks").is_dir():
         bytecode = shutil.ignore_patterns("__pycache__", "*.pyc")
@@ -194,10 +214,8 @@ def check_replaceable(output: Path) -> None:
             raise BuildError(f"{output} holds {entry.name}, which is not part of a build: not replaced")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Build the noarch variants of the kernel without Nix.")
-    parser.add_argument("--output", type=Path, default=ROOT / "build", help="directory to replace (default: build)")
-    output = parser.parse_args().output.absolute()
+def replace_output(output: Path, fill: Callable[[Path], str]) -> int:
+    """Replaces the directory by what `fill` makes, and prints what that returns; 1 after an error, which is printed."""
     try:
         check_replaceable(output)
         # Next to the output: a rename is atomic only within one file system.
@@ -205,7 +223,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix=".build-", dir=output.parent) as scratch:
             stage, old = Path(scratch) / "new", Path(scratch) / "old"
             stage.mkdir()
-            config = build(ROOT, stage)
+            said = fill(stage)
             if output.exists():
                 output.rename(old)
             stage.rename(output)
@@ -213,9 +231,20 @@ def main() -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 1
-    backends = ", ".join(config.general["backends"])
-    print(f"built {config.repo_id} version {config.general['version']} for {backends} in {output}")
+    print(f"{said} in {output}")
     return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Build the noarch variants of the kernel without Nix.")
+    parser.add_argument("--output", type=Path, default=ROOT / "build", help="directory to replace (default: build)")
+
+    def fill(stage: Path) -> str:
+        config = build(ROOT, stage)
+        backends = ", ".join(config.general["backends"])
+        return f"built {config.repo_id} version {config.general['version']} for {backends}"
+
+    return replace_output(parser.parse_args().output.absolute(), fill)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,59 @@
+// What ops need of tensors besides the stable ABI's own wrapper. Throws like it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+
+// As the shim declares them where USE_CUDA is defined, which not every build does.
+extern "C" {
+AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void **ret_stream);
+AOTITorchError aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t nbytes, void **ret_ptr);
+AOTITorchError aoti_torch_cuda_caching_allocator_raw_delete(void *ptr);
+}
+
+using torch::stable::Tensor;
+
+inline cudaStream_t current_stream(int32_t device) {
+  void *stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Memory for kernels of the current stream of the current device, from PyTorch's allocator.
+class Scratch {
+ public:
+  explicit Scratch(uint64_t bytes) {
+    if (bytes) TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &memory_));
+  }
+  ~Scratch() {
+    if (memory_) aoti_torch_cuda_caching_allocator_raw_delete(memory_);
+  }
+  Scratch(const Scratch &) = delete;
+  Scratch &operator=(const Scratch &) = delete;
+  void *get() const { return memory_; }
+
+ private:
+  void *memory_ = nullptr;
+};
+
+inline int32_t dtype_code(const Tensor &tensor) {
+  int32_t dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  return dtype;
+}
+
+// An uninitialized, contiguous tensor of one or two dimensions.
+inline Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, int32_t device) {
+  const int64_t strides[] = {*(sizes.end() - 1), 1};
+  AtenTensorHandle made;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides + 2 - sizes.size(), dtype,
+                                                  aoti_torch_device_type_cuda(), device, &made));
+  return Tensor(made);
+}
+
+inline void check_launch(const char *op, cudaError_t error) {
+  STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
+}

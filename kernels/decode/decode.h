@@ -1,0 +1,51 @@
+// The experts block for a few tokens, whose time is that of reading weights.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+enum class Scalar : int { bfloat16, float16, float32 };
+
+// In the order of the package's ACTIVATION_NAMES.
+enum class ActivationKind : int { silu, gelu, gelu_tanh, relu, relu2 };
+
+// a(gate, up) = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset), with x sigmoid(alpha x) as silu; without
+// up if not gated. limit: infinite for none.
+struct Activation {
+  ActivationKind kind;
+  float alpha, limit, up_offset;
+};
+
+// Strides count elements. The inner dimension of x, up and down is contiguous; their rows begin at multiples of 16 bytes
+// and have multiples of 16 bytes. S = num_tokens * top_k slots; a slot whose id is outside of [0, num_experts) is a
+// sentinel: nothing of it but the id is read.
+struct DecodeArgs {
+  const void *x;  // (T, H)
+  int64_t stride_xt;
+  const void *ids;  // (T, top_k), int32 or int64
+  int64_t stride_it, stride_ik;
+  const void *weights;  // (T, top_k), of routing
+  int64_t stride_wt, stride_wk;
+  const void *up;  // (E, 2 I, H), or (E, I, H) if not gated
+  int64_t stride_ue, stride_un;
+  const void *down;  // (E, H, I)
+  int64_t stride_de, stride_dn;
+  const void *up_bias;  // (E, 2 I) or (E, I), or null
+  int64_t stride_ube, stride_ubn;
+  const void *down_bias;  // (E, H), or null
+  int64_t stride_dbe, stride_dbn;
+  void *act;  // (S, I), scratch: rows of sentinels stay unwritten
+  void *out;  // (T, H), contiguous
+  int num_tokens, top_k, num_experts, hidden, intermediate;
+  bool wide_ids, gated, interleaved;
+  Scalar dtype;          // of x, up, down, the biases, act and out: bfloat16 or float16
+  Scalar weights_dtype;  // any
+  Activation activation;
+};
+
+constexpr int MAX_TOP_K = 32;  // one choice of a token for each lane of a warp
+
+// out[t] = sum over the routed slots s of token t, with expert e, of weights[s] (down[e] act[s] + down_bias[e]),
+// act[s] = a(up[e] x[t] + up_bias[e]), in two launches. T and top_k from 1 on, top_k up to MAX_TOP_K, S up to 65535.
+cudaError_t decode_experts(const DecodeArgs &args, cudaStream_t stream);

@@ -1,0 +1,35 @@
+// Stable counting sort of slots by expert, and the tile schedule of the sorted rows, in one launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+struct RouteArgs {
+  const void *ids;   // (S,) int32 or int64, contiguous; outside of [0, num_experts): a sentinel
+  int *counts;       // scratch: `RoutePlan::scratch` entries
+  int *schedule;     // out: expert offsets (E + 1,), tile offsets (E + 1,), the expert of each tile
+  int *row_to_slot;  // (num_rows,) out: the first R are written
+  int *slot_to_row;  // (S,) out: -1 for a sentinel, and for a slot whose row would be num_rows or more
+  int *num_routed;   // () out: R, rows that there is no room for among them; or null
+  int num_slots, num_experts, num_rows, block_m;
+  bool wide_ids;
+};
+
+// Which blocks exchange their counts: one block alone, those of one cluster, or all of a grid that runs at once.
+enum class Reach { block, cluster, grid };
+
+// How many blocks of how many threads share the work, each thread with so many slots.
+struct RoutePlan {
+  Reach reach;
+  int blocks, threads, rounds;
+  int scratch(int num_experts) const { return reach == Reach::block ? 0 : blocks * num_experts; }
+};
+
+constexpr int MAX_EXPERTS = 1024;
+
+// The plan for so many slots; false if they are too many to be routed in one launch. For a device of so many
+// multiprocessors and of a compute capability of so much.
+bool plan_route(int num_slots, int num_experts, int num_sms, int capability, RoutePlan *plan);
+
+// Rows are sorted by expert and, within an expert, by slot. R is the number of slots that are no sentinels. Offsets and
+// tiles end at num_rows.
+cudaError_t route_slots(const RouteArgs &args, const RoutePlan &plan, cudaStream_t stream);

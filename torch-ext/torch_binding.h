@@ -1,0 +1,23 @@
+// The ops of the CUDA build.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+// The experts block for a few tokens, (T, H); an undefined tensor, None in Python, where the kernels are not for the call.
+// x: (T, H) bf16 or fp16. ids, weights: (T, top_k), int32 or int64 and floating, any strides. up: (E, 2 I, H), or
+// (E, I, H) if not gated; down: (E, H, I); rows contiguous and at multiples of 16 bytes. Biases: any strides.
+// activation: an index into the package's ACTIVATION_NAMES. limit: infinite for none.
+torch::stable::Tensor decode_experts_op(
+    const torch::stable::Tensor &x, const torch::stable::Tensor &ids, const torch::stable::Tensor &weights,
+    const torch::stable::Tensor &up, const torch::stable::Tensor &down,
+    const std::optional<torch::stable::Tensor> &up_bias, const std::optional<torch::stable::Tensor> &down_bias,
+    int64_t activation, double alpha, double limit, double up_offset, bool gated, bool interleaved);
+
+// (schedule, row_to_slot, slot_to_row, num_routed), as the package's `rows.Rows` describes them; num_routed: (1,), R, if
+// there are fewer rows than slots, else empty. Undefined tensors if there are too many slots for one launch.
+std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> route_rows_op(
+    const torch::stable::Tensor &ids, int64_t num_experts, int64_t num_rows, int64_t block_m, int64_t schedule_size);

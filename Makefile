@@ -5,12 +5,14 @@ VENV = .venv
 PY = $(VENV)/bin/python
 # Processes that share the tests.
 WORKERS = 2
+# Which build is tested and measured on a GPU: build or build-cuda.
+BUILD = build
 
 READY = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/ready)
 PIP = $(PYTHON) -m pip --python $(PY) install --disable-pip-version-check
 export SHOW_PACKAGES = import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")
 
-.PHONY: help venv build demo lint test test-gpu test-versions fuzz bench plots tune compile-check clean
+.PHONY: help venv build build-cuda demo lint test test-gpu test-versions fuzz bench plots tune compile-check clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -28,10 +30,14 @@ $(VENV)/ready: $(wildcard requirements/*.txt)
 	$(PY) -c "import torch" 2> /dev/null || $(PIP) -r requirements/torch.txt
 	$(PY) -c "import triton" 2> /dev/null || $(PIP) -r requirements/triton.txt
 	$(PIP) -r requirements/runtime.txt -r requirements/test.txt
+	command -v nvcc > /dev/null || $(PIP) -r requirements/cuda.txt
 	touch $@
 
-build: $(READY)  ## the variants of the package, in build/
+build: $(READY)  ## the variants of the package without native code, in build/
 	$(PY) tools/build.py
+
+build-cuda: $(READY)  ## the same, and the variant with native CUDA ops for this platform, in build-cuda/
+	$(PY) tools/build_cuda.py
 
 demo: build  ## trains a small Qwen3-MoE beside eager, runs it expert-parallel, then fine-tunes one with LoRA
 	$(PY) examples/quickstart.py
@@ -48,7 +54,10 @@ test: build  ## everything a machine without a GPU can test
 	$(PYTEST) tests --ignore tests/interpreter
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 
-test-gpu: build  ## the same tests on this machine's GPU, and those that need one
+# As a user of the Hub loads a build: by its repository.
+test-gpu fuzz bench tune: export LOCAL_KERNELS = $(shell sed -n 's/^repo-id = "\(.*\)"/\1/p' build.toml)=$(CURDIR)/$(BUILD)
+
+test-gpu: $(BUILD)  ## the same tests on this machine's GPU, and those that need one
 	$(PYTEST) tests --ignore tests/interpreter
 
 test-versions:  ## make test on each pair of PyTorch and Triton that is supported, in environments of their own
@@ -57,10 +66,10 @@ test-versions:  ## make test on each pair of PyTorch and Triton that is supporte
 MINUTES = 5
 SEED = 0
 
-fuzz: build  ## random cases on this machine's GPU or CPU: make fuzz MINUTES=30 SEED=7
+fuzz: $(BUILD)  ## random cases on this machine's GPU or CPU: make fuzz MINUTES=30 SEED=7
 	$(PY) tools/fuzz.py --minutes $(MINUTES) --seed $(SEED)
 
-bench: build  ## speed, memory and how cost grows on this machine, beside every peer that can be had
+bench: $(BUILD)  ## speed, memory and how cost grows on this machine, beside every peer that can be had
 	$(PY) benchmarks/run.py
 
 # Whose results are drawn, as in their names.
@@ -69,11 +78,11 @@ GPU = h200
 plots: $(READY)  ## the figures of the recorded results
 	$(PY) benchmarks/plot.py --gpu $(GPU)
 
-tune: build  ## the tiles that are fastest on this machine's GPU, as its file in the package's configs
+tune: $(BUILD)  ## the tiles that are fastest on this machine's GPU, as its file in the package's configs
 	$(PY) benchmarks/tune.py
 
 compile-check: build  ## every kernel for every target, with registers, shared memory and spills
 	$(PY) tools/compile_check.py
 
-clean:  ## removes the build and the virtual environment
-	rm -rf build $(VENV)
+clean:  ## removes the builds and the virtual environment
+	rm -rf build build-cuda $(VENV)

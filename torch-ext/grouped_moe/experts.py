@@ -4,6 +4,8 @@ from typing import Optional, Union
 
 from torch import Tensor
 
+from .backends.native.decode import decode_directly
+from .backends.native.fakes import IS_BUILT
 from .block import factors_of, kind_arguments
 from .block_op import experts_op
 from .block_scaled import Weight, check_scaled, parts_of
@@ -78,6 +80,11 @@ def grouped_mm_experts(
     checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     activation = as_activation(activation, gated, interleaved)
     checks.check_capacity("capacity", capacity)
+    if IS_BUILT and not transposed and gate_up_lora is None and down_lora is None and adapter_index is None:
+        tensors = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias
+        out = decode_directly(*tensors, activation, gated, interleaved)
+        if out is not None:
+            return out
     checks.check_tensor("hidden_states", hidden_states)
     dtype = checks.autocast_dtype(hidden_states.device.type)
     x = checks.autocast(hidden_states, dtype)

@@ -7,7 +7,8 @@ Each backend is a module with these functions, whose docstrings there say what t
     few tokens          is_decode, decode
     8-bit rows          quantizes
 On Hopper the Triton backend takes a product from the Gluon kernels in `hopper` where these support it: a table beside
-each product's launcher says which kernels there are, in order of preference.
+each product's launcher says which kernels there are, in order of preference. The CUDA build has `native` ops for few
+tokens and routes, with the Triton backend for all else.
 """
 
 import importlib
@@ -16,7 +17,9 @@ from types import ModuleType
 
 from torch import Tensor
 
-_NAMES = {"cpu": "torch", "cuda": "triton", "xpu": "triton"}
+from .native.fakes import IS_BUILT
+
+_NAMES = {"cpu": "torch", "cuda": "native.backend" if IS_BUILT else "triton", "xpu": "triton"}
 
 
 def backend_of(tensor: Tensor) -> ModuleType:

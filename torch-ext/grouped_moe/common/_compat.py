@@ -76,6 +76,15 @@ def in_transform() -> bool:
     return True if peek is None else peek() is not None
 
 
+def is_watched() -> bool:
+    """Whether a mode sees the ops that are called.
+
+    Nothing public tells. Where this is not known every call goes through the package's own ops.
+    """
+    count = getattr(torch._C, "_len_torch_dispatch_stack", None)
+    return True if count is None else count() > 0
+
+
 def has_tangents() -> bool:
     """Whether tensors may have tangents of forward mode; True where that is not known, and each has to be asked.
 

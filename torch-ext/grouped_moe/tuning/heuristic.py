@@ -11,9 +11,12 @@ from functools import lru_cache
 from typing import Optional, Tuple
 
 import torch
+from torch import Tensor
 
 from ..common.device import DeviceSpec
 from .files import tiles_of
+
+_MAX_SHARED_BYTES = 28 << 20  # of weights that slots read again, on average: in as much time slots are routed
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,17 @@ class GemmConfig:
 def triton_path(by_tma: bool) -> str:
     """How the log calls a Triton kernel that reads weights or both operands by descriptor, or nothing."""
     return "Triton by descriptor" if by_tma else "Triton by pointer"
+
+
+def decode_pays(num_tokens: int, top_k: int, up: Tensor, down: Tensor) -> bool:
+    """Whether slots so hardly share experts that each may read its weights itself. up, down: (E, ., .)."""
+    if num_tokens == 1:
+        return True
+    # Two tokens of random routing share top_k^2 / E experts.
+    num_experts, shared = up.shape[0], num_tokens * (num_tokens - 1) // 2 * top_k * top_k
+    # To widen a code takes as long as to read four bytes.
+    weights = sum(weight.numel() * max(2, 4 // weight.dtype.itemsize) for weight in (up, down))
+    return 4 * num_tokens * top_k <= num_experts and shared * weights <= _MAX_SHARED_BYTES * num_experts**2
 
 
 def choose_block_m(num_slots: int, num_experts: int, dtype: torch.dtype, quantizes: bool = False) -> int:

@@ -12,6 +12,7 @@ from ...common.activation import Activation
 from ...common.device import spec_of
 from ...operands import LoRA
 from ...rows import unit_rows
+from ...tuning.heuristic import decode_pays
 from ..kernels.decode import slot_down_proj_kernel, slot_up_proj_kernel
 from ..kernels.low_rank import slot_project_kernel
 from .gemm import bias_and_strides
@@ -20,7 +21,6 @@ from .scales import codes_and_scales, scale_constants, scale_layout
 
 _MAX_TOP_K = 32  # sums of all choices of a token lie in the registers of one program
 _PROJECTED_RANKS = 2  # of a program: so few that a token's are all under way at once
-_MAX_SHARED_BYTES = 28 << 20  # of weights that slots read again, on average: in as much time slots are routed
 
 
 def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
@@ -31,14 +31,7 @@ def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
     k, (up, *_), (down, *_) = 1 if block.transposed else 2, parts_of(block.up), parts_of(block.down)
     if top_k > _MAX_TOP_K or up.dtype.itemsize > 2 or up.stride(k) != 1 or down.stride(k) != 1:
         return False
-    if num_tokens == 1:
-        return True
-    # Two tokens of random routing share top_k^2 / E experts.
-    shared = num_tokens * (num_tokens - 1) // 2 * top_k * top_k
-    # To widen a code takes as long as to read four bytes.
-    weights = sum(weight.numel() * max(2, 4 // weight.dtype.itemsize) for weight in (up, down))
-    few = 4 * num_tokens * top_k <= block.num_experts
-    return few and shared * weights <= _MAX_SHARED_BYTES * block.num_experts**2
+    return decode_pays(num_tokens, top_k, up, down)
 
 
 class _Problem(NamedTuple):

@@ -40,11 +40,16 @@ def route(
     rows = Rows(schedule, num_experts, num_rows, block_m, top_k_index.shape[1], row_to_slot, slot_to_row)
     _place_slots(ids, rows, num_routed)
     if num_routed is not None:
-        _compat.assert_on_device(
-            num_routed <= num_rows,
-            f"grouped_mm_experts: capacity: expected at least the slots routed to local experts, got {num_rows}",
-        )
+        assert_room(num_routed, num_rows)
     return rows
+
+
+def assert_room(num_routed: Tensor, num_rows: int) -> None:
+    """Fails on the device if there are fewer rows than routed slots. num_routed: (1,)."""
+    _compat.assert_on_device(
+        num_routed <= num_rows,
+        f"grouped_mm_experts: capacity: expected at least the slots routed to local experts, got {num_rows}",
+    )
 
 
 def launches_of(num_slots: int) -> Tuple[bool, bool, bool]:

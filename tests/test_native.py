@@ -1,0 +1,185 @@
+"""The native ops of the CUDA build: right wherever they take a call, taken where they should be, and nowhere else.
+
+All other tests run with this build as they do with the others, `make test-gpu BUILD=build-cuda`.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from block import call, run_reference
+from cases import CASES, GPT_OSS, Case, make_inputs
+from compare import assert_bitwise, assert_close
+from operations import Log
+from poison import poison_sentinels
+
+pytestmark = pytest.mark.gpu
+# Rows of 16 bytes, as the op asks for; transposed weights are laid out as such, too.
+ALIGNED = [case for case in CASES if case.H % 8 == 0 and case.I % 8 == 0]
+FEW = Case("few", T=2, top_k=3, E=40, H=64, I=48, sentinels=0.0)
+STEPS = Case("steps", T=3, top_k=9, E=12, H=2120, I=1048, bias="both")  # several along H, I and the choices
+WHOLE = Case("whole", T=2, top_k=8, E=64, H=2048, I=768)
+
+
+@pytest.fixture(scope="module")
+def native(module):
+    if not module("backends.native.fakes").IS_BUILT:
+        pytest.skip("not the CUDA build")
+    return module("backends.native.decode")
+
+
+def decode(native, grouped_moe, case, inputs):
+    """By the op itself, however many tokens there are."""
+    x, ids, weights, up, down, *biases = inputs[:7]
+    if case.transposed:
+        up, down = up.mT, down.mT
+    activation = grouped_moe.Activation(*case.activation)
+    return native.decode_experts(x, ids, weights, up, down, *biases, activation, case.gated, case.interleaved)
+
+
+@pytest.mark.parametrize("case", [*ALIGNED, STEPS, WHOLE], ids=lambda case: case.id)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_against_the_reference(native, grouped_moe, device, case, dtype, tokens):
+    case = case._replace(T=tokens, transposed=False)
+    kinds = ((torch.int64, torch.float32), (torch.int32, dtype), (torch.int64, torch.float16))
+    for index_dtype, weights_dtype in kinds:
+        inputs = make_inputs(case, dtype, device, index_dtype, weights_dtype)
+        want = run_reference(grouped_moe, case, inputs).out
+        poisoned = poison_sentinels(inputs, case.E)
+        out = decode(native, grouped_moe, case, poisoned)
+        assert_close("out", out, want, dtype)
+        assert_bitwise("once more", decode(native, grouped_moe, case, poisoned), out)
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """In rows with room between them; NaN there."""
+    shape = (*tensor.shape[:-1], tensor.shape[-1] + 8)
+    return torch.full(shape, float("nan"), dtype=tensor.dtype, device=tensor.device)[..., :-8].copy_(tensor)
+
+
+def test_strides(native, grouped_moe, device):
+    """Rows with room between them, transposed weights that were laid out so, and biases, ids and weights of any."""
+    case = STEPS._replace(sentinels=0.3)
+    inputs = make_inputs(case, torch.bfloat16, device)
+    want = decode(native, grouped_moe, case, inputs)
+    names = ("hidden_states", "gate_up_proj", "down_proj")
+    apart = inputs._replace(**{name: strided(getattr(inputs, name)) for name in names})
+    names = ("top_k_index", "top_k_weights", "gate_up_proj_bias", "down_proj_bias")
+    apart = apart._replace(**{name: getattr(inputs, name).t().contiguous().t() for name in names})
+    assert_bitwise("strided", decode(native, grouped_moe, case, apart), want)
+    views = inputs._replace(gate_up_proj=inputs.gate_up_proj.mT, down_proj=inputs.down_proj.mT)
+    assert_bitwise("views", decode(native, grouped_moe, case._replace(transposed=True), views), want)
+
+
+@pytest.mark.parametrize("change", [
+    lambda i: i._replace(gate_up_proj=i.gate_up_proj.mT.contiguous().mT),
+    lambda i: i._replace(down_proj=strided(i.down_proj)[:, :, 4:-4]),
+    lambda i: i._replace(gate_up_proj_bias=None),
+    lambda i: i._replace(hidden_states=i.hidden_states.float()),
+    lambda i: i._replace(top_k_weights=i.top_k_weights.double()),
+    lambda i: i._replace(top_k_weights=i.top_k_weights[:, 1:]),
+    lambda i: i._replace(top_k_index=i.top_k_index.short()),
+    lambda i: i._replace(top_k_index=i.top_k_index.repeat(1, 5), top_k_weights=i.top_k_weights.repeat(1, 5)),
+    lambda i: i.take(torch.zeros(0, dtype=torch.int64, device=i.dout.device)),
+], ids=range(9))  # fmt: skip
+def test_what_the_op_does_not_take(native, grouped_moe, device, change):
+    inputs = make_inputs(STEPS, torch.bfloat16, device)
+    assert decode(native, grouped_moe, STEPS, inputs) is not None
+    assert decode(native, grouped_moe, STEPS, change(inputs)) is None
+
+
+@pytest.fixture
+def taken(native, monkeypatch, module) -> list:
+    """Grows by whether the op took the call, and whether it was called before any other op."""
+    found, decode_experts = [], native.decode_experts
+
+    def spy(direct, *args):
+        out = decode_experts(*args)
+        found.append((direct, out is not None))
+        return out
+
+    monkeypatch.setattr(native, "decode_experts", partial(spy, True))
+    module("backends").backend_of(torch.empty(0, device="cuda"))  # loads the backend
+    monkeypatch.setattr(module("backends.native.backend"), "decode_experts", partial(spy, False))
+    return found
+
+
+def test_who_is_taken(grouped_moe, device, taken):
+    """Few tokens without gradients; at once unless somebody watches."""
+    inputs = make_inputs(FEW, torch.bfloat16, device)
+    plain = call(grouped_moe, FEW, inputs)
+    assert taken == [(True, True)]
+    with Log() as log:
+        assert_bitwise("watched", call(grouped_moe, FEW, inputs), plain)
+    assert "experts_inference" in log.names and taken[1:] == [(False, True)]
+    with torch.autocast("cuda", torch.bfloat16):
+        assert_bitwise("autocast", call(grouped_moe, FEW, inputs), plain)
+    assert taken[2:] == [(False, True)]
+    del taken[:]
+    leaf = inputs._replace(hidden_states=inputs.hidden_states.clone().requires_grad_())
+    assert call(grouped_moe, FEW, leaf).requires_grad and taken == []
+    with torch.no_grad():
+        assert_bitwise("no_grad", call(grouped_moe, FEW, leaf), plain)
+    assert taken == [(True, True)]
+    many = FEW._replace(T=30)
+    call(grouped_moe, many, make_inputs(many, torch.bfloat16, device))
+    assert len(taken) == 1
+
+
+def test_what_is_handed_over(grouped_moe, device, taken):
+    """To the Triton backend, or to all other checks, which raise."""
+    wide = make_inputs(FEW, torch.float32, device)
+    assert_close("fp32", call(grouped_moe, FEW, wide), run_reference(grouped_moe, FEW, wide).out, torch.float32)
+    inputs = make_inputs(FEW, torch.bfloat16, device)
+    transposed = inputs._replace(gate_up_proj=inputs.gate_up_proj.mT, down_proj=inputs.down_proj.mT)
+    out = call(grouped_moe, FEW._replace(transposed=True), transposed)
+    assert_bitwise("transposed views", out, call(grouped_moe, FEW, inputs))
+    assert taken[-2:] == [(False, True), (True, True)] and not any(took for _, took in taken[:-2])
+    with pytest.raises(ValueError, match="^down_proj: expected shape"):
+        call(grouped_moe, FEW, inputs._replace(down_proj=inputs.down_proj[:, :, :8]))
+    with pytest.raises(TypeError, match="^hidden_states: expected a tensor"):
+        call(grouped_moe, FEW, inputs._replace(hidden_states=None))
+
+
+@pytest.mark.parametrize("case", [FEW, FEW._replace(T=1, bias="both", interleaved=True, activation=GPT_OSS)], ids=str)
+def test_compiled_and_captured(grouped_moe, device, case, taken):
+    """Compiled and in a graph it is what it is without, and of the same kernels."""
+    inputs = make_inputs(case, torch.bfloat16, device)
+    plain = call(grouped_moe, case, inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *tensors: call(grouped_moe, case, inputs._replace(hidden_states=tensors[0])))
+    assert_bitwise("compiled", compiled(inputs.hidden_states), plain)
+    assert taken == [(True, True), (False, True)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(grouped_moe, case, inputs)
+    inputs.hidden_states.normal_()
+    inputs.top_k_index.copy_(torch.randint(-1, case.E + 1, inputs.top_k_index.shape))
+    graph.replay()
+    assert_bitwise("replayed", out.clone(), call(grouped_moe, case, inputs))
+
+
+SLOTS = (0, 1, 63, 1024, 1025, 8192, 8193, 16385, 140000)
+
+
+@pytest.mark.parametrize("experts", [1, 8, 129, 1024])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_routes_as_triton_does(native, module, device, experts, dtype):
+    """Every entry that is written, with room for all and with too little."""
+    pytest.importorskip("triton")
+    ours, theirs = (module(f"backends.{name}.routing") for name in ("native", "triton"))
+    for slots in SLOTS:
+        ids = torch.randint(-1, experts + 1, (slots, 1), device=device).to(dtype)
+        (got, want) = (each.route(ids, experts, torch.bfloat16) for each in (ours, theirs))
+        assert got[1:5] == want[1:5]
+        routed = int(want.group_offsets[-1])
+        tiles = int(want.schedule[2 * experts + 1])
+        ends = 2 * experts + 2 + tiles
+        assert_bitwise("schedule", got.schedule[:ends], want.schedule[:ends])
+        assert_bitwise("row_to_slot", got.row_to_slot[:routed], want.row_to_slot[:routed])
+        assert_bitwise("slot_to_row", got.slot_to_row, want.slot_to_row)
+        if routed and routed < slots:
+            got, want = (each.route(ids, experts, torch.bfloat16, capacity=routed) for each in (ours, theirs))
+            assert_bitwise("row_to_slot, of a capacity", got.row_to_slot, want.row_to_slot)
+            assert_bitwise("slot_to_row, of a capacity", got.slot_to_row, want.slot_to_row)

@@ -1,0 +1,46 @@
+"""The backend of the CUDA build: native ops where they take a call, the Triton backend for all else."""
+
+from typing import Optional
+
+from torch import Tensor
+
+from ...block import Block
+from ...block_scaled import BlockScaled
+from .. import triton
+from ..triton import (
+    bias_grads,
+    combine,
+    combine_grad,
+    down_dgrad,
+    gather_rows,
+    gemm,
+    is_decode,
+    num_bias_dots,
+    project,
+    quantizes,
+    split_rows,
+    sum_dots,
+    up_proj,
+    wgrad,
+)
+from .decode import decode_experts
+from .routing import route
+
+__all__ = [
+    "bias_grads", "combine", "combine_grad", "decode", "down_dgrad", "gather_rows", "gemm", "is_decode",
+    "num_bias_dots", "project", "quantizes", "route", "split_rows", "sum_dots", "up_proj", "wgrad",
+]  # fmt: skip
+
+
+def decode(
+    block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor, adapters: Optional[Tensor] = None
+) -> Tensor:  # fmt: skip
+    """As `decode` of the Triton backend, which takes LoRAs, FP8 weights and rows that do not begin at 16 bytes."""
+    scaled = isinstance(block.up, BlockScaled) or isinstance(block.down, BlockScaled)
+    if not scaled and block.up_lora is None and block.down_lora is None:
+        up, down = (weight.mT if block.transposed else weight for weight in (block.up, block.down))
+        kind = block.activation, block.gated, block.interleaved
+        out = decode_experts(x, top_k_index, weights, up, down, block.up_bias, block.down_bias, *kind)
+        if out is not None:
+            return out
+    return triton.decode(block, x, top_k_index, weights, adapters)

@@ -1,0 +1,69 @@
+"""The experts block for a few tokens as one native op, without gradients.
+
+The op checks its arguments itself and returns None for a call that is not for it, so that `decode_directly` can call it
+before anything else has looked at them.
+"""
+
+from math import inf
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ..._ops import ops
+from ...common import _compat
+from ...common.activation import ACTIVATION_NAMES, Activation
+from ...tuning.heuristic import decode_pays
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_CODES = {name: code for code, name in enumerate(ACTIVATION_NAMES)}
+
+
+def decode_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: Activation,
+    gated: bool,
+    interleaved: bool,
+) -> Optional[Tensor]:
+    """out (T, H) of the experts block, None if the op is not for these tensors: torch_binding.h says what it takes."""
+    name, alpha, limit, up_offset = activation
+    kind = _CODES[name], alpha, inf if limit is None else limit, up_offset, gated, interleaved
+    return ops.decode_experts.default(x, ids, weights, up, down, up_bias, down_bias, *kind)
+
+
+def decode_directly(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: Activation,
+    gated: bool,
+    interleaved: bool,
+) -> Optional[Tensor]:
+    """`decode_experts` for arguments that nobody has checked, as a caller of `grouped_mm_experts` gave them.
+
+    None if anything calls for more: other tokens, tensors, gradients, or somebody who traces, transforms or watches.
+    """
+    if torch.compiler.is_compiling() or _compat.is_watched() or _compat.in_transform() or _compat.has_tangents():
+        return None
+    records = torch.is_grad_enabled()
+    for tensor in (x, ids, weights, up, down, up_bias, down_bias):
+        if tensor is not None and (
+            type(tensor) not in _PLAIN or not tensor.is_cuda or (records and tensor.requires_grad)
+        ):
+            return None
+    if torch.is_autocast_enabled("cuda") or ids.dim() != 2 or up.dim() != 3:
+        return None
+    num_tokens, top_k = ids.shape
+    if not num_tokens or not decode_pays(num_tokens, top_k, up, down):
+        return None
+    return decode_experts(x, ids, weights, up, down, up_bias, down_bias, activation, gated, interleaved)

@@ -1,6 +1,6 @@
 """Everything that is to hold on a GPU, in one command: the tests, and compute-sanitizer over every kernel.
 
-    python tools/gpu_suite.py [tests] [memcheck] [racecheck] [--workers 6] [--output JSON]
+    python tools/gpu_suite.py [tests] [memcheck] [racecheck] [synccheck] [--workers 6] [--output JSON]
 
 Without names all steps run. Each prints one line; the JSON is rewritten after each. Exits with 1 if a step failed.
 """
@@ -151,7 +151,7 @@ def sanitize(tool: str, arguments: argparse.Namespace) -> dict:
     return report
 
 
-STEPS = {"tests": tests, **{tool: partial(sanitize, tool) for tool in ("memcheck", "racecheck")}}
+STEPS = {"tests": tests, **{tool: partial(sanitize, tool) for tool in ("memcheck", "racecheck", "synccheck")}}
 
 
 def line(name: str, result: dict) -> str:

@@ -30,6 +30,7 @@ class Block(NamedTuple):
     options: dict = {}
 
 
+NO_GRAD = {"mode": "no_grad"}
 BLOCKS = (
     Block("gated", 9),
     Block("gated, many slots, whole tiles", 1100, Layer(H=128, I=64)),
@@ -46,7 +47,10 @@ BLOCKS = (
     Block("not gated, bias, fp16", 33, Layer(torch.float16, gated=False), BIASES),
     Block("gated, bias, interleaved, fp32", 37, Layer(torch.float32, interleaved=True), BIASES),
     Block("no token", 0),
-    Block("one token, no gradient", 1, Layer(top_k=8, E=40), options={"mode": "no_grad"}),  # experts hardly shared
+    Block("one token, no gradient", 1, Layer(top_k=8, E=40), options=NO_GRAD),  # experts hardly shared
+    Block("one token, several steps", 1, Layer(top_k=9, E=40, H=2120, I=1048), BIASES, options=NO_GRAD),
+    Block("one token, not gated, fp16", 1, Layer(torch.float16, E=8, H=72, I=264, gated=False), options=NO_GRAD),
+    Block("more slots than a cluster routes", 2800, Layer(top_k=7, E=130, H=8, I=8), options=NO_GRAD),
 )
 # Groups, rows, H, I: by pointer, by descriptor, several tiles for each program; of tiles that two warp groups share.
 LINEAR = ((3, 60, 40, 72), (4, 900, 128, 264), (40, 5120, 64, 1024))

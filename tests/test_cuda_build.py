@@ -41,15 +41,16 @@ module = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
 ops = module("_ops").ops
 x, ids, weights = torch.randn(1, 64).bfloat16(), torch.tensor([[1, 0, 4]]), torch.rand(1, 3)
 tensors = x, ids, weights, torch.randn(4, 96, 64).bfloat16(), torch.randn(4, 64, 48).bfloat16()
-kind = 0, 1.0, float("inf"), 0.0, True, False
+kind = 2, None, None, 1.0, float("inf"), 0.0
 try:
-    ops.decode_experts.default(*tensors, None, None, *kind)
+    ops.decode_experts.default(*tensors, *kind)
     refused = ""
 except NotImplementedError as error:
     refused = str(error)
 with FakeTensorMode():
     fakes = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in tensors]
-    made = [ops.decode_experts.default(*fakes, None, None, *kind), *ops.route_rows.default(fakes[1], 4, 2, 16, 50)]
+    made = [ops.decode_experts.default(*fakes, *kind), ops.decode_plain_experts.default(*fakes, 2)]
+    made += ops.route_rows.default(fakes[1], 4, 2, 16, 50)
     whole = kernel.grouped_mm_experts(*fakes)
 x, _, _, up, down = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor for tensor in tensors)
 out, want = kernel.grouped_mm_experts(*tensors), kernel.reference.grouped_mm_experts(x, ids, weights, up, down)
@@ -109,7 +110,7 @@ def check_loaded(variant: Path, scratch: Path) -> None:
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["built"] and "route_rows(Tensor ids, int num_experts" in found["schema"]
     assert re.search("decode_experts.*'CPU' backend", found["refused"])
-    assert found["shapes"] == [[1, 64], [50], [2], [3], [1], [1, 64]] and found["device"] == "cuda"
+    assert found["shapes"] == [[1, 64], [1, 64], [50], [2], [3], [1], [1, 64]] and found["device"] == "cuda"
     assert found["error"] < 1e-2
 
 

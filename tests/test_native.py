@@ -165,10 +165,14 @@ SLOTS = (0, 1, 63, 1024, 1025, 8192, 8193, 16385, 140000)
 
 @pytest.mark.parametrize("experts", [1, 8, 129, 1024])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_routes_as_triton_does(native, module, device, experts, dtype):
-    """Every entry that is written, with room for all and with too little."""
-    pytest.importorskip("triton")
+def test_routes_as_triton_does(native, module, device, monkeypatch, experts, dtype):
+    """Every entry that is written, with room for all and for the routed ones, whichever would be faster."""
+    module("backends").backend_of(torch.empty(0, device=device))  # loads the backend
     ours, theirs = (module(f"backends.{name}.routing") for name in ("native", "triton"))
+    monkeypatch.setattr(ours, "_FEW_SLOTS", 2048)
+    monkeypatch.setattr(ours, "_MAX_EXPERTS", 1024)
+    launched, op = [], ours.ops.route_rows.default
+    monkeypatch.setattr(ours, "_ROUTE", lambda *args: launched.append(1) or op(*args))
     for slots in SLOTS:
         ids = torch.randint(-1, experts + 1, (slots, 1), device=device).to(dtype)
         (got, want) = (each.route(ids, experts, torch.bfloat16) for each in (ours, theirs))
@@ -183,3 +187,4 @@ def test_routes_as_triton_does(native, module, device, experts, dtype):
             got, want = (each.route(ids, experts, torch.bfloat16, capacity=routed) for each in (ours, theirs))
             assert_bitwise("row_to_slot, of a capacity", got.row_to_slot, want.row_to_slot)
             assert_bitwise("slot_to_row, of a capacity", got.slot_to_row, want.slot_to_row)
+    assert len(launched) >= len(SLOTS)

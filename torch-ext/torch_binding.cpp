@@ -6,8 +6,10 @@
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
-      "decode_experts(Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias,"
-      " int activation, float alpha, float limit, float up_offset, bool gated, bool interleaved) -> Tensor");
+      "decode_experts(Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down, int kind,"
+      " Tensor? up_bias, Tensor? down_bias, float alpha, float limit, float up_offset) -> Tensor");
+  ops.def(
+      "decode_plain_experts(Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down, int kind) -> Tensor");
   ops.def(
       "route_rows(Tensor ids, int num_experts, int num_rows, int block_m, int schedule_size)"
       " -> (Tensor, Tensor, Tensor, Tensor)");
@@ -15,6 +17,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
 
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("decode_experts", TORCH_BOX(&decode_experts_op));
+  ops.impl("decode_plain_experts", TORCH_BOX(&decode_plain_experts_op));
   ops.impl("route_rows", TORCH_BOX(&route_rows_op));
 }
 

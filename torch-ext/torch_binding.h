@@ -10,12 +10,19 @@
 // The experts block for a few tokens, (T, H); an undefined tensor, None in Python, where the kernels are not for the call.
 // x: (T, H) bf16 or fp16. ids, weights: (T, top_k), int32 or int64 and floating, any strides. up: (E, 2 I, H), or
 // (E, I, H) if not gated; down: (E, H, I); rows contiguous and at multiples of 16 bytes. Biases: any strides.
-// activation: an index into the package's ACTIVATION_NAMES. limit: infinite for none.
+// kind: 4 times the activation, an index into the package's ACTIVATION_NAMES, plus 2 if gated, plus 1 if interleaved.
+// limit: infinite for none.
 torch::stable::Tensor decode_experts_op(
     const torch::stable::Tensor &x, const torch::stable::Tensor &ids, const torch::stable::Tensor &weights,
-    const torch::stable::Tensor &up, const torch::stable::Tensor &down,
+    const torch::stable::Tensor &up, const torch::stable::Tensor &down, int64_t kind,
     const std::optional<torch::stable::Tensor> &up_bias, const std::optional<torch::stable::Tensor> &down_bias,
-    int64_t activation, double alpha, double limit, double up_offset, bool gated, bool interleaved);
+    double alpha, double limit, double up_offset);
+
+// The same without biases and with the parameters that an activation has by default: each argument of an op takes the
+// host 0.2 us.
+torch::stable::Tensor decode_plain_experts_op(
+    const torch::stable::Tensor &x, const torch::stable::Tensor &ids, const torch::stable::Tensor &weights,
+    const torch::stable::Tensor &up, const torch::stable::Tensor &down, int64_t kind);
 
 // (schedule, row_to_slot, slot_to_row, num_routed), as the package's `rows.Rows` describes them; num_routed: (1,), R, if
 // there are fewer rows than slots, else empty. Undefined tensors if there are too many slots for one launch.

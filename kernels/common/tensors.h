@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <initializer_list>
+#include <optional>
 
 // As the shim declares them where USE_CUDA is defined, which not every build does.
 extern "C" {
@@ -21,6 +22,17 @@ inline cudaStream_t current_stream(int32_t device) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   return static_cast<cudaStream_t>(stream);
 }
+
+// Makes a device the current one, where it is not, while it lives.
+class OnDevice {
+ public:
+  explicit OnDevice(int32_t device) {
+    if (torch::stable::accelerator::getCurrentDeviceIndex() != device) guard_.emplace(device);
+  }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
 
 // Memory for kernels of the current stream of the current device, from PyTorch's allocator.
 class Scratch {

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 #include <optional>
 
 #include "../../torch-ext/torch_binding.h"
@@ -111,23 +112,27 @@ bool describe_biases(const Tensor &x, const std::optional<Tensor> &up, const std
 }  // namespace
 
 Tensor decode_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weights, const Tensor &up,
-                         const Tensor &down, const std::optional<Tensor> &up_bias,
-                         const std::optional<Tensor> &down_bias, int64_t activation, double alpha, double limit,
-                         double up_offset, bool gated, bool interleaved) {
+                         const Tensor &down, int64_t kind, const std::optional<Tensor> &up_bias,
+                         const std::optional<Tensor> &down_bias, double alpha, double limit, double up_offset) {
   DecodeArgs a{};
-  a.gated = gated;
-  a.interleaved = interleaved;
-  a.activation = {static_cast<ActivationKind>(activation), static_cast<float>(alpha), static_cast<float>(limit),
+  a.gated = kind & 2;
+  a.interleaved = kind & 1;
+  a.activation = {static_cast<ActivationKind>(kind / 4), static_cast<float>(alpha), static_cast<float>(limit),
                   static_cast<float>(up_offset)};
   if (!describe_rows(x, ids, weights, &a) || !describe_experts(x, up, down, &a) ||
       !describe_biases(x, up_bias, down_bias, &a))
     return Tensor();
   const int32_t device = x.get_device_index(), dtype = dtype_code(x);
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const OnDevice guard(device);
   const Scratch act(sizeof(uint16_t) * a.num_tokens * a.top_k * a.intermediate);
   Tensor out = empty({a.num_tokens, a.hidden}, dtype, device);
   a.act = act.get();
   a.out = out.data_ptr();
   check_launch("decode_experts", decode_experts(a, current_stream(device)));
   return out;
+}
+
+Tensor decode_plain_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weights, const Tensor &up,
+                               const Tensor &down, int64_t kind) {
+  return decode_experts_op(x, ids, weights, up, down, kind, {}, {}, 1., std::numeric_limits<double>::infinity(), 0.);
 }

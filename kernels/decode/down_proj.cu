@@ -9,15 +9,18 @@ constexpr int WARPS = 4;
 template <typename Element, int CHOICES, int PIECES>
 cudaError_t launch_kernel(const DecodeArgs &a, cudaStream_t stream) {
   const dim3 grid((a.hidden + WARPS - 1) / WARPS, a.num_tokens);
-  return launch(down_proj_kernel<Element, WARPS, CHOICES, PIECES, true>, grid, WARPS * WARP, 0, stream,
-                {/*dependent=*/true}, a);
+  return launch(down_proj_kernel<Element, WARPS, CHOICES, PIECES>, grid, WARPS * WARP, 0, stream, {/*dependent=*/true},
+                a);
 }
 
+// Six to eight pieces in the registers of a lane: more leave too few warps to a multiprocessor. As few as possible of
+// them past the end of a row.
 template <typename Element>
 cudaError_t choose_pieces(const DecodeArgs &a, cudaStream_t stream) {
-  const int pieces = (a.intermediate + WARP * PIECE - 1) / (WARP * PIECE);  // per lane of a row
-  if (pieces <= 2) return launch_kernel<Element, 8, 2>(a, stream);
-  return pieces == 3 ? launch_kernel<Element, 8, 3>(a, stream) : launch_kernel<Element, 4, 4>(a, stream);
+  const auto steps = [&](int pieces) { return (a.intermediate + pieces * WARP * PIECE - 1) / (pieces * WARP * PIECE); };
+  if (steps(2) == 1) return launch_kernel<Element, 4, 2>(a, stream);
+  return 3 * steps(3) <= 4 * steps(4) ? launch_kernel<Element, 2, 3>(a, stream)
+                                      : launch_kernel<Element, 2, 4>(a, stream);
 }
 
 }  // namespace

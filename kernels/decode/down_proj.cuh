@@ -7,9 +7,8 @@
 // A warp makes one column: it goes along the rows of CHOICES choices at a time, PIECES pieces of 16 bytes per lane of
 // each. The first of these are on their way before the wait for act; lane k knows the expert and the weight of choice k.
 // Grid: (H / WARPS, T). The caller guarantees that it launches this after `up_proj_kernel`.
-template <typename Element, int WARPS, int CHOICES, int PIECES, bool PRELOAD>
+template <typename Element, int WARPS, int CHOICES, int PIECES>
 __global__ void __launch_bounds__(WARPS *WARP) down_proj_kernel(const DecodeArgs a) {
-  if constexpr (!PRELOAD) wait_for_stream();
   const int token = blockIdx.y, lane = threadIdx.x % WARP, column = blockIdx.x * WARPS + threadIdx.x / WARP;
   if (column >= a.hidden) return;
   const int expert = lane < a.top_k ? load_expert(a, token, lane) : -1;
@@ -19,7 +18,7 @@ __global__ void __launch_bounds__(WARPS *WARP) down_proj_kernel(const DecodeArgs
   const uint4 *act = row_at<Element>(a.act, int64_t(token) * a.top_k * a.intermediate);
   const int64_t of_expert = a.stride_de / PIECE;
   float sum = 0.f;
-  bool waits = PRELOAD;
+  bool waits = true;
   for (int first = 0; first < a.top_k; first += CHOICES)
     for (int start = lane; start < row + lane; start += WARP * PIECES) {
       uint4 pieces[CHOICES][PIECES];

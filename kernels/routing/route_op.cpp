@@ -33,7 +33,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route_rows_op(const Tensor &ids, int6
   if (!plan_route(a.num_slots, a.num_experts, attribute(cudaDevAttrMultiProcessorCount, device),
                   attribute(cudaDevAttrComputeCapabilityMajor, device), &plan))
     return {Tensor(), Tensor(), Tensor(), Tensor()};
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const OnDevice guard(device);
   const int32_t int32 = aoti_torch_dtype_int32();
   const Scratch counts(sizeof(int) * plan.scratch(a.num_experts));
   Tensor schedule = empty({schedule_size}, int32, device), row_to_slot = empty({num_rows}, int32, device);

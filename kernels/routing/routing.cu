@@ -4,10 +4,10 @@
 
 namespace {
 
-constexpr int MAX_THREADS = MAX_WARPS * WARP, MAX_CLUSTER = 8;
+constexpr int MAX_CLUSTER = 8;
 
-// Powers of two.
-constexpr int most_rounds(Reach reach) { return reach == Reach::block ? 1 : reach == Reach::cluster ? 2 : 8; }
+// Slots of a thread, powers of two.
+constexpr int most_rounds(Reach reach) { return reach == Reach::grid ? 8 : 1; }
 
 int up_to(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -35,19 +35,22 @@ cudaError_t choose_rounds(const RouteArgs &a, const RoutePlan &plan, cudaStream_
 
 }  // namespace
 
+// A block has ranked its slots the sooner, the fewer warps it has; blocks have met the sooner, the fewer they are.
 bool plan_route(int num_slots, int num_experts, int num_sms, int capability, RoutePlan *plan) {
-  const int threads = max(min(up_to(max(num_slots, 1), WARP), MAX_THREADS), up_to(num_experts, WARP));
-  const auto fits = [&](Reach reach, int most_blocks) {
-    for (int rounds = 1; rounds <= most_rounds(reach); rounds *= 2) {
-      const int blocks = max(1, (num_slots + rounds * threads - 1) / (rounds * threads));
-      if (blocks > most_blocks) continue;
-      *plan = {reach, blocks, threads, rounds};
-      return true;
-    }
-    return false;
+  const int slots = max(num_slots, 1);
+  const auto fits = [&](Reach reach, int threads, int rounds, int most_blocks) {
+    threads = max(threads, up_to(num_experts, WARP));
+    const int blocks = (slots + rounds * threads - 1) / (rounds * threads);
+    if (blocks <= most_blocks) *plan = {reach, blocks, threads, rounds};
+    return blocks <= most_blocks;
   };
-  return fits(Reach::block, 1) || (capability >= 9 && fits(Reach::cluster, MAX_CLUSTER)) ||
-         fits(Reach::grid, num_sms);
+  if (fits(Reach::block, min(up_to(slots, WARP), 128), 1, 1)) return true;
+  const int of_cluster = up_to((slots + MAX_CLUSTER - 1) / MAX_CLUSTER, WARP);
+  if (capability >= 9 && fits(Reach::cluster, min(of_cluster, 512), 1, MAX_CLUSTER)) return true;
+  if (fits(Reach::grid, 512, 1, num_sms)) return true;
+  for (int rounds = 1; rounds <= most_rounds(Reach::grid); rounds *= 2)
+    if (fits(Reach::grid, MAX_WARPS * WARP, rounds, num_sms)) return true;
+  return false;
 }
 
 cudaError_t route_slots(const RouteArgs &a, const RoutePlan &plan, cudaStream_t stream) {

@@ -14,11 +14,15 @@ def _decode_experts(x: Tensor, *_) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _decode_plain_experts(x: Tensor, *_) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _route_rows(ids: Tensor, num_experts: int, num_rows: int, block_m: int, schedule_size: int) -> Tuple[Tensor, ...]:
     sizes = schedule_size, num_rows, ids.numel(), int(num_rows < ids.numel())
     return tuple(ids.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
 if IS_BUILT:
-    for fake in (_decode_experts, _route_rows):
+    for fake in (_decode_experts, _decode_plain_experts, _route_rows):
         torch.library.register_fake(add_op_namespace_prefix(fake.__name__[1:]))(fake)

@@ -40,6 +40,11 @@ def test_every_kernel_waits_for_the_stream(grouped_moe):
     assert count > 20
 
 
+def test_native_backend_does_what_tritons_does(load):
+    """It is there without native ops, too, though nobody takes it."""
+    assert sorted(load("backends.native.backend").__all__) == sorted(load("backends.triton").__all__)
+
+
 @pytest.mark.parametrize("capability, hip, dependent", [
     ((9, 0), None, True), ((12, 0), None, True), ((8, 9), None, False), ((9, 4), "7", False),
 ])  # fmt: skip

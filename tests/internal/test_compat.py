@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest_plugins = ["driver_stub"]
 
@@ -44,6 +45,11 @@ def without_transforms(monkeypatch, compat):
     assert compat.in_transform()
 
 
+def without_dispatch_modes(monkeypatch, compat):
+    monkeypatch.setattr(compat, "torch", Without(torch, "_C", "_len_torch_dispatch_stack"))
+    assert compat.is_watched()
+
+
 def without_device_assertions(monkeypatch, compat):
     monkeypatch.setattr(compat, "torch", Without(torch, "_assert_async"))
     assert not compat.has_device_assertions()
@@ -71,8 +77,8 @@ def with_unknown_triton(monkeypatch, compat):
 
 
 REMOVALS = (
-    without_graph_task, without_autograd_in_c, without_transforms, without_device_assertions, without_current_modes,
-    without_forward_level, without_versions, with_unknown_triton,
+    without_graph_task, without_autograd_in_c, without_transforms, without_dispatch_modes, without_device_assertions,
+    without_current_modes, without_forward_level, without_versions, with_unknown_triton,
 )  # fmt: skip
 
 
@@ -116,6 +122,9 @@ def test_known_names_are_asked(module):
     asked = []
     torch.func.vmap(lambda x: asked.append(compat.in_transform()) or x)(tensor)
     assert asked == [True] and not compat.in_transform()
+    with FlopCounterMode(display=False):
+        assert compat.is_watched()
+    assert not compat.is_watched()
     x = torch.ones(2, requires_grad=True)
     kept = []
     x.register_hook(lambda grad: kept.append(compat.keeps_graph()))

@@ -47,7 +47,7 @@ bool plan_route(int num_slots, int num_experts, int num_sms, int capability, Rou
   if (fits(Reach::block, min(up_to(slots, WARP), 128), 1, 1)) return true;
   const int of_cluster = up_to((slots + MAX_CLUSTER - 1) / MAX_CLUSTER, WARP);
   if (capability >= 9 && fits(Reach::cluster, min(of_cluster, 512), 1, MAX_CLUSTER)) return true;
-  if (fits(Reach::grid, 512, 1, num_sms)) return true;
+  if (fits(Reach::grid, 512, 1, min(num_sms, 32))) return true;
   for (int rounds = 1; rounds <= most_rounds(Reach::grid); rounds *= 2)
     if (fits(Reach::grid, MAX_WARPS * WARP, rounds, num_sms)) return true;
   return false;

@@ -12,17 +12,21 @@ from .. import triton
 from ..triton.routing import assert_room
 from .fakes import IS_BUILT
 
-# Where one launch is no slower than the Triton backend's. That has one as well up to 2048 slots, in which each program
-# counts all of them; above it has three, which take the host 36 us longer.
-_FEW_SLOTS, _MANY_SLOTS, _MAX_EXPERTS = 128, 2048, 256
 _ROUTE = ops.route_rows.default if IS_BUILT else None
+
+
+def routing_pays(num_slots: int, num_experts: int) -> bool:
+    """Whether one native launch takes the GPU no longer than the Triton backend's one, or three above 2048 slots."""
+    if num_experts <= 32:
+        return num_slots <= 128 or num_slots > 2048
+    return num_experts <= 128 and (num_slots <= 64 or 2048 < num_slots <= 4096 or num_slots > 1 << 16)
 
 
 def route(
     top_k_index: Tensor, num_experts: int, dtype: torch.dtype, capacity: Optional[int] = None, quantizes: bool = False
 ) -> Rows:
     """As `route` of the Triton backend, which routes what one launch would be slower with or cannot do."""
-    if num_experts > _MAX_EXPERTS or _FEW_SLOTS < top_k_index.numel() <= _MANY_SLOTS:
+    if not routing_pays(top_k_index.numel(), num_experts):
         return triton.route(top_k_index, num_experts, dtype, capacity, quantizes)
     ids = top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
     num_slots, block_m = ids.numel(), choose_block_m(ids.numel(), num_experts, dtype, quantizes)

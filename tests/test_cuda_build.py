@@ -160,6 +160,12 @@ def test_projects_that_are_refused(project, message, change):
         build_cuda.read_project(project)
 
 
+def test_sources_are_as_narrow_as_python():
+    paths = [path for folder in ("kernels", "torch-ext") for path in (ROOT / folder).rglob("*.[ch]*")]
+    found = {path.name: max(map(len, path.read_text(encoding="utf-8").splitlines())) for path in paths}
+    assert len(found) > 10 and {name: width for name, width in found.items() if width > 120} == {}
+
+
 SYSTEMS = {"Linux": "linux", "Windows": "windows"}
 NOARCH = ["torch-cpu", "torch-cuda", "torch-rocm", "torch-xpu"]
 

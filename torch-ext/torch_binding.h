@@ -7,7 +7,7 @@
 #include <optional>
 #include <tuple>
 
-// The experts block for a few tokens, (T, H); an undefined tensor, None in Python, where the kernels are not for the call.
+// The experts block for a few tokens, (T, H); an undefined tensor, None in Python, if the kernels are not for the call.
 // x: (T, H) bf16 or fp16. ids, weights: (T, top_k), int32 or int64 and floating, any strides. up: (E, 2 I, H), or
 // (E, I, H) if not gated; down: (E, H, I); rows contiguous and at multiples of 16 bytes. Biases: any strides.
 // kind: 4 times the activation, an index into the package's ACTIVATION_NAMES, plus 2 if gated, plus 1 if interleaved.
@@ -24,7 +24,7 @@ torch::stable::Tensor decode_plain_experts_op(
     const torch::stable::Tensor &x, const torch::stable::Tensor &ids, const torch::stable::Tensor &weights,
     const torch::stable::Tensor &up, const torch::stable::Tensor &down, int64_t kind);
 
-// (schedule, row_to_slot, slot_to_row, num_routed), as the package's `rows.Rows` describes them; num_routed: (1,), R, if
-// there are fewer rows than slots, else empty. Undefined tensors if there are too many slots for one launch.
+// (schedule, row_to_slot, slot_to_row, num_routed), as the package's `rows.Rows` describes them; num_routed: (1,), R,
+// if there are fewer rows than slots, else empty. Undefined tensors if there are too many slots for one launch.
 std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> route_rows_op(
     const torch::stable::Tensor &ids, int64_t num_experts, int64_t num_rows, int64_t block_m, int64_t schedule_size);

@@ -66,6 +66,17 @@ inline Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, int32_t
   return Tensor(made);
 }
 
+// Throws with the error's message; the runtime forgets the error, which others would find and throw again.
 inline void check_launch(const char *op, cudaError_t error) {
+  if (error != cudaSuccess) cudaGetLastError();
   STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
 }
+
+inline int device_attribute(cudaDeviceAttr name, int32_t device) {
+  int value = 0;
+  check_launch("cudaDeviceGetAttribute", cudaDeviceGetAttribute(&value, name, device));
+  return value;
+}
+
+// The major compute capability. From 9 on devices have dependent launches and clusters.
+inline int capability_of(int32_t device) { return device_attribute(cudaDevAttrComputeCapabilityMajor, device); }

@@ -10,16 +10,16 @@ enum class Scalar : int { bfloat16, float16, float32 };
 // In the order of the package's ACTIVATION_NAMES.
 enum class ActivationKind : int { silu, gelu, gelu_tanh, relu, relu2 };
 
-// a(gate, up) = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset), with x sigmoid(alpha x) as silu; without
-// up if not gated. limit: infinite for none.
+// a(gate, up) = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset), with x sigmoid(alpha x) as silu; the
+// first factor alone if not gated. limit: infinite for none.
 struct Activation {
   ActivationKind kind;
   float alpha, limit, up_offset;
 };
 
-// Strides count elements. The inner dimension of x, up and down is contiguous; their rows begin at multiples of 16 bytes
-// and have multiples of 16 bytes. S = num_tokens * top_k slots; a slot whose id is outside of [0, num_experts) is a
-// sentinel: nothing of it but the id is read.
+// Strides count elements. The inner dimension of x, up and down is contiguous; their rows begin at multiples of 16
+// bytes and have multiples of 16 bytes. S = num_tokens * top_k slots; a slot whose id is outside of [0, num_experts) is
+// a sentinel: nothing of it but the id is read.
 struct DecodeArgs {
   const void *x;  // (T, H)
   int64_t stride_xt;
@@ -48,4 +48,5 @@ constexpr int MAX_TOP_K = 32;  // one choice of a token for each lane of a warp
 
 // out[t] = sum over the routed slots s of token t, with expert e, of weights[s] (down[e] act[s] + down_bias[e]),
 // act[s] = a(up[e] x[t] + up_bias[e]), in two launches. T and top_k from 1 on, top_k up to MAX_TOP_K, S up to 65535.
-cudaError_t decode_experts(const DecodeArgs &args, cudaStream_t stream);
+// dependent: whether the device has dependent launches.
+cudaError_t decode_experts(const DecodeArgs &args, bool dependent, cudaStream_t stream);

@@ -128,7 +128,7 @@ Tensor decode_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weigh
   Tensor out = empty({a.num_tokens, a.hidden}, dtype, device);
   a.act = act.get();
   a.out = out.data_ptr();
-  check_launch("decode_experts", decode_experts(a, current_stream(device)));
+  check_launch("decode_experts", decode_experts(a, capability_of(device) >= 9, current_stream(device)));
   return out;
 }
 

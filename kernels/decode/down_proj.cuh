@@ -5,7 +5,7 @@
 
 // out[t] = sum over the routed slots s of token t, with expert e, of weights[s] (down[e] act[s] + down_bias[e]).
 // A warp makes one column: it goes along the rows of CHOICES choices at a time, PIECES pieces of 16 bytes per lane of
-// each. The first of these are on their way before the wait for act; lane k knows the expert and the weight of choice k.
+// each. The first are on their way before the wait for act. Lane k knows the expert and the weight of choice k.
 // Grid: (H / WARPS, T). The caller guarantees that it launches this after `up_proj_kernel`.
 template <typename Element, int WARPS, int CHOICES, int PIECES>
 __global__ void __launch_bounds__(WARPS *WARP) down_proj_kernel(const DecodeArgs a) {

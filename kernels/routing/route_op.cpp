@@ -4,16 +4,6 @@
 
 using torch::headeronly::ScalarType;
 
-namespace {
-
-int attribute(cudaDeviceAttr name, int32_t device) {
-  int value = 0;
-  check_launch("route_rows", cudaDeviceGetAttribute(&value, name, device));
-  return value;
-}
-
-}  // namespace
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> route_rows_op(const Tensor &ids, int64_t num_experts, int64_t num_rows,
                                                          int64_t block_m, int64_t schedule_size) {
   const ScalarType id_type = ids.scalar_type();
@@ -30,8 +20,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route_rows_op(const Tensor &ids, int6
   a.block_m = static_cast<int>(block_m);
   a.wide_ids = id_type == ScalarType::Long;
   RoutePlan plan;
-  if (!plan_route(a.num_slots, a.num_experts, attribute(cudaDevAttrMultiProcessorCount, device),
-                  attribute(cudaDevAttrComputeCapabilityMajor, device), &plan))
+  const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount, device);
+  if (!plan_route(a.num_slots, a.num_experts, num_sms, capability_of(device), &plan))
     return {Tensor(), Tensor(), Tensor(), Tensor()};
   const OnDevice guard(device);
   const int32_t int32 = aoti_torch_dtype_int32();
@@ -45,6 +35,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route_rows_op(const Tensor &ids, int6
   a.row_to_slot = static_cast<int *>(row_to_slot.data_ptr());
   a.slot_to_row = static_cast<int *>(slot_to_row.data_ptr());
   a.num_routed = num_rows < a.num_slots ? static_cast<int *>(num_routed.data_ptr()) : nullptr;
-  check_launch("route_rows", route_slots(a, plan, current_stream(device)));
+  const cudaError_t error = route_slots(a, plan, current_stream(device));
+  if (error == cudaErrorCooperativeLaunchTooLarge) {  // where others limit the multiprocessors of this process
+    cudaGetLastError();
+    return {Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+  check_launch("route_rows", error);
   return {schedule, row_to_slot, slot_to_row, num_routed};
 }

@@ -20,7 +20,7 @@ cudaError_t launch_kernel(const RouteArgs &a, const RoutePlan &plan, cudaStream_
     if (error != cudaSuccess) return error;
   }
   LaunchOptions options;
-  options.dependent = REACH != Reach::grid;
+  options.dependent = plan.dependent;
   options.cluster = REACH == Reach::cluster ? plan.blocks : 0;
   options.cooperative = REACH == Reach::grid;
   return launch(kernel, dim3(plan.blocks), plan.threads, bytes, stream, options, a);
@@ -41,7 +41,7 @@ bool plan_route(int num_slots, int num_experts, int num_sms, int capability, Rou
   const auto fits = [&](Reach reach, int threads, int rounds, int most_blocks) {
     threads = max(threads, up_to(num_experts, WARP));
     const int blocks = (slots + rounds * threads - 1) / (rounds * threads);
-    if (blocks <= most_blocks) *plan = {reach, blocks, threads, rounds};
+    if (blocks <= most_blocks) *plan = {reach, blocks, threads, rounds, capability >= 9 && reach != Reach::grid};
     return blocks <= most_blocks;
   };
   if (fits(Reach::block, min(up_to(slots, WARP), 128), 1, 1)) return true;

@@ -21,13 +21,13 @@ enum class Reach { block, cluster, grid };
 struct RoutePlan {
   Reach reach;
   int blocks, threads, rounds;
+  bool dependent;  // launched while the kernel before it ends
   int scratch(int num_experts) const { return reach == Reach::block ? 0 : blocks * num_experts; }
 };
 
 constexpr int MAX_EXPERTS = 1024;
 
-// The plan for so many slots; false if they are too many to be routed in one launch. For a device of so many
-// multiprocessors and of a compute capability of so much.
+// The plan for so many slots; false if they are too many to be routed in one launch. capability: the major one.
 bool plan_route(int num_slots, int num_experts, int num_sms, int capability, RoutePlan *plan);
 
 // Rows are sorted by expert and, within an expert, by slot. R is the number of slots that are no sentinels. Offsets and

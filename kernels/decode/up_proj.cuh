@@ -9,8 +9,9 @@
 // lane of each row at a time, all of which are on their way together.
 // Grid: (I / COLUMNS, S). The next kernel may start once all blocks have begun: it finds x and ids complete, but has to
 // wait for act.
+// The bound of 16 blocks leaves 128 registers: to save some the compiler would mix loads with sums.
 template <typename Element, bool GATED, int COLUMNS, int PIECES>
-__global__ void __launch_bounds__(WARP) up_proj_kernel(const DecodeArgs a) {
+__global__ void __launch_bounds__(WARP, 16) up_proj_kernel(const DecodeArgs a) {
   constexpr int ROWS = GATED ? 2 * COLUMNS : COLUMNS;  // gate rows, then up rows
   wait_for_stream();
   const int slot = blockIdx.y, token = slot / a.top_k, expert = load_expert(a, token, slot - token * a.top_k);
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(WARP) up_proj_kernel(const DecodeArgs a) {
         const uint4 *address = w + c * to_next + (r < COLUMNS ? 0 : to_up_row) + at;
         pieces[r][i] = load_once(address, at < row && column + c < a.intermediate);
       }
-    let_next_start();  // here, for it also keeps the compiler from mixing loads and sums: few would be on their way
+    let_next_start();  // here, where it keeps loads and sums apart as well
 #pragma unroll
     for (int i = 0; i < PIECES; ++i)
 #pragma unroll

@@ -86,7 +86,7 @@ __device__ __forceinline__ void add_up_chunks(const RouteArgs &a, const RouteMem
 // Grid: (chunks,), of E threads or more each; one block if there are no slots. With Reach::cluster all are in one
 // cluster, with Reach::grid the launch is cooperative. Chunks have ROUNDS slots for each thread.
 template <Reach REACH, int ROUNDS>
-__global__ void __launch_bounds__(MAX_WARPS *WARP) route_kernel(const RouteArgs a) {
+__global__ void __launch_bounds__(MAX_WARPS *WARP, 1) route_kernel(const RouteArgs a) {
   extern __shared__ int memory[];
   __shared__ int partial[2][MAX_WARPS];
   const int E = a.num_experts, thread = threadIdx.x;

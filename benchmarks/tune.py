@@ -72,7 +72,8 @@ class Tiles:
     def __init__(self, package: compile_check.Package, spec):
         self.base, self.asked, self.current = dict(package["tuning.files"].tiles_of(spec)), [], {}
         configs = [value for name, value in vars(package["tuning.heuristic"]).items() if name.endswith("_config")]
-        self.caches = [package["backends.table"].launcher_of, *configs]
+        table = package["backends.table"]
+        self.caches = [table.launcher_of, table.find_launcher, *configs]
 
     def take(self, changes: Dict[Key, Tile]) -> None:
         """From here on the package takes the tiles that it has, but for these changes."""

@@ -299,6 +299,7 @@ def hopper_quantized_config() -> GemmConfig:
     return GemmConfig(128, 256, 128, 4, 4, 32)
 
 
+@lru_cache(maxsize=None)
 def hopper_scaled_config() -> GemmConfig:
     """Config of the Gluon kernel for Hopper whose weights are widened on the way, which takes slots for their codes."""
     return GemmConfig(128, 128, 64, 4, 5)

@@ -5,8 +5,7 @@ from functools import lru_cache
 from typing import Any, Callable, NamedTuple, Optional
 
 PREFERENCE = ("hopper", "triton", "block_scaled")  # packages beside this module, which have a module per product
-# Products that Hopper alone has: of rows of 8-bit floats, and of weights that are widened on the way.
-_ON_HOPPER = ("quantized_gemm", "quantized_up_proj", "scaled_gemm")
+_ON_HOPPER = ("quantized_gemm", "quantized_up_proj")  # products of rows of 8-bit floats, which Hopper alone has
 
 
 @lru_cache(maxsize=None)

@@ -300,12 +300,6 @@ def hopper_quantized_config() -> GemmConfig:
 
 
 @lru_cache(maxsize=None)
-def hopper_scaled_config() -> GemmConfig:
-    """Config of the Gluon kernel for Hopper whose weights are widened on the way, which takes slots for their codes."""
-    return GemmConfig(128, 128, 64, 4, 5)
-
-
-@lru_cache(maxsize=None)
 def scaled_config(
     product: str, block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, step: int, weight_tiles: int = 1
 ) -> GemmConfig:

@@ -121,26 +121,13 @@ def load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT
 
 
 @gluon.jit
-def load_codes_step(x_desc, codes_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT: gl.constexpr):
-    """The same of a `WideningRing`."""
-    mbarrier.wait(ring.empty.index(slot), phase)
-    full = ring.full.index(slot)
-    landed = ring.landed.index(slot)
-    mbarrier.expect(landed, codes_desc.block_type.nbytes)
-    load_weight(codes_desc, expert, n_tile, k, landed, ring.codes.index(slot), PRODUCT)
-    mbarrier.expect(full, x_desc.block_type.nbytes)
-    tma_load(x_desc, [row, k], full, ring.lhs.index(slot))
-
-
-@gluon.jit
 def produce(
-    x_desc, w_desc, projected_desc, factor_desc, ring, schedule, zeros, TILING: gl.constexpr, PRODUCT: gl.constexpr,
-    WIDENS: gl.constexpr = False,
-):  # fmt: skip
+    x_desc, w_desc, projected_desc, factor_desc, ring, schedule, zeros, TILING: gl.constexpr, PRODUCT: gl.constexpr
+):
     """The producer warp: fills the ring with x and w of each tile, and meanwhile zeros the rows of no group.
 
     projected_desc, factor_desc: rows and weights of the low-rank part, in the blocks of x and w, or None. zeros: None
-    to leave rows of no group as they are. WIDENS: w_desc is of codes, and the ring a `WideningRing`.
+    to leave rows of no group as they are.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
@@ -168,16 +155,11 @@ def produce(
         group1 = load_group(expert1, schedule, TILING)
         expert2 = load_expert(tile + 2 * step, schedule, TILING)
         for k in range(0, PRODUCT.K, BLOCK_K):
-            if WIDENS:
-                load_codes_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT)
-            else:
-                load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT)
+            load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT)
             slot, phase = next_slot(slot, phase, STAGES)
         if factor_desc is not None:
             for k in range(0, PRODUCT.R, BLOCK_K):
                 load_step(projected_desc, factor_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT)
-                if WIDENS:
-                    mbarrier.arrive(ring.landed.index(slot), count=1)  # so that its phases stay in step
                 slot, phase = next_slot(slot, phase, STAGES)
         if zeros is not None:
             last = gl.minimum(block + blocks_per_tile, blocks)

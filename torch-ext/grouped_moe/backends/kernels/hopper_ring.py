@@ -25,17 +25,6 @@ class Ring(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
-class WideningRing(NamedTuple):
-    """A Ring whose rhs a warp group widens from codes. landed: a barrier for each slot's codes."""
-
-    lhs: gl.shared_memory_descriptor
-    rhs: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    codes: gl.shared_memory_descriptor
-    landed: gl.shared_memory_descriptor
-
-
 class Product(NamedTuple):
     """The product of rows (rows, K) with an expert's weights for N columns: compile-time values.
 

@@ -82,16 +82,10 @@ def gemm(
     """
     num_rows, n = x.shape[0], weight.shape[2 if transposed else 1]
     y = parts_of(weight)[0].new_empty((num_rows, n), dtype=x.dtype)
-    if num_rows and isinstance(weight, BlockScaled):
-        quantized = None
-        if not transposed and low_rank is None:
-            quantized = quantized_launcher(weight, rows, num_rows, x.dtype, zero_rest)
+    if num_rows and isinstance(weight, BlockScaled) and not transposed and low_rank is None:
+        quantized = quantized_launcher(weight, rows, num_rows, x.dtype, zero_rest)
         if quantized is not None:
             quantized(x if isinstance(x, QuantizedRows) else quantize_rows(x), weight, bias, scales, y, rows)
-            return y
-        launcher = _scaled_launcher(x, weight, rows, transposed, low_rank, zero_rest)
-        if launcher is not None:
-            launcher(x, weight, bias, scales, low_rank, y, rows)
             return y
     if num_rows:
         weight = for_rows(weight, rows.block_m, x.dtype)
@@ -101,17 +95,6 @@ def gemm(
         problem = _problem_of(weight, rows, num_rows, x.dtype, layout, transposed, low_rank, zero_rest)
         launcher_of("gemm", problem)(x, weight, bias, scales, low_rank, y, rows)
     return y
-
-
-def _scaled_launcher(
-    x: Tensor, weight: BlockScaled, rows: Rows, transposed: bool, low_rank: Optional[LowRank], zero_rest: bool
-) -> Optional[Callable[..., None]]:
-    """The launcher of a product whose weights are widened on the way; None if it is not made so."""
-    if not takes_rows(x, spec_of(x)):
-        return None
-    layout = weight_layout(weight.data, transposed)
-    problem = _problem_of(weight, rows, x.shape[0], x.dtype, layout, transposed, low_rank, zero_rest)
-    return find_launcher("scaled_gemm", problem)
 
 
 def quantized_launcher(

@@ -31,7 +31,7 @@ def draw_scaled(case: Case, names: Sequence[str], transposed: bool) -> None:
     """
     if case.exact or transposed:
         return
-    draw, case.products = case.draw, case.choose("products", "w8a16", "w8a16", "auto", "w8a8")
+    draw, case.products = case.draw, case.choose("products", "w8a16", "auto")
     for name in case.choose("scaled", [], [], [name for name in names if draw.chance(0.8)]):
         experts, n, k = case.values[name].shape
         block = draw.one((16, 16), (32, 128), (128, 128), (n, k))

@@ -71,10 +71,12 @@ bool describe_rows(const Tensor &x, const Tensor &ids, const Tensor &weights, De
   return true;
 }
 
+constexpr int64_t MAX_EXPERTS = 1024;  // as of grouped_mm_experts, for any number of tokens
+
 bool describe_experts(const Tensor &x, const Tensor &up, const Tensor &down, DecodeArgs *a) {
   if (up.dim() != 3 || down.dim() != 3) return false;
   const int64_t experts = up.size(0), intermediate = down.size(2), hidden = a->hidden;
-  if (experts < 1 || intermediate < 1 || intermediate % PIECE ||
+  if (experts < 1 || experts > MAX_EXPERTS || hidden < 1 || intermediate < 1 || intermediate % PIECE ||
       !has_shape(up, {experts, a->gated ? 2 * intermediate : intermediate, hidden}) ||
       !has_shape(down, {experts, hidden, intermediate}) || !is_like(up, x) || !is_like(down, x) || !has_pieces(up) ||
       !has_pieces(down))

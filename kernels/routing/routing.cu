@@ -40,12 +40,13 @@ bool plan_route(int num_slots, int num_experts, int num_sms, int capability, Rou
   const int slots = max(num_slots, 1);
   const auto fits = [&](Reach reach, int threads, int rounds, int most_blocks) {
     threads = max(threads, up_to(num_experts, WARP));
-    const int blocks = (slots + rounds * threads - 1) / (rounds * threads);
-    if (blocks <= most_blocks) *plan = {reach, blocks, threads, rounds, capability >= 9 && reach != Reach::grid};
-    return blocks <= most_blocks;
+    const int64_t blocks = (int64_t{slots} + rounds * threads - 1) / (rounds * threads);
+    if (blocks > most_blocks) return false;
+    *plan = {reach, static_cast<int>(blocks), threads, rounds, capability >= 9 && reach != Reach::grid};
+    return true;
   };
   if (fits(Reach::block, min(up_to(slots, WARP), 128), 1, 1)) return true;
-  const int of_cluster = up_to((slots + MAX_CLUSTER - 1) / MAX_CLUSTER, WARP);
+  const int of_cluster = up_to(slots / MAX_CLUSTER + (slots % MAX_CLUSTER != 0), WARP);
   if (capability >= 9 && fits(Reach::cluster, min(of_cluster, 512), 1, MAX_CLUSTER)) return true;
   if (fits(Reach::grid, 512, 1, min(num_sms, 32))) return true;
   for (int rounds = 1; rounds <= most_rounds(Reach::grid); rounds *= 2)

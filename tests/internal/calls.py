@@ -59,14 +59,20 @@ def experts(
     differentiate(call(), x, weights, up, down, up_bias, down_bias, *factors)
 
 
-def scaled(package, tokens):
-    """A forward without gradients, and a step, with weights in FP8."""
+def scaled(package, tokens, kind=""):
+    """A forward without gradients, and a step, with weights in FP8. kind: one that rows of 8-bit floats are not for."""
     up, down = map(package.quantize_blocks, tensors((EXPERTS, 2 * HIDDEN, HIDDEN), (EXPERTS, HIDDEN, HIDDEN)))
+    options = {"interleaved": True} if kind == "interleaved" else {}
+    if kind == "w8a16":
+        up = up._replace(products="w8a16")
+    if kind.endswith("lora"):
+        n = 2 * HIDDEN if kind == "gate_up_lora" else HIDDEN
+        options[kind] = package.LoRA(*tensors((EXPERTS, 16, HIDDEN), (EXPERTS, n, 16)))
     (x,), (weights,) = tensors((tokens, HIDDEN)), tensors((tokens, TOP_K), dtype=torch.float32)
     ids = torch.zeros(tokens, TOP_K, dtype=torch.int64)
     with torch.no_grad():
-        package.grouped_mm_experts(x, ids, weights, up, down)
-    differentiate(package.grouped_mm_experts(x, ids, weights, up, down), x, weights)
+        package.grouped_mm_experts(x, ids, weights, up, down, **options)
+    differentiate(package.grouped_mm_experts(x, ids, weights, up, down, **options), x, weights)
 
 
 def mlp(package, rows, gated=True, bias=True, transposed=False):

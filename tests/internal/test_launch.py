@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from calls import BF16, KINDS, make
+from calls import BF16, KINDS, make, scaled
 
 pytest_plugins = ["driver_stub"]
 
@@ -88,6 +88,13 @@ def test_the_kinds_launch_all_kernels(grouped_moe, stub):
     for kind in KINDS:
         make(grouped_moe, kind)
     assert {*stub.names()} == {*kernels_of(stub)}
+
+
+@pytest.mark.parametrize("kind", ["gate_up_lora", "down_lora", "interleaved", "w8a16"])
+def test_rows_stay_as_they_are(grouped_moe, stub, kind):
+    """Of both products, where either of them is not for rows of 8-bit floats."""
+    scaled(grouped_moe, 2048, kind)
+    assert stub.names() and not [name for name in stub.names() if name.startswith(("quantize", "hopper_quantized"))]
 
 
 def test_varying_parameters_are_those_not_specialized(stub):

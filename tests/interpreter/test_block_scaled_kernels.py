@@ -13,6 +13,8 @@ TILES = {"H": 70, "I": 72, "T": 40, "E": 3}
 CASES = {
     "one-block": ("silu", {}, Blocks()),
     "blocks": ("silu", TILES, Blocks((16, 32))),
+    "up-crosses-a-block": ("silu", {**TILES, "T": 12, "I": 80}, Blocks()),
+    "up-crosses-a-block-of-32-rows": ("silu", {**TILES, "I": 112}, Blocks()),
     "apart": ("silu-bias", {**TILES, "I": 75}, Blocks((16, 64), apart=True)),
     "per-expert": ("silu-recompute", TILES, Blocks(None, apart=True)),
     "not-gated": ("relu2-not-gated", TILES, Blocks((32, 16))),

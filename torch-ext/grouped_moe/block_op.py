@@ -28,7 +28,7 @@ from .common.autograd import (
 )
 from .common.device import on_device
 from .rows import Rows, schedule_size
-from .tuning.heuristic import choose_block_m
+from .tuning.heuristic import choose_block_m, quantizing_pays
 
 _TENSORS = "Tensor? act_scales, Tensor? bias_scales, Tensor? adapters"
 _NUM_KINDS = 5  # the last arguments: activation, parameters, flags, blocks, capacity
@@ -40,12 +40,15 @@ def _make_rows(
     kernels: ModuleType, index: Tensor, block: Block, x: Tensor, adapters: Optional[Tensor], infers: bool
 ) -> Rows:
     """infers: no backward follows, which widens weights where tiles are tall."""
-    if index.dim() == 2:
-        quantizes = infers and kernels.quantizes(block, x, index.numel(), index.shape[1])
-        rows = kernels.route(index, block.num_experts, x.dtype, block.capacity, quantizes)
+    (num_rows, num_experts), routed = (x.shape[0], block.num_experts), index.dim() == 2
+    if routed:
+        num_rows = block.num_rows(index.numel())
+    quantizes = infers and quantizing_pays(num_rows, num_experts)
+    quantizes = quantizes and kernels.quantizes(block, x, num_rows, index.shape[1] if routed else 0)
+    if routed:
+        rows = kernels.route(index, num_experts, x.dtype, block.capacity, quantizes)
     else:
-        quantizes = infers and kernels.quantizes(block, x, x.shape[0], 0)
-        rows = kernels.split_rows(index, block.num_experts, x.shape[0], x.dtype, quantizes)
+        rows = kernels.split_rows(index, num_experts, num_rows, x.dtype, quantizes)
     return rows if adapters is None else rows._replace(adapters=adapters)
 
 

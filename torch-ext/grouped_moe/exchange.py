@@ -87,7 +87,11 @@ def _words(columns: int, dtype: torch.dtype) -> int:
 
 def _as_words(part: Tensor) -> Tensor:
     more = _words(part.shape[1], part.dtype) * 8 // part.dtype.itemsize - part.shape[1]
-    return (F.pad(part, (0, more)) if more else part.contiguous()).view(torch.int64)
+    if more:
+        part = F.pad(part, (0, more))
+    elif not torch.compiler.is_compiling() and part.storage_offset() * part.dtype.itemsize % 8:
+        part = part.clone(memory_format=torch.contiguous_format)  # a view that starts within a word
+    return part.contiguous().view(torch.int64)
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:

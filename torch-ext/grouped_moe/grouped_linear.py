@@ -51,7 +51,7 @@ def _forward(
             low_rank = project(kernels, LoRA(a, b, scaling), x, rows)
         y = kernels.gemm(
             x, as_weight(weight, weight_scale, block), rows, transposed=transposed, bias=bias, scales=bias_scales,
-            zero_rest=True, low_rank=low_rank,
+            zero_rest=True, low_rank=low_rank, quantizes=weight_scale is not None,
         )  # fmt: skip
     return y, rows.schedule, x.new_empty(0) if low_rank is None else low_rank.rows
 

@@ -18,7 +18,7 @@ from .integrations.transformers_load import share_of
 from .nn import GroupedLinear
 from .nn.main_grad import buffer_of
 from .nn.packing import as_one
-from .tuning.heuristic import choose_block_m, rows_per_group, wide_pays
+from .tuning.heuristic import choose_block_m, quantizing_pays, rows_per_group, wide_pays
 
 # What modules and their configs call the number of experts that a token takes.
 _TOP_K_NAMES = (
@@ -178,7 +178,8 @@ def _products(
     """
     spec = spec_of(like)
     return lambda rows, slots: (
-        frozenset(choose_block_m(slots, groups, dtype, each) for each in (False, quantizes)),
+        choose_block_m(slots, groups, dtype),
+        quantizes and quantizing_pays(rows, groups),
         rows_per_group(rows, groups) if trains else 0,
         *(wide_pays(rows, groups, n, k, spec) for n, k in shapes),
     )
@@ -207,6 +208,8 @@ def _top_k_of(name: str, module: nn.Module, target: nn.Module) -> int:
 
 def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optional[int], trains: bool) -> _Layer:
     """A layer of an experts module, which is run as the implementation for transformers runs it."""
+    from .backends.native.fakes import IS_BUILT
+    from .backends.native.routing import routing_pays
     from .backends.triton import is_decode, quantizes
     from .backends.triton.routing import launches_of
 
@@ -234,7 +237,8 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
     def choice(num_tokens: int) -> Hashable:
         slots = num_tokens * top_k
         rows, decode = num_rows(slots), activation is not None and is_decode(block, num_tokens, top_k)
-        return decode if decode and not trains else (decode, launches_of(slots), rows < slots, products(rows, slots))
+        routed = launches_of(slots), IS_BUILT and up.is_cuda and routing_pays(slots, e)
+        return decode if decode and not trains else (decode, *routed, rows < slots, products(rows, slots))
 
     def run(num_tokens: int) -> None:
         twin, generator = _twin(module, module.__dict__), torch.Generator(up.device).manual_seed(0)

@@ -41,7 +41,7 @@ class Limits(NamedTuple):
         """
         if self.capacity_factor is None:
             return max(1, tokens)
-        share = Fraction(self.capacity_factor).limit_denominator(2**16) * min(top_k, ranks) / ranks
+        share = Fraction(min(self.capacity_factor, ranks)).limit_denominator(2**16) * min(top_k, ranks) / ranks
         share = min(max(share, Fraction(1, 2**16)), Fraction(1))
         return max(1, -(-tokens * share.numerator // share.denominator))
 
@@ -88,11 +88,16 @@ class FixedSizeExchange:
             "format of grouped_moe's exchange": FORMAT,
             "experts of a rank": self.num_local_experts,
             "ep_max_tokens": self.limits.max_tokens or 0,
-            "ep_capacity_factor in millionths": round((self.limits.capacity_factor or 0) * 1e6),
+            "ep_capacity_factor in millionths": round(min(self.limits.capacity_factor or 0, 1e6) * 1e6),
         }
         self._check_eager("after a change of the limits")
         exchange.agree(same, self.ep_mesh.get_group(), self.ep_mesh.device_type)
         self.agreed = self.limits
+        if self.limits.capacity_factor is not None and getattr(self.experts, "ep_dropped_slots", None) is None:
+            # Not at the first count, which a CUDA graph may capture, and so set to 0 at each replay.
+            with torch.inference_mode(False):
+                zero = torch.zeros((), dtype=torch.int64, device=self.ep_mesh.device_type)
+                self.experts.ep_dropped_slots = zero
 
     def _check_eager(self, when: str) -> None:
         """Raises RuntimeError where the host cannot wait for other ranks."""
@@ -109,7 +114,7 @@ class FixedSizeExchange:
         capacity = self._capacity(x, ids)
         plan = exchange.make_plan(ids, num_local, ranks, capacity)
         if self.limits.capacity_factor is not None:
-            self._count(exchange.count_dropped(ids, plan, ranks * num_local))
+            self.experts.ep_dropped_slots.add_(exchange.count_dropped(ids, plan, ranks * num_local))
         rows, weights, ids = exchange.dispatch(x, weights, ids, plan, group)
         if self.limits.max_tokens is not None:
             exchange.check_counts(ids, capacity)
@@ -137,13 +142,6 @@ class FixedSizeExchange:
         group, empty = self.ep_mesh.get_group(), exchange.TOO_MANY
         exchange.dispatch(x[:0].detach(), weights[:0].detach(), none, plan, group, empty)
         raise ValueError(f"hidden_states: expected at most ep_max_tokens = {most} tokens, got {x.shape[0]}")
-
-    def _count(self, dropped: Tensor) -> None:
-        total = getattr(self.experts, "ep_dropped_slots", None)
-        if total is None:
-            with torch.inference_mode(False):
-                total = self.experts.ep_dropped_slots = torch.zeros_like(dropped)
-        total.add_(dropped)
 
 
 def ep_implementations() -> Mapping[str, type]:

@@ -75,11 +75,16 @@ def choose_block_m(num_slots: int, num_experts: int, dtype: torch.dtype, quantiz
     """Rows per tile: the power of two near the rows an expert gets if every slot is local, 16 to 128.
 
     Forward and backward, and every GEMM of a call, share it: one schedule serves them all. quantizes: products of tall
-    tiles are made with rows of 8-bit floats, which pays although tiles are not full.
+    tiles are made with rows of 8-bit floats, which pays although tiles are not full (`quantizing_pays`).
     """
-    if quantizes and num_slots >= _QUANTIZED_ROWS * num_experts:
+    if quantizes:
         return 128
     return min(rows_per_group(num_slots, num_experts), 128 if dtype.itemsize == 2 else 64)
+
+
+def quantizing_pays(num_rows: int, num_experts: int) -> bool:
+    """Whether tall tiles with rows of 8-bit floats take less time than others, for so many rows at most."""
+    return num_rows >= _QUANTIZED_ROWS * num_experts
 
 
 def rows_per_group(num_rows: int, num_groups: int) -> int:

@@ -49,7 +49,8 @@ class ScaledWeights(NamedTuple):
 class ScaledProduct(NamedTuple):
     """How products with scaled weights are made: compile-time values.
 
-    N_BLOCK, K_BLOCK: extents of the block of a scale. N_PARTS, K_PARTS: equal parts with blocks of their own.
+    N_BLOCK, K_BLOCK: extents of the block of a scale. N_PARTS, K_PARTS: equal parts with blocks of their own. HALVES: 2
+    if tiles lie in either half of N, gate or up, and start at multiples of their width there; else 1.
     """
 
     N: tl.constexpr
@@ -60,6 +61,7 @@ class ScaledProduct(NamedTuple):
     K_PARTS: tl.constexpr
     PRECISION: tl.constexpr
     BLOCK_K: tl.constexpr
+    HALVES: tl.constexpr
 
 
 @triton.jit
@@ -107,9 +109,9 @@ class Columns(NamedTuple):
 
 
 @constexpr_function
-def share_scale(TILE, EXTENT, BLOCK, PARTS):
-    """Whether tiles of a dimension of so many parts, from multiples of TILE on, have one scale each."""
-    return BLOCK % TILE == 0 and EXTENT // PARTS % TILE == 0
+def share_scale(TILE, EXTENT, BLOCK, PARTS, HALVES=1):
+    """Whether tiles of a dimension of so many parts, which start at multiples of TILE in its halves, have one scale."""
+    return BLOCK % TILE == 0 and EXTENT // PARTS % TILE == 0 and EXTENT // HALVES % TILE == 0
 
 
 @triton.jit
@@ -117,7 +119,7 @@ def locate_columns(w, expert, first_column, BLOCK_N: tl.constexpr, PRODUCT: tl.c
     """The BLOCK_N columns of an expert's weights from the first one on."""
     columns = first_column + tl.arange(0, BLOCK_N)
     w_ptrs = w.ptr + expert.to(tl.int64) * w.stride_e + columns.to(tl.int64)[None, :] * w.stride_n
-    ONE: tl.constexpr = share_scale(BLOCK_N, PRODUCT.N, PRODUCT.N_BLOCK, PRODUCT.N_PARTS)
+    ONE: tl.constexpr = share_scale(BLOCK_N, PRODUCT.N, PRODUCT.N_BLOCK, PRODUCT.N_PARTS, PRODUCT.HALVES)
     n_block = block_of(first_column if ONE else columns, PRODUCT.N, PRODUCT.N_BLOCK, PRODUCT.N_PARTS)
     scale_ptrs = w.scale_ptr + expert.to(tl.int64) * w.stride_se + n_block.to(tl.int64) * w.stride_sn
     return Columns(w_ptrs, scale_ptrs, columns < PRODUCT.N)
@@ -128,7 +130,7 @@ def load_k_scales(columns, w, start, BLOCK_N: tl.constexpr, PRODUCT: tl.constexp
     """The scales of columns at K = start, or their common one; past K, the last ones."""
     k_block = block_of(tl.minimum(start, PRODUCT.K - 1), PRODUCT.K, PRODUCT.K_BLOCK, PRODUCT.K_PARTS)
     ptrs = columns.scale_ptrs + k_block.to(tl.int64) * w.stride_sk
-    if share_scale(BLOCK_N, PRODUCT.N, PRODUCT.N_BLOCK, PRODUCT.N_PARTS):
+    if share_scale(BLOCK_N, PRODUCT.N, PRODUCT.N_BLOCK, PRODUCT.N_PARTS, PRODUCT.HALVES):
         return widen_scales(tl.load(ptrs))
     else:
         return widen_scales(tl.load(ptrs, mask=columns.inside, other=0))[None, :]
@@ -138,7 +140,7 @@ def load_k_scales(columns, w, start, BLOCK_N: tl.constexpr, PRODUCT: tl.constexp
 def multiply_scaled(x_tile, columns, w, k, k_inside, scales, BLOCK_N: tl.constexpr, PRODUCT: tl.constexpr):
     """One step of a product: x_tile times the codes at k, times their scales."""
     EVEN_K: tl.constexpr = PRODUCT.K // PRODUCT.K_PARTS % PRODUCT.BLOCK_K == 0
-    EVEN_N: tl.constexpr = PRODUCT.N % BLOCK_N == 0
+    EVEN_N: tl.constexpr = PRODUCT.N // PRODUCT.HALVES % BLOCK_N == 0
     codes = load_masked(columns.w_ptrs + k[:, None] * w.stride_k, k_inside, columns.inside, EVEN_K, EVEN_N)
     sums = tl.dot(x_tile, widen_codes(codes, x_tile.dtype), input_precision=PRODUCT.PRECISION)
     return sums * scales
@@ -244,7 +246,7 @@ def scaled_gemm_kernel(
     wait_for_stream()
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: tl.constexpr = ScaledProduct(N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K)
+    PRODUCT: tl.constexpr = ScaledProduct(N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K, 1)
     FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
     w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
     low_rank = LowRank(projected_ptr, factor_ptr)
@@ -304,7 +306,8 @@ def scaled_up_proj_kernel(
     WIDTH: tl.constexpr = 2 if GATED else 1
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: tl.constexpr = ScaledProduct(WIDTH * N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K)
+    HALVES: tl.constexpr = 2 if GATED and not INTERLEAVED else 1
+    PRODUCT: tl.constexpr = ScaledProduct(WIDTH * N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K, HALVES)
     FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
     OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
@@ -370,7 +373,7 @@ def scaled_down_dgrad_kernel(
     PIECE: tl.constexpr = BLOCK_N // PIECES
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: tl.constexpr = ScaledProduct(N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K)
+    PRODUCT: tl.constexpr = ScaledProduct(N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K, 1)
     FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
     OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)

@@ -62,9 +62,13 @@ def decode_directly(
     if torch.compiler.is_compiling() or _compat.is_watched() or _compat.in_transform() or _compat.has_tangents():
         return None
     records = torch.is_grad_enabled()
-    for tensor in (x, ids, weights, up, down, up_bias, down_bias):
-        if tensor is not None and (
-            type(tensor) not in _PLAIN_TYPES or not tensor.is_cuda or (records and tensor.requires_grad)
+    given = [bias for bias in (up_bias, down_bias) if bias is not None]
+    for tensor in (x, ids, weights, up, down, *given):
+        if (
+            type(tensor) not in _PLAIN_TYPES
+            or not tensor.is_cuda
+            or tensor.layout is not torch.strided
+            or (records and tensor.requires_grad)
         ):
             return None
     if torch.is_autocast_enabled("cuda") or ids.dim() != 2 or up.dim() != 3:

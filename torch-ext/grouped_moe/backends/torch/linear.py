@@ -87,8 +87,9 @@ def products(
 def gemm(
     x: Tensor, weight: Weight, rows: Rows, *, transposed: bool = False, bias: Optional[Tensor] = None,
     scales: Optional[Tensor] = None, zero_rest: bool = False, low_rank: Optional[LowRank] = None,
+    quantizes: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y[r] = W[e] x[r] + scales[r] bias[e], for rows in place.
+    """y[r] = W[e] x[r] + scales[r] bias[e], for rows in place. Rows never become 8-bit floats here.
 
     x: (rows, K). weight: (E, N, K) or, transposed, (E, K, N). bias: (E, N). low_rank: what is added to the product.
     Returns (rows, N), where rows of no group are unwritten or, with zero_rest, 0.

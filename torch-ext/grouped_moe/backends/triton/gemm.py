@@ -6,7 +6,7 @@ from typing import Callable, Optional, Union
 import torch
 from torch import Tensor
 
-from ...block_scaled import BlockScaled, Weight, parts_of
+from ...block_scaled import Weight, parts_of
 from ...common.device import dot_precision, spec_of
 from ...operands import LowRank, low_rank_layout
 from ...rows import Rows, max_tiles
@@ -72,20 +72,21 @@ def bias_and_strides(bias: Optional[Tensor]) -> tuple:
 def gemm(
     x: Union[Tensor, QuantizedRows], weight: Weight, rows: Rows, *, transposed: bool = False,
     bias: Optional[Tensor] = None, scales: Optional[Tensor] = None, zero_rest: bool = False,
-    low_rank: Optional[LowRank] = None,
+    low_rank: Optional[LowRank] = None, quantizes: bool = False,
 ) -> Tensor:  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e], for rows in place.
 
     x: (rows, K), any strides. weight: (E, N, K) or, transposed, (E, K, N), any strides, scaled or plain. bias: (E, N).
-    low_rank: what is added to the product. Returns (rows, N), where rows of no group are unwritten or, with zero_rest,
-    0.
+    low_rank: what is added to the product. quantizes: whether rows may become 8-bit floats here. Returns (rows, N),
+    where rows of no group are unwritten or, with zero_rest, 0.
     """
     num_rows, n = x.shape[0], weight.shape[2 if transposed else 1]
     y = parts_of(weight)[0].new_empty((num_rows, n), dtype=x.dtype)
-    if num_rows and isinstance(weight, BlockScaled) and not transposed and low_rank is None:
+    is_quantized = isinstance(x, QuantizedRows)
+    if num_rows and (is_quantized or quantizes and not transposed and low_rank is None):
         quantized = quantized_launcher(weight, rows, num_rows, x.dtype, zero_rest)
         if quantized is not None:
-            quantized(x if isinstance(x, QuantizedRows) else quantize_rows(x), weight, bias, scales, y, rows)
+            quantized(x if is_quantized else quantize_rows(x), weight, bias, scales, y, rows)
             return y
     if num_rows:
         weight = for_rows(weight, rows.block_m, x.dtype)

@@ -315,7 +315,8 @@ def scaled_config(
     tile = _SCALED_TILES[product, block_m]
     if dtype.itemsize > 2:
         held_tiles = 1 if product == "gemm" else 2
-        tile = replace(tile, block_n=64 // held_tiles, block_k=32, num_stages=2, programs_per_sm=2)
+        warps = 8 if block_m == 64 else 4
+        tile = replace(tile, block_n=64 // held_tiles, block_k=32, num_warps=warps, num_stages=2, programs_per_sm=2)
     elif block_m > 16 and not spec.wide_tiles:
         # Operands take registers, too.
         columns = 64 if weight_tiles == 1 else 64 * 32 // block_m

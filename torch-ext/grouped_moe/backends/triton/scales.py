@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...block_scaled import BlockScaled, ScaleLayout, Weight
 from ...common.device import DeviceSpec, spec_of
-from ..kernels.block_scaled import dequantize_kernel
+from ..kernels.dequantize import dequantize_kernel
 from .launch import Kernel
 
 _MANY_ROWS = 128  # of a tile

@@ -27,7 +27,7 @@ def draw_pairs(case: Case, weights: Dict[str, str], transposed: bool) -> None:
 def draw_scaled(case: Case, names: Sequence[str], transposed: bool) -> None:
     """Puts some weights or none in FP8, with scales that are powers of two: every dtype holds their values exactly.
 
-    Rows stay as they are, or may become codes, too: then results have the roundings of codes, on any device.
+    Where rows may become codes, too, results have the roundings of codes.
     """
     if case.exact or transposed:
         return
@@ -40,8 +40,14 @@ def draw_scaled(case: Case, names: Sequence[str], transposed: bool) -> None:
         codes = (case.values[name] / each).clamp(-448, 448).to(torch.float8_e4m3fn)
         case.values[name] = codes.double() * each
         case.scaled[name] = codes, scales.float(), block
-    if case.scaled and case.products != "w8a16":
+    has_blocks_of_rows = any(block == (128, 128) for _, _, block in case.scaled.values())
+    if has_blocks_of_rows and case.products == "auto" and case.dtype.itemsize == 2 and may_round_rows():
         case.computed_in = torch.float8_e4m3fn
+
+
+def may_round_rows() -> bool:
+    """Whether the GPU is a Hopper, which alone has kernels for rows of 8-bit floats."""
+    return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
 
 
 def with_operands(case: Case, package, tensors: Dict[str, Tensor]) -> dict:

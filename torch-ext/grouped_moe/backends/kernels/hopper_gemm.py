@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .dependent import wait_for_stream
 from .hopper import allocate_barriers, ragged_coordinates, tma_store, write_staging
-from .hopper_pipeline import Bias, Schedule, Zeros, consume, produce
+from .hopper_pipeline import Bias, Schedule, Zeros, allocate_zeros, consume, produce
 from .hopper_ring import Product, allocate_ring, finish_products
 from .tiles import Tiling, column_pieces, load_bias, load_scales, num_row_tiles
 
@@ -103,12 +103,7 @@ def hopper_gemm_kernel(
     staging = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
     pingpong = allocate_barriers(2, 1)
     if ZERO_UNGROUPED:
-        COLUMNS: gl.constexpr = y_desc.block_type.shape[3]
-        block = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
-        layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 8, 4], [1, 1, gl.num_warps(), 1], [3, 2, 1, 0])
-        block.store(gl.zeros([1, 1, ROWS, COLUMNS], dtype, layout))
-        fence_async_shared()
-        zeros = Zeros(y_desc, block, total_rows)
+        zeros = Zeros(y_desc, allocate_zeros(y_desc), total_rows)
     else:
         zeros: gl.constexpr = None
     schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)

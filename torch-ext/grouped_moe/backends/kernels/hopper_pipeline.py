@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .hopper import ragged_coordinates, tma_load, tma_store
 from .hopper_ring import load_weight, multiply, multiply_half, next_slot, num_steps, slot_at
@@ -92,6 +92,18 @@ def find_tile(tile, schedule, TILING: gl.constexpr):
     group = load_group(expert, schedule, TILING)
     row, n_tile = locate_tile(tile, group, TILING)
     return Tile(expert, row, group[1], n_tile)
+
+
+@gluon.jit
+def allocate_zeros(desc):
+    """A block of zeros in shared memory. desc: the ragged descriptor by which it is stored."""
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    COLUMNS: gl.constexpr = desc.block_type.shape[3]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 8, 4], [1, 1, gl.num_warps(), 1], [3, 2, 1, 0])
+    block = gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
+    block.store(gl.zeros([1, 1, ROWS, COLUMNS], desc.dtype, LAYOUT))
+    fence_async_shared()
+    return block
 
 
 @gluon.jit

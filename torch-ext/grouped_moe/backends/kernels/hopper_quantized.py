@@ -12,7 +12,6 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -24,7 +23,7 @@ from .block_scaled import widen_scales
 from .dependent import wait_for_stream
 from .hopper import Tokens, allocate_barriers, ragged_coordinates, tma_store, write_staging
 from .hopper_gemm import Output
-from .hopper_pipeline import Bias, Schedule, Tile, Zeros, find_tile, produce
+from .hopper_pipeline import Bias, Schedule, Tile, Zeros, allocate_zeros, find_tile, produce
 from .hopper_ring import Product, Ring, allocate_ring, next_slot, num_steps
 from .hopper_up_proj import load_tokens, produce_gathered, store_piece
 from .quantize import scale_of
@@ -225,7 +224,6 @@ def hopper_quantized_gemm_kernel(
     NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
     PRODUCT: gl.constexpr = Product(N, K, 0, False, BLOCK_N)
-    ROWS: gl.constexpr = y_desc.block_type.shape[2]
     gl.static_assert(BLOCK_N == 2 * HALF and BLOCK_K == HALF)
     dtype: gl.constexpr = y_desc.dtype
     ring = allocate_ring(x_desc, w_desc, STAGES, 2)
@@ -236,12 +234,7 @@ def hopper_quantized_gemm_kernel(
     else:
         lead_barrier: gl.constexpr = None
     if ZERO_UNGROUPED:
-        COLUMNS: gl.constexpr = y_desc.block_type.shape[3]
-        block = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
-        layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 8, 4], [1, 1, gl.num_warps(), 1], [3, 2, 1, 0])
-        block.store(gl.zeros([1, 1, ROWS, COLUMNS], dtype, layout))
-        fence_async_shared()
-        zeros = Zeros(y_desc, block, total_rows)
+        zeros = Zeros(y_desc, allocate_zeros(y_desc), total_rows)
     else:
         zeros: gl.constexpr = None
     schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)

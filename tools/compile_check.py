@@ -253,6 +253,8 @@ class Calls:
             for save in (False, True):
                 self.pipeline.forward(kernels, self.quantized, *arguments, save=save)
             kernels.up_proj(self.quantized, x, rows, None, save=True, activate=False)
+            transpose_codes = self.package["backends.triton.transpose"].transpose_codes
+            transpose_codes(self.quantized.up), transpose_codes(self.quantized.down)
 
     def experts(self) -> None:
         """`grouped_mm_experts`, `route`, `gather_rows` and `combine_rows`."""

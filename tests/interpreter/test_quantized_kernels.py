@@ -1,20 +1,42 @@
 """Kernels around products with rows of 8-bit floats, alone: bounds are checked, fresh memory is NaN."""
 
 import importlib
+from typing import NamedTuple
 
 import pytest
 import torch
-from compare import assert_bitwise
+from compare import assert_bitwise, assert_close
+from torch import Tensor
+from triton import language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from interpreter.guard import GuardedAllocations
 
-U8 = torch.uint8
+U8, CODES, NAN = torch.uint8, torch.float8_e4m3fn, float("nan")
+
+
+@pytest.fixture(autouse=True)
+def rounded_by_torch(monkeypatch):
+    """What becomes codes: the interpreter of Triton 3.6 to 3.9 forgets to carry into the exponent."""
+    convert = InterpreterBuilder.create_fp_to_fp
+
+    def rounded(builder, value, dtype, rounding_mode):
+        if dtype.scalar != tl.float8e4nv:
+            return convert(builder, value, dtype, rounding_mode)
+        return TensorHandle(torch.from_numpy(value.data).to(CODES).view(U8).numpy(), dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", rounded)
 
 
 @pytest.fixture(scope="session")
 def transpose(kernels):
     """The module of launchers."""
     return importlib.import_module(f"{kernels.__name__}.transpose")
+
+
+@pytest.fixture(scope="session")
+def activation_grad(kernels):
+    return importlib.import_module(f"{kernels.__name__}.activation_grad").activation_grad
 
 
 def scaled_weight(grouped_moe, shape, block, parts=1, layout="nk"):
@@ -56,3 +78,123 @@ def test_parts_that_do_not_transpose(transpose, grouped_moe, n, block_n):
     assert not transpose.can_transpose(weight)
     with pytest.raises(ValueError, match="^weight: "):
         transpose.transpose_codes(weight)
+
+
+class Kind(NamedTuple):
+    """An activation of I columns. routed: rows come from slots; else they lie in place, some before the first group."""
+
+    I: int = 256  # noqa: E741
+    activation: tuple = ("silu", 1.0, None, 0.0)
+    gated: bool = True
+    interleaved: bool = False
+    routed: bool = True
+
+
+KINDS = {
+    "routed": Kind(),
+    "in-place": Kind(128, routed=False),
+    "interleaved": Kind(128, ("silu", 1.702, 1.0, 1.0), interleaved=True),
+    "not-gated": Kind(activation=("relu2", 1.0, 1.0, 0.0), gated=False, routed=False),
+}
+ODD = {
+    "odd": Kind(75),
+    "odd-interleaved": Kind(139, ("gelu", 1.0, None, 0.0), interleaved=True, routed=False),
+    "odd-not-gated": Kind(51, ("gelu_tanh", 1.0, 1.0, 0.0), gated=False),
+}
+
+
+def make_rows(kernels, dtype, routed, E=3, T=21, top_k=2):
+    """(rows, which of them are an expert's, the slot of each one of these or itself)."""
+    if routed:
+        ids = torch.randint(0, E + 1, (T, top_k))  # some are sentinels
+        rows = kernels.route(ids, E, dtype, T * top_k)
+        grouped = torch.arange(rows.num_rows) < rows.group_offsets[-1]
+        return rows, grouped, rows.row_to_slot[grouped].long()
+    rows = kernels.split_rows(torch.tensor([5, 20, 20, 39]), E, 43, dtype)
+    index = torch.arange(43)
+    grouped = (index >= 5) & (index < 39)
+    return rows, grouped, index[grouped]
+
+
+def block_of(module, grouped_moe, kind: Kind):
+    """A block of that kind, of which no weight is read."""
+    activation = grouped_moe.Activation(*kind.activation)
+    return module("block").Block(*(None,) * 6, activation, kind.gated, kind.interleaved, False, False)
+
+
+def reference(module, block, dact, scales, preact):
+    """(dpreact, act, dots) in fp64."""
+    value, dpreact = module("common.activation").forward_and_vjp(
+        preact.double(), dact.double() * scales.double()[:, None], block.activation, block.gated, block.interleaved
+    )
+    return dpreact, value * scales.double()[:, None], (value * dact.double()).sum(1, keepdim=True)
+
+
+def assert_quantized(got, want: Tensor) -> None:
+    """Each scale is the largest magnitude of its block over 448, and codes are off by half a step at most."""
+    blocks = want.unflatten(1, (-1, 128))
+    assert got.codes.dtype == CODES and got.shape == want.shape
+    assert_close("scales", got.scales, blocks.abs().amax(2) / 448, torch.float32)
+    values = got.codes.double().unflatten(1, (-1, 128)) * got.scales.double()[:, :, None]
+    largest = blocks.abs().amax(2, keepdim=True)
+    assert ((values - blocks).abs() <= 1.001 * (2.0**-4 * blocks.abs() + 2.0**-10 / 448 * largest)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("quantizes", [False, True], ids=["plain", "quantized"])
+@pytest.mark.parametrize("kind", [*KINDS.values(), *ODD.values()], ids=[*KINDS, *ODD])
+def test_activation_grad(module, grouped_moe, kernels, activation_grad, kind, quantizes, dtype):
+    """Rows of no expert and their scales are NaN; what is not asked for is None."""
+    if quantizes and kind in ODD.values():
+        pytest.skip("gate and up would share blocks")
+    block = block_of(module, grouped_moe, kind)
+    rows, grouped, slots = make_rows(kernels, dtype, kind.routed)
+    dact = torch.randn(rows.num_rows, kind.I).to(dtype)
+    preact = torch.randn(rows.num_rows, kind.I * (2 if kind.gated else 1)).to(dtype)
+    dact[~grouped], preact[~grouped] = NAN, NAN
+    scales = torch.full((max(rows.num_rows, 42),), NAN).index_fill(0, slots, 0.0) + torch.rand(1)
+    want = reference(module, block, dact[grouped], scales[slots], preact[grouped])
+
+    def run(needs: str, more_dots: int = 0, overwrite: bool = False, given=preact):
+        asked = {f"needs_{name}": name in needs.split() for name in ("dpreact", "act", "dots")}
+        with GuardedAllocations(dact, given, scales, rows.schedule, rows.row_to_slot):
+            return activation_grad(
+                block, dact, rows, scales, given, **asked, more_dots=more_dots, overwrite=overwrite,
+                quantizes=quantizes,
+            )  # fmt: skip
+
+    dpreact, act, dots = run("dpreact act dots", more_dots=2)
+    if quantizes:
+        written = dpreact._replace(codes=dpreact.codes[grouped], scales=dpreact.scales[grouped])
+        assert_quantized(written, want[0])
+    else:
+        assert_close("dpreact", dpreact[grouped], want[0], dtype)
+        assert dpreact[~grouped].isnan().all()
+    assert_close("act", act[grouped], want[1], dtype)
+    assert act[~grouped].isnan().all()
+    parts = -(-kind.I // 128)
+    assert dots.shape == (parts + 2, rows.num_rows) and dots[parts:].isnan().all()
+    assert_close("dots", dots[:parts, grouped].sum(0)[:, None], want[2], torch.float32, inner_products=True)
+    assert run("") == (None, None, None)
+    only, none, none_either = run("dpreact", overwrite=True, given=preact.clone())
+    assert none is none_either is None
+    if quantizes:
+        assert_bitwise("codes", only.codes[grouped].view(U8), dpreact.codes[grouped].view(U8))
+    else:
+        assert_bitwise("dpreact", only[grouped], dpreact[grouped])
+    assert_bitwise("act alone", run("act")[1][grouped], act[grouped])
+    assert_bitwise("dots alone", run("dots")[2][:, grouped], dots[:parts, grouped])
+
+
+def test_activation_grad_overwrites(module, grouped_moe, kernels, activation_grad):
+    """The gradient takes the memory of the pre-activation, of rows of an expert, unless it becomes codes."""
+    block, (rows, grouped, _) = block_of(module, grouped_moe, Kind()), make_rows(kernels, torch.float16, True)
+    dact, preact = torch.randn(rows.num_rows, 256).half(), torch.randn(rows.num_rows, 512).half()
+    asked = {"needs_dpreact": True, "needs_act": False, "needs_dots": False, "more_dots": 0, "overwrite": True}
+    before = preact.clone()
+    codes, _, _ = activation_grad(block, dact, rows, None, preact, **asked, quantizes=True)
+    assert_bitwise("preact", preact, before)
+    plain, _, _ = activation_grad(block, dact, rows, None, preact, **asked, quantizes=False)
+    assert plain.data_ptr() == preact.data_ptr()
+    assert_bitwise("rows of no expert", preact[~grouped], before[~grouped])
+    assert codes.dtype == torch.float16 and not torch.equal(preact[grouped], before[grouped])

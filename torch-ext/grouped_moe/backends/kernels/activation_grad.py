@@ -1,0 +1,106 @@
+"""Gradients of the pre-activation out of those of the activation, which a product of its own has made."""
+
+import triton
+import triton.language as tl
+
+from .activation import Options, act_grad, glu_grad, zero_past
+from .dependent import wait_for_stream
+from .epilogues import down_dgrad_epilogue, load_preact, split_pairs
+from .quantize import BLOCK, scale_of
+from .tiles import end_of_rows, load_scales, load_slots, scale_rows, store_columns, tile_ptrs, tile_rows
+
+
+@triton.jit
+def store_quantized(codes_ptr, scale_ptr, value, first_row, row_mask, first_column, N: tl.constexpr):
+    """Stores whole blocks of columns of a (rows, N) tensor as codes and scales."""
+    BLOCK_M: tl.constexpr = value.shape[0]
+    NUM_BLOCKS: tl.constexpr = value.shape[1] // BLOCK
+    value = tl.reshape(value, (BLOCK_M, NUM_BLOCKS, BLOCK))
+    scale = scale_of(tl.max(tl.abs(value), axis=2))
+    codes = tl.reshape(value * (1.0 / scale)[:, :, None], (BLOCK_M, NUM_BLOCKS * BLOCK))
+    store_columns(codes_ptr, codes, first_row, row_mask, first_column, N)
+    scale_ptrs = tile_ptrs(scale_ptr, first_row, first_column // BLOCK, N // BLOCK, BLOCK_M, NUM_BLOCKS)
+    tl.store(scale_ptrs, scale, mask=row_mask[:, None])
+
+
+@triton.jit
+def quantizing_epilogue(
+    grad, gate, up, weights, codes_ptr, scale_ptr, act_ptr, first_row, row_mask, first_column, OPTIONS: tl.constexpr
+):
+    """`down_dgrad_epilogue` with dpreact as codes and scales, of columns that are all there."""
+    N: tl.constexpr = OPTIONS.N
+    weighted = scale_rows(grad, weights)
+    if OPTIONS.GATED:
+        if OPTIONS.INTERLEAVED:
+            gate, up = split_pairs(gate)
+        value, d_gate, d_up = glu_grad(gate.to(tl.float32), up.to(tl.float32), OPTIONS)
+        d_gate *= weighted
+        d_up *= weighted
+        if OPTIONS.INTERLEAVED:
+            pairs = tl.interleave(d_gate, d_up)
+            store_quantized(codes_ptr, scale_ptr, pairs, first_row, row_mask, 2 * first_column, 2 * N)
+        else:
+            store_quantized(codes_ptr, scale_ptr, d_gate, first_row, row_mask, first_column, 2 * N)
+            store_quantized(codes_ptr, scale_ptr, d_up, first_row, row_mask, N + first_column, 2 * N)
+    else:
+        preact = gate.to(tl.float32)
+        value, d_act = act_grad(preact, OPTIONS)
+        d_preact = zero_past(d_act * weighted, preact, OPTIONS.LIMIT)
+        store_quantized(codes_ptr, scale_ptr, d_preact, first_row, row_mask, first_column, N)
+    if act_ptr is not None:
+        store_columns(act_ptr, scale_rows(value, weights), first_row, row_mask, first_column, N)
+    return tl.sum(grad * value, 1)
+
+
+@triton.jit(do_not_specialize=["stride_pn"])
+def activation_grad_kernel(
+    dact_ptr,  # (rows, N)
+    weights_ptr,  # (rows,) or, with row_to_slot_ptr, one per slot, or None
+    preact_ptr,  # (rows, 2 N or N)
+    dpreact_ptr,  # (rows, 2 N or N) or None, out; may be preact_ptr unless it is of codes
+    scale_ptr,  # (rows, blocks of 128 columns of dpreact) fp32 if that is of codes, else None, out
+    scaled_act_ptr,  # (rows, N) or None, out
+    partials_ptr, stride_pn,  # (n tiles, rows) fp32 or None, out
+    row_to_slot_ptr,  # (rows,) int32, or None
+    schedule_ptr,
+    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """With the weight w[r] of a row or of its slot, and a[r], the activation recomputed from preact[r]:
+
+    dpreact[r] = w[r] dact[r] * a'(preact[r]); scaled_act[r] = w[r] a[r]; partials[n tile, r] = <dact[r], a[r]> in the
+    tile. With scale_ptr, dpreact is quantized: its scale is the largest magnitude of 128 columns over 448. Rows of no
+    expert are neither read nor written.
+    Grid: (row tiles at most * n tiles,).
+    The caller guarantees contiguous rows and, with scale_ptr, that N is a multiple of BLOCK_N, and this of 128.
+    """
+    wait_for_stream()
+    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+    # Tiles of the same rows run at the same time, so that all of a row is read at once.
+    row = tl.load(schedule_ptr) + tl.program_id(0) // NUM_N_TILES * BLOCK_M
+    end = end_of_rows(schedule_ptr, NUM_EXPERTS)
+    if row < end:
+        n_tile = tl.program_id(0) % NUM_N_TILES
+        column = n_tile * BLOCK_N
+        rows, row_mask = tile_rows(row, end - row, BLOCK_M)
+        inside = column + tl.arange(0, BLOCK_N) < N
+        dact_ptrs = tile_ptrs(dact_ptr, row, column, N, BLOCK_M, BLOCK_N)
+        grad = tl.load(dact_ptrs, mask=row_mask[:, None] & inside[None, :], other=0.0)
+        gate, up = load_preact(preact_ptr, row, row_mask, column, OPTIONS, BLOCK_N)
+        weights = None
+        if weights_ptr is not None:
+            weights = load_scales(weights_ptr, load_slots(row_to_slot_ptr, rows))
+        grad = grad.to(tl.float32)
+        if scale_ptr is not None:
+            inner = quantizing_epilogue(
+                grad, gate, up, weights, dpreact_ptr, scale_ptr, scaled_act_ptr, row, row_mask, column, OPTIONS
+            )
+        else:
+            inner = down_dgrad_epilogue(
+                grad, gate, up, weights, dpreact_ptr, scaled_act_ptr, row, row_mask, column, OPTIONS, BLOCK_N
+            )
+        if partials_ptr is not None:
+            partial_ptrs = partials_ptr + n_tile.to(tl.int64) * stride_pn + row + tl.arange(0, BLOCK_M)
+            tl.store(partial_ptrs, inner, mask=row_mask)

@@ -39,6 +39,11 @@ def activation_grad(kernels):
     return importlib.import_module(f"{kernels.__name__}.activation_grad").activation_grad
 
 
+@pytest.fixture(scope="session")
+def quantize(kernels):
+    return importlib.import_module(f"{kernels.__name__}.quantize")
+
+
 def scaled_weight(grouped_moe, shape, block, parts=1, layout="nk"):
     """Random codes and scales; layout: nk, kn, or apart, with a byte between codes."""
     scaled = grouped_moe.quantize_blocks(torch.randn(shape), block, parts)
@@ -101,6 +106,8 @@ ODD = {
     "odd-interleaved": Kind(139, ("gelu", 1.0, None, 0.0), interleaved=True, routed=False),
     "odd-not-gated": Kind(51, ("gelu_tanh", 1.0, 1.0, 0.0), gated=False),
 }
+GRADS = {name: (kind, False) for name, kind in {**KINDS, **ODD}.items()}
+GRADS.update({f"{name}-quantized": (kind, True) for name, kind in KINDS.items()})
 
 
 def make_rows(kernels, dtype, routed, E=3, T=21, top_k=2):
@@ -141,12 +148,9 @@ def assert_quantized(got, want: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("quantizes", [False, True], ids=["plain", "quantized"])
-@pytest.mark.parametrize("kind", [*KINDS.values(), *ODD.values()], ids=[*KINDS, *ODD])
+@pytest.mark.parametrize("kind, quantizes", GRADS.values(), ids=GRADS)
 def test_activation_grad(module, grouped_moe, kernels, activation_grad, kind, quantizes, dtype):
     """Rows of no expert and their scales are NaN; what is not asked for is None."""
-    if quantizes and kind in ODD.values():
-        pytest.skip("gate and up would share blocks")
     block = block_of(module, grouped_moe, kind)
     rows, grouped, slots = make_rows(kernels, dtype, kind.routed)
     dact = torch.randn(rows.num_rows, kind.I).to(dtype)
@@ -198,3 +202,29 @@ def test_activation_grad_overwrites(module, grouped_moe, kernels, activation_gra
     assert plain.data_ptr() == preact.data_ptr()
     assert_bitwise("rows of no expert", preact[~grouped], before[~grouped])
     assert codes.dtype == torch.float16 and not torch.equal(preact[grouped], before[grouped])
+
+
+@pytest.mark.parametrize("adapters", [1, 2], ids=["one-adapter", "adapters"])
+@pytest.mark.parametrize("num_rows, k", [(43, 300), (43, 40), (300, 384), (300, 200)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_projected_codes(kernels, quantize, dtype, num_rows, k, adapters):
+    """Rows of codes against the plain rows that they stand for, rounded to the dtype; short and tall tiles."""
+    offsets, rank = torch.tensor([5, 17, 17, num_rows - 4]), 5
+    rows = kernels.split_rows(offsets, 3, num_rows, dtype)
+    rows = rows._replace(adapters=torch.randint(0, adapters, (num_rows,)) if adapters > 1 else None)
+    codes, scales = torch.randn(num_rows, k).to(CODES), torch.rand(num_rows, -(-k // 128)) + 0.5
+    plain = (codes.float() * scales.repeat_interleave(128, 1)[:, :k]).to(dtype)
+    codes.view(U8)[:5], scales[-4:] = 0x7F, NAN
+    factor = torch.randn(adapters, 3, k, rank)
+    given = quantize.QuantizedRows(codes, scales, dtype)
+    with GuardedAllocations(codes, scales, factor, rows.schedule, rows.adapters):
+        got = kernels.project(given, factor, rows, scaling=0.5, of_tokens=False)
+    want = torch.zeros(num_rows, got.shape[1], dtype=torch.float64)
+    for group, (first, last) in enumerate(zip(offsets[:-1], offsets[1:])):
+        for adapter in range(adapters):
+            product = 0.5 * plain[first:last].double() @ factor[adapter, group].to(dtype).double()
+            if adapters > 1:
+                product *= (rows.adapters[first:last] == adapter)[:, None]
+            want[first:last, adapter * rank : (adapter + 1) * rank] = product
+    assert got.dtype == dtype and got[:5].isnan().all() and got[-4:].isnan().all()
+    assert_close("projected", got[5:-4], want[5:-4], dtype, terms=k)

@@ -17,6 +17,7 @@ from .epilogues import down_dgrad_epilogue, load_preact, up_epilogue
 from .gemm import zero_chunk, zero_rows
 from .low_rank import Factor, LowRank, add_low_rank
 from .products import load_masked, locate_rows
+from .quantize import widen_codes
 from .tiles import (
     Tiling,
     add_bias,
@@ -62,19 +63,6 @@ class ScaledProduct(NamedTuple):
     PRECISION: tl.constexpr
     BLOCK_K: tl.constexpr
     HALVES: tl.constexpr
-
-
-@triton.jit
-def widen_codes(codes, DTYPE: tl.constexpr):
-    """Values of e4m3 codes: of tl.float8e4nv, or, where the GPU has none, of bytes."""
-    if codes.dtype == tl.float8e4nv:
-        # By way of fp32, which two fast instructions reach: the conversion from fp16 to bf16 takes four times as long.
-        return codes.to(tl.float16).to(tl.float32).to(DTYPE)
-    else:
-        # The bits as an fp16, whose exponent is 8 larger: exact, subnormal codes as well. All ones are NaN.
-        bits = codes.to(tl.uint16)
-        value = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(DTYPE)
 
 
 @triton.jit

@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 
 from .activation import Options, glu
-from .block_scaled import block_of, widen_codes, widen_scales
+from .block_scaled import block_of, widen_scales
 from .dependent import wait_for_stream
 from .low_rank import find_adapter, inner_ranks
 from .products import load_masked
+from .quantize import widen_codes
 
 
 @triton.jit

@@ -3,9 +3,10 @@
 import triton
 import triton.language as tl
 
-from .block_scaled import block_of, share_scale, widen_codes, widen_scales
+from .block_scaled import block_of, share_scale, widen_scales
 from .dependent import wait_for_stream
 from .products import load_masked
+from .quantize import widen_codes
 
 
 @triton.jit

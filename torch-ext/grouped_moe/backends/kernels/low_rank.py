@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .dependent import wait_for_stream
+from .quantize import BLOCK, widen_codes
 from .tiles import expert_rows, expert_tiles, find_expert, load_slots, num_row_tiles, tile_rows, tokens_of
 
 
@@ -38,6 +39,7 @@ def factor_ptrs(factor_ptr, expert, n, columns, FACTOR: tl.constexpr):
 @triton.jit(do_not_specialize=["scaling"])
 def project_kernel(
     x_ptr, stride_xr, stride_xk,  # (rows, K) or, OF_TOKENS, (T, K)
+    x_scale_ptr,  # (rows, blocks of 128 of K) fp32, contiguous, if x is of codes, which are rows in place; else None
     factor_ptr,  # (L, E, K, RANK), as `Factor` has it
     adapters_ptr,  # adapter of each token, or of each row in place, or None
     z_ptr,  # (rows, R), out
@@ -53,9 +55,10 @@ def project_kernel(
 ):  # fmt: skip
     """z[r] = scaling factor[l, e]^T x[r] for each adapter l, or of x[token of r]; with adapters 0 where l is not r's.
 
-    A tile of columns whose adapters no row has costs its zeros. Rows of no expert are not written.
+    Codes times their scales are rounded to the dtype of z. A tile of columns whose adapters no row has costs its zeros.
+    Rows of no expert are not written.
     Grid: (m tiles at most, tiles of BLOCK_N columns).
-    The caller guarantees a schedule made for BLOCK_M.
+    The caller guarantees a schedule made for BLOCK_M and, with x_scale_ptr, that BLOCK_K divides 128.
     """
     wait_for_stream()
     FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
@@ -78,10 +81,15 @@ def project_kernel(
         k = tl.arange(0, BLOCK_K)
         x_ptrs = x_ptr + sources[:, None] * stride_xr + k.to(tl.int64)[None, :] * stride_xk
         w_ptrs = factor_ptrs(factor_ptr, expert, k[:, None], columns[None, :], FACTOR)
+        if x_scale_ptr is not None:
+            scale_ptrs = x_scale_ptr + sources * ((K + BLOCK - 1) // BLOCK)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, length, BLOCK_K):
             inside = k < K - start
             x = tl.load(x_ptrs, mask=row_mask[:, None] & inside[None, :], other=0.0)
+            if x_scale_ptr is not None:
+                x_scales = tl.load(scale_ptrs + start // BLOCK, mask=row_mask, other=0.0)
+                x = (widen_codes(x, tl.float32) * x_scales[:, None]).to(z_ptr.dtype.element_ty)
             w = tl.load(w_ptrs, mask=inside[:, None] & (columns < NUM_ADAPTERS * RANK)[None, :], other=0.0)
             acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
             x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K

@@ -1,7 +1,7 @@
 """Rows projected on the ranks of a LoRA."""
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from ...operands import FactorLayout, layout_of
 from ...rows import Rows, max_tiles
 from ..kernels.low_rank import project_kernel
 from .launch import Kernel
+from .quantize import BLOCK, QuantizedRows
 
 _MAX_COLUMNS = 128  # of a tile
 _TALL = 64  # rows of a tile from where on its products, not the latency of its loads, take the time
@@ -18,7 +19,10 @@ _LONG_STEP = 512  # bytes of a row
 
 
 class _Problem(NamedTuple):
-    """What the kernel is compiled for: z (rows, R) of x (rows, k), or (T, k) with of_tokens."""
+    """What the kernel is compiled for: z (rows, R) of x (rows, k), or (T, k) with of_tokens.
+
+    dtype: of z. is_quantized: whether x is of codes.
+    """
 
     spec: DeviceSpec
     dtype: torch.dtype
@@ -30,6 +34,7 @@ class _Problem(NamedTuple):
     factor_dtype: torch.dtype
     top_k: int
     of_tokens: bool
+    is_quantized: bool
 
 
 def factor_constants(factor: FactorLayout) -> dict:
@@ -48,6 +53,8 @@ def _tile(problem: _Problem) -> tuple:
         block_k = min(_LONG_STEP // itemsize, max(16, 1 << (p.k - 1).bit_length()))
     else:
         block_k, stages = (32, 2) if itemsize > 2 else (64, 2 if p.of_tokens else 4)
+    if p.is_quantized:  # a step has one scale for each row
+        block_k = min(block_k, BLOCK)
     # Of AMD's stages, one lies in registers.
     buffer = block_k * (p.block_m * itemsize + block_n * p.factor_dtype.itemsize)
     while (stages - (p.spec.warp_size == 64)) * buffer > p.spec.shared_memory and stages > 2:
@@ -67,26 +74,31 @@ def _kernel(problem: _Problem) -> Kernel:
     return Kernel(project_kernel, constants, {"num_warps": 4, "num_stages": stages})
 
 
-def project(x: Tensor, factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool) -> Tensor:
+def project(x: Union[Tensor, QuantizedRows], factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool) -> Tensor:
     """z[r] = scaling factor[l, e]^T x[r] for each adapter l, of x[token of r] with of_tokens.
 
-    x: (rows, K) or (T, K), any strides. factor: (L, E, K, r), any strides and dtype. Returns (rows, R), the ranks of
-    all adapters side by side, 0 past the last one and, with `rows.adapters`, in those that are not of the row's
-    adapter. Rows of no group are unwritten.
+    x: (rows, K) or (T, K), any strides; without of_tokens also of 8-bit floats, which times their scales are rounded to
+    x.dtype. factor: (L, E, K, r), any strides and dtype. Returns (rows, R), the ranks of all adapters side by side, 0
+    past the last one and, with `rows.adapters`, in those that are not of the row's adapter. Rows of no group are
+    unwritten.
     """
-    layout, k = layout_of(factor), x.shape[1]
-    z = x.new_empty((rows.num_rows, layout.padded_rank))
+    layout, k, is_quantized = layout_of(factor), x.shape[1], isinstance(x, QuantizedRows)
+    assert not (is_quantized and of_tokens), "x: expected rows in place"
+    values, x_scales = x[:2] if is_quantized else (x, None)
+    z = values.new_empty((rows.num_rows, layout.padded_rank), dtype=x.dtype)
     if rows.num_rows:
-        spec = spec_of(x)
+        spec = spec_of(values)
+        if is_quantized and not spec.float8:
+            values = values.view(torch.uint8)
         top_k = rows.top_k if of_tokens or rows.adapters is not None else 0
         problem = _Problem(
             spec, x.dtype, dot_precision(x.dtype, spec), rows.num_groups, rows.block_m, k, layout, factor.dtype, top_k,
-            of_tokens,
+            of_tokens, is_quantized,
         )  # fmt: skip
         kernel = _kernel(problem)
         tiles = max_tiles(rows.num_rows, rows.num_groups, rows.block_m)
         kernel(
-            (tiles, -(-z.shape[1] // kernel.constants["BLOCK_N"]), 1), x, *x.stride(), factor, rows.adapters, z,
-            rows.row_to_slot if top_k else None, rows.schedule, scaling,
+            (tiles, -(-z.shape[1] // kernel.constants["BLOCK_N"]), 1), values, *values.stride(), x_scales, factor,
+            rows.adapters, z, rows.row_to_slot if top_k else None, rows.schedule, scaling,
         )  # fmt: skip
     return z

@@ -5,7 +5,7 @@
 The Triton backend itself runs, on unwritten CPU tensors of real layers, with Triton's driver replaced by one that only
 names a target: what is compiled is what would be launched there. The layers of `EVERY` take, at the largest number of
 tokens, every signature that a launcher can produce: each dtype of indices and scales, biases or none, each set of
-gradients. Exit status 1 if a kernel fails to compile, exceeds the shared memory of its target, spills more than 32
+gradients. Exit status 1 if a kernel fails to compile, exceeds the shared memory of its target, spills more than 64
 bytes, has more than 128 KB of code (sm90), leaves a barrier that no partition uses, or touches memory before it has
 waited for the stream where launches are dependent. Needs a build (make build) and Triton; no GPU.
 """
@@ -37,9 +37,9 @@ from compiled_kernel import code_bytes, resource_usage, stray_barriers, waits_fo
 from machine import write  # noqa: E402
 from workload import DEEPSEEK_V3, GPT_OSS, NEMOTRON, QWEN3_30B, Layer  # noqa: E402
 
-# ptxas parks up to this much in local memory when a kernel uses every register: values that a tile reads once, before
-# its K loop, as the disassembly shows. More is a spill.
-SPILL_ALLOWANCE = 32
+# ptxas parks up to this much in local memory when the warp groups of a kernel use every register: values that each of
+# them reads once a tile, outside its K loop, as the disassembly shows. More is a spill.
+SPILL_ALLOWANCE = 64
 # Bytes of code on sm90, of which a tile runs most. 160 KB took 1.8 to 1.9 times as long as 96 KB that did the same, 124
 # KB as long as 76 (H200; benchmarks/NOTES.md).
 CODE_LIMIT = 128 << 10
@@ -204,6 +204,8 @@ class Calls:
         scaled = self.codes(layer.preact_width, layer.hidden), self.codes(layer.hidden, layer.intermediate)
         self.scaled = self.adapted._replace(up=scaled[0], down=scaled[1], transposed=False)
         self.quantized = self.scaled._replace(up_lora=None, down_lora=None)
+        kept = (weight._replace(products="w8a16") for weight in scaled)
+        self.kept = self.scaled._replace(**dict(zip(("up", "down"), kept)))
 
     def empty(self, *shape: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """Unwritten memory, at an address of Triton's alignment or, for some layers, one element past it."""
@@ -234,27 +236,29 @@ class Calls:
     def both_ways(self, x: torch.Tensor, rows, act_scales, bias_scales, needs, scaled: bool = True) -> None:
         """The block without gradients, saving and recomputing, and its backward.
 
-        With plain weights, with low-rank pairs, with these on scaled weights, and the forward alone of scaled weights
-        whose products are made with rows of 8-bit floats.
+        With plain weights, with low-rank pairs, with these on scaled weights, and with scaled weights alone. Where
+        products are made with rows of 8-bit floats, also of scaled weights with rows as they are.
         """
         kernels, arguments = self.kernels, (x, rows, act_scales, bias_scales)
         backward = functools.partial(self.pipeline.backward, kernels, x=x, rows=rows)
         scales = {"act_scales": act_scales, "bias_scales": bias_scales}
         factors = dict.fromkeys(("up_a", "up_b", "down_a", "down_b"), True)
         adapted, frozen = needs._replace(**factors), needs._replace(**factors, up=False, down=False)
-        kinds = (self.block, needs), (self.adapted, adapted), (self.scaled, frozen)
-        for block, asked in kinds if scaled else kinds[:2]:
+        kinds = [(self.block, needs), (self.adapted, adapted)]
+        if scaled:
+            kinds.append((self.scaled, frozen))
+        if rows.block_m == 128 and kernels.quantizes(self.quantized, x, rows.num_rows, rows.top_k):
+            kinds += [
+                (self.scaled, frozen),
+                (self.quantized, needs._replace(up=False, down=False)),
+                (self.kept, frozen),
+            ]
+        for block, asked in kinds:
             self.pipeline.forward(kernels, block, *arguments, save=False)
             out, preact, projected = self.pipeline.forward(kernels, block, *arguments, save=True)
             given = {"dout": out, "needs": asked, **scales}
             backward(block=block, preact=preact, projected=projected, **given)
             backward(block=block._replace(recompute=True), preact=None, projected=None, **given)
-        if rows.block_m == 128 and kernels.quantizes(self.quantized, x, rows.num_rows, rows.top_k):
-            for save in (False, True):
-                self.pipeline.forward(kernels, self.quantized, *arguments, save=save)
-            kernels.up_proj(self.quantized, x, rows, None, save=True, activate=False)
-            transpose_codes = self.package["backends.triton.transpose"].transpose_codes
-            transpose_codes(self.quantized.up), transpose_codes(self.quantized.down)
 
     def experts(self) -> None:
         """`grouped_mm_experts`, `route`, `gather_rows` and `combine_rows`."""

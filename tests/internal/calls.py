@@ -65,9 +65,6 @@ def scaled(package, tokens, kind=""):
     options = {"interleaved": True} if kind == "interleaved" else {}
     if kind == "w8a16":
         up = up._replace(products="w8a16")
-    if kind.endswith("lora"):
-        n = 2 * HIDDEN if kind == "gate_up_lora" else HIDDEN
-        options[kind] = package.LoRA(*tensors((EXPERTS, 16, HIDDEN), (EXPERTS, n, 16)))
     (x,), (weights,) = tensors((tokens, HIDDEN)), tensors((tokens, TOP_K), dtype=torch.float32)
     ids = torch.zeros(tokens, TOP_K, dtype=torch.int64)
     with torch.no_grad():
@@ -124,6 +121,7 @@ KINDS = {
     **{f"experts-{tokens}-{adapters}-adapters": (experts, tokens, True, False, False, False, False, adapters)
        for tokens in (1, 40, 2048) for adapters in (1, 2)},
     **{f"scaled-{tokens}": (scaled, tokens) for tokens in (1, 40, 2048)},
+    "scaled-w8a16": (scaled, 2048, "w8a16"),
     "mlp-64": (mlp, 64), "mlp-2048": (mlp, 2048), "mlp-plain": (mlp, 2048, False, False, True),
     "parts-40": (parts, 40), "parts-2048": (parts, 2048),
     "sums": (sums, 256), "main_grads-64": (main_grads, 64), "main_grads-2048": (main_grads, 2048),

@@ -160,45 +160,42 @@ def test_activation_grad(module, grouped_moe, kernels, activation_grad, kind, qu
     want = reference(module, block, dact[grouped], scales[slots], preact[grouped])
 
     def run(needs: str, more_dots: int = 0, overwrite: bool = False, given=preact):
-        asked = {f"needs_{name}": name in needs.split() for name in ("dpreact", "act", "dots")}
+        asked = {f"needs_{name}": name in needs.split() for name in ("dpreact", "codes", "act", "dots")}
         with GuardedAllocations(dact, given, scales, rows.schedule, rows.row_to_slot):
             return activation_grad(
-                block, dact, rows, scales, given, **asked, more_dots=more_dots, overwrite=overwrite,
-                quantizes=quantizes,
+                block, dact, rows, scales, given, **asked, more_dots=more_dots, overwrite=overwrite
             )  # fmt: skip
 
-    dpreact, act, dots = run("dpreact act dots", more_dots=2)
-    if quantizes:
-        written = dpreact._replace(codes=dpreact.codes[grouped], scales=dpreact.scales[grouped])
-        assert_quantized(written, want[0])
-    else:
-        assert_close("dpreact", dpreact[grouped], want[0], dtype)
-        assert dpreact[~grouped].isnan().all()
+    dpreact, codes, act, dots = run("dpreact codes act dots" if quantizes else "dpreact act dots", more_dots=2)
+    assert_close("dpreact", dpreact[grouped], want[0], dtype)
+    assert dpreact[~grouped].isnan().all()
     assert_close("act", act[grouped], want[1], dtype)
     assert act[~grouped].isnan().all()
     parts = -(-kind.I // 128)
     assert dots.shape == (parts + 2, rows.num_rows) and dots[parts:].isnan().all()
     assert_close("dots", dots[:parts, grouped].sum(0)[:, None], want[2], torch.float32, inner_products=True)
-    assert run("") == (None, None, None)
-    only, none, none_either = run("dpreact", overwrite=True, given=preact.clone())
-    assert none is none_either is None
+    assert run("") == (None, None, None, None)
+    only, *others = run("dpreact", overwrite=True, given=preact.clone())
+    assert others == [None, None, None]
+    assert_bitwise("dpreact alone", only[grouped], dpreact[grouped])
+    assert_bitwise("act alone", run("act")[2][grouped], act[grouped])
+    assert_bitwise("dots alone", run("dots")[3][:, grouped], dots[:parts, grouped])
     if quantizes:
-        assert_bitwise("codes", only.codes[grouped].view(U8), dpreact.codes[grouped].view(U8))
-    else:
-        assert_bitwise("dpreact", only[grouped], dpreact[grouped])
-    assert_bitwise("act alone", run("act")[1][grouped], act[grouped])
-    assert_bitwise("dots alone", run("dots")[2][:, grouped], dots[:parts, grouped])
+        assert_quantized(codes._replace(codes=codes.codes[grouped], scales=codes.scales[grouped]), want[0])
+        none, only, *_ = run("codes")
+        assert none is None
+        assert_bitwise("codes alone", only.codes[grouped].view(U8), codes.codes[grouped].view(U8))
 
 
 def test_activation_grad_overwrites(module, grouped_moe, kernels, activation_grad):
-    """The gradient takes the memory of the pre-activation, of rows of an expert, unless it becomes codes."""
+    """The gradient takes the memory of the pre-activation, of rows of an expert; codes have memory of their own."""
     block, (rows, grouped, _) = block_of(module, grouped_moe, Kind()), make_rows(kernels, torch.float16, True)
     dact, preact = torch.randn(rows.num_rows, 256).half(), torch.randn(rows.num_rows, 512).half()
-    asked = {"needs_dpreact": True, "needs_act": False, "needs_dots": False, "more_dots": 0, "overwrite": True}
+    asked = {"needs_act": False, "needs_dots": False, "more_dots": 0, "overwrite": True}
     before = preact.clone()
-    codes, _, _ = activation_grad(block, dact, rows, None, preact, **asked, quantizes=True)
+    _, codes, _, _ = activation_grad(block, dact, rows, None, preact, needs_dpreact=False, needs_codes=True, **asked)
     assert_bitwise("preact", preact, before)
-    plain, _, _ = activation_grad(block, dact, rows, None, preact, **asked, quantizes=False)
+    plain, *_ = activation_grad(block, dact, rows, None, preact, needs_dpreact=True, needs_codes=False, **asked)
     assert plain.data_ptr() == preact.data_ptr()
     assert_bitwise("rows of no expert", preact[~grouped], before[~grouped])
     assert codes.dtype == torch.float16 and not torch.equal(preact[grouped], before[grouped])

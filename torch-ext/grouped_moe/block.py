@@ -125,9 +125,14 @@ class Needs(NamedTuple):
     down_b: bool = False
 
     @property
+    def beyond_x(self) -> bool:
+        """Whether the gradient of the pre-activation leads to others than that of x."""
+        return self.up or self.up_bias or self.up_a or self.up_b
+
+    @property
     def dpreact(self) -> bool:
         """Whether any of them is made of the gradient of the pre-activation."""
-        return self.x or self.up or self.up_bias or self.up_a or self.up_b
+        return self.x or self.beyond_x
 
     @property
     def act(self) -> bool:

@@ -93,7 +93,7 @@ def _backward(
         if needs_x:
             dx = kernels.gemm(
                 dy, as_weight(weight, weight_scale, block), rows, transposed=not transposed, zero_rest=True,
-                low_rank=low_rank,
+                low_rank=low_rank, quantizes=weight_scale is not None,
             )  # fmt: skip
         if needs_weight:
             dweight = torch.empty_like(weight)

@@ -66,16 +66,17 @@ def backward(
     """
     routed, transposed = rows.top_k > 0, block.transposed
     dout, x = unit_rows(dout), None if x is None else unit_rows(x)
-    dpreact = act = dots = dx = dup = dup_bias = ddown = None
+    dpreact = codes = act = dots = dx = dup = dup_bias = ddown = None
     if needs.preact:
         if block.recompute:
             low_rank = project(kernels, block.up_lora, x, rows, of_tokens=routed)
             preact, _ = kernels.up_proj(block, x, rows, None, save=True, activate=False, low_rank=low_rank)
             projected = None if low_rank is None else low_rank.rows
         low_rank = project(kernels, block.down_lora, dout, rows, of_tokens=routed, backward=True)
-        dpreact, act, dots = kernels.down_dgrad(
-            block, dout, rows, act_scales, preact, needs_dpreact=needs.dpreact, needs_act=needs.act,
-            needs_dots=needs.act_scales, more_dots=num_bias_dots(kernels, block, rows, needs, dout.shape[1]),
+        dpreact, codes, act, dots = kernels.down_dgrad(
+            block, dout, rows, act_scales, preact, needs_dpreact=needs.beyond_x, leads_to_x=needs.x,
+            needs_act=needs.act, needs_dots=needs.act_scales,
+            more_dots=num_bias_dots(kernels, block, rows, needs, dout.shape[1]),
             overwrite=overwrite or block.recompute, low_rank=low_rank,
         )  # fmt: skip
     scale_grads = scale_and_bias_grads(kernels, block, dout, rows, act_scales, bias_scales, dots, needs)
@@ -89,9 +90,12 @@ def backward(
     act = act if needs.down else None
     low_rank = None
     if needs.x or needs.up_a:
-        low_rank = project(kernels, block.up_lora, dpreact, rows, backward=True)
+        low_rank = project(kernels, block.up_lora, codes if dpreact is None else dpreact, rows, backward=True)
     if needs.x:
-        dx = kernels.gemm(dpreact, block.up, rows, transposed=not transposed, zero_rest=not routed, low_rank=low_rank)
+        # Where the product is made with rows of 8-bit floats, dpreact came as such.
+        source = dpreact if codes is None else codes
+        dx = kernels.gemm(source, block.up, rows, transposed=not transposed, zero_rest=not routed, low_rank=low_rank)
+        del source, codes
         dx = kernels.combine(dx, None, rows) if routed else dx
     if needs.up_bias:
         dup_bias = dout.new_empty(block.up_bias.shape)

@@ -46,6 +46,17 @@ def has_gluon() -> bool:
     return triton_version() >= (3, 6)
 
 
+def reinterpret_method() -> Any:
+    """Gluon's function that sees a piece of shared memory as another dtype, or None.
+
+    Triton 3.9 has it as a public method of shared-memory descriptors, before that its name is private. Without it
+    low-rank parts go to kernels that widen 8-bit weights.
+    """
+    from triton.experimental.gluon.language import shared_memory_descriptor as descriptor
+
+    return getattr(descriptor, "reinterpret", None) or getattr(descriptor, "_reinterpret", None)
+
+
 @lru_cache(maxsize=None)
 def launch_options(capability: Tuple[int, int], on_amd: bool) -> dict:
     """Options of all launches: dependent ones where the GPU has them.

@@ -6,24 +6,31 @@ import torch
 from torch import Tensor
 
 from ...block_scaled import BlockScaled
+from ...operands import FactorLayout, LowRank
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import hopper_quantized_config, persistent_grid
+from ..kernels.hopper import reinterpret
 from ..kernels.hopper_quantized import hopper_quantized_gemm_kernel
 from ..problems import GemmProblem
 from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel
 from ..triton.quantize import QuantizedRows
 from ..triton.scales import scale_arguments
-from .descriptors import RaggedTmaBlock, TmaBlock
+from .descriptors import RaggedTmaBlock, TmaBlock, describe_low_rank
 
 PATH = "Gluon for Hopper, 8-bit rows and weights"
 
 
 def supports(problem: GemmProblem) -> bool:
-    """Weights (E, N, K) that can be read by descriptor, without a low-rank part; results leave by a ragged one."""
+    """Weights (E, N, K) that can be read by descriptor; results leave by a ragged one."""
     p = problem
-    plain = p.low_rank.rank == 0 and p.scales.n_parts == 1
-    return plain and p.layout == "nk" and p.n % 8 == 0 and p.k % 16 == 0 and not p.many_rows
+    extents = p.scales.n_parts == 1 and p.n % 8 == 0 and p.k % 16 == 0
+    return takes_ranks(p.low_rank) and p.layout == "nk" and extents and not p.many_rows
+
+
+def takes_ranks(low_rank: FactorLayout) -> bool:
+    """Whether a product can have this low-rank part, whose steps see the operands' shared memory as another dtype."""
+    return low_rank.rank == 0 or reinterpret is not None
 
 
 class Launcher:
@@ -34,23 +41,27 @@ class Launcher:
         codes = torch.float8_e4m3fn
         self.x_block = TmaBlock(codes, config.block_m, config.block_k)
         self.w_block = TmaBlock(codes, 1, config.block_n, config.block_k)
+        rank_columns = config.block_k // p.dtype.itemsize  # as many bytes as a step of codes
+        self.ranks_block = TmaBlock(p.dtype, config.block_m, rank_columns)
+        self.factor_block = TmaBlock(p.dtype, 1, config.block_n, rank_columns)
         self.y_block = RaggedTmaBlock(p.dtype, config.block_m // 2, 32 if p.zero_rest else 64)
         constants = {
-            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "ZERO_UNGROUPED": p.zero_rest,
-            **config.gluon_constants(),
+            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "R": p.low_rank.padded_rank,
+            "ZERO_UNGROUPED": p.zero_rest, **config.gluon_constants(),
         }  # fmt: skip
         options = {"num_warps": config.num_warps}
         self.kernel = Kernel(hopper_quantized_gemm_kernel, constants, options, config.describe(PATH))
 
     def __call__(
-        self, x: QuantizedRows, weight: BlockScaled, bias: Optional[Tensor], scales: Optional[Tensor], y: Tensor,
-        rows: Rows,
+        self, x: QuantizedRows, weight: BlockScaled, bias: Optional[Tensor], scales: Optional[Tensor],
+        low_rank: Optional[LowRank], y: Tensor, rows: Rows,
     ) -> None:  # fmt: skip
         """Writes y."""
         p = self.problem
         tiles = max_tiles(x.shape[0], p.num_groups, p.block_m)
         self.kernel(
             persistent_grid(self.config, tiles, p.n, p.spec), self.x_block.of(x.codes), self.w_block.of(weight.data),
-            x.scales, *scale_arguments(weight), *bias_and_strides(bias), scales, self.y_block.of_rows(y),
-            rows.schedule, x.shape[0],
+            *describe_low_rank(low_rank, "nk", self.ranks_block, self.factor_block), x.scales,
+            *scale_arguments(weight), *bias_and_strides(bias), scales, self.y_block.of_rows(y), rows.schedule,
+            x.shape[0],
         )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...block import Block
+from ...operands import LowRank
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import hopper_quantized_config, persistent_grid
 from ..kernels.hopper_quantized import hopper_quantized_up_proj_kernel
@@ -14,15 +15,15 @@ from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel
 from ..triton.quantize import BLOCK, QuantizedRows
 from ..triton.scales import scale_arguments
-from .descriptors import RaggedTmaBlock, TmaBlock
-from .quantized_gemm import PATH
+from .descriptors import RaggedTmaBlock, TmaBlock, describe_low_rank
+from .quantized_gemm import PATH, takes_ranks
 from .up_proj import STORE_COLUMNS, describe_halves
 
 
 def supports(problem: BlockProblem) -> bool:
-    """[gate | up] that have blocks of their own, without a low-rank part."""
+    """[gate | up] that have blocks of their own."""
     p = problem
-    if not p.gated or p.interleaved or p.low_rank.rank or p.many_rows:
+    if not p.gated or p.interleaved or not takes_ranks(p.low_rank) or p.many_rows:
         return False
     apart = p.n % BLOCK == 0 if p.scales.n_parts == 1 else p.scales.n_parts == 2
     return apart and p.layout == "nk" and p.n % 16 == 0 and p.k % 16 == 0
@@ -35,15 +36,18 @@ class Launcher:
         self.problem, self.config = p, config = problem, hopper_quantized_config()
         half = config.block_m // 2
         self.w_block = TmaBlock(torch.float8_e4m3fn, 1, 2, config.block_n // 2, config.block_k)
+        rank_columns = config.block_k // p.dtype.itemsize
+        self.ranks_block = TmaBlock(p.dtype, config.block_m, rank_columns)
+        self.factor_block = TmaBlock(p.dtype, 1, 2, config.block_n // 2, rank_columns)
         self.preact_block = RaggedTmaBlock(p.dtype, half, STORE_COLUMNS)
         self.act_block = RaggedTmaBlock(torch.float8_e4m3fn, half, BLOCK)
-        constants = {**p.constants(), "TOP_K": p.top_k, **config.gluon_constants()}
+        constants = {**p.constants(), "R": p.low_rank.padded_rank, "TOP_K": p.top_k, **config.gluon_constants()}
         options = {"num_warps": config.num_warps}
         self.kernel = Kernel(hopper_quantized_up_proj_kernel, constants, options, config.describe(PATH))
 
     def __call__(
-        self, block: Block, x: QuantizedRows, scales: Optional[Tensor], preact: Optional[Tensor],
-        act: Optional[QuantizedRows], rows: Rows,
+        self, block: Block, x: QuantizedRows, low_rank: Optional[LowRank], scales: Optional[Tensor],
+        preact: Optional[Tensor], act: Optional[QuantizedRows], rows: Rows,
     ) -> None:  # fmt: skip
         """Writes preact and act, where they are given."""
         p, up = self.problem, block.up
@@ -52,7 +56,8 @@ class Launcher:
         tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
         self.kernel(
             persistent_grid(self.config, tiles, p.width, p.spec), x.codes, x.codes.stride(0) // 16,
-            self.w_block.of(halves), x.scales, *scale_arguments(up), *bias_and_strides(block.up_bias),
+            self.w_block.of(halves), *describe_low_rank(low_rank, "nk", self.ranks_block, self.factor_block),
+            x.scales, *scale_arguments(up), *bias_and_strides(block.up_bias),
             *describe_halves(preact, p, self.preact_block), *act_arguments, scales,
             rows.row_to_slot if p.top_k else None, rows.schedule,
         )  # fmt: skip

@@ -11,8 +11,10 @@ from .tiles import end_of_rows, load_scales, load_slots, scale_rows, store_colum
 
 
 @triton.jit
-def store_quantized(codes_ptr, scale_ptr, value, first_row, row_mask, first_column, N: tl.constexpr):
-    """Stores whole blocks of columns of a (rows, N) tensor as codes and scales."""
+def store_twice(plain_ptr, codes_ptr, scale_ptr, value, first_row, row_mask, first_column, N: tl.constexpr):
+    """Stores whole blocks of columns of a (rows, N) tensor as codes and scales, and plain if there is plain_ptr."""
+    if plain_ptr is not None:
+        store_columns(plain_ptr, value, first_row, row_mask, first_column, N)
     BLOCK_M: tl.constexpr = value.shape[0]
     NUM_BLOCKS: tl.constexpr = value.shape[1] // BLOCK
     value = tl.reshape(value, (BLOCK_M, NUM_BLOCKS, BLOCK))
@@ -25,9 +27,10 @@ def store_quantized(codes_ptr, scale_ptr, value, first_row, row_mask, first_colu
 
 @triton.jit
 def quantizing_epilogue(
-    grad, gate, up, weights, codes_ptr, scale_ptr, act_ptr, first_row, row_mask, first_column, OPTIONS: tl.constexpr
-):
-    """`down_dgrad_epilogue` with dpreact as codes and scales, of columns that are all there."""
+    grad, gate, up, weights, dpreact_ptr, codes_ptr, scale_ptr, act_ptr, first_row, row_mask, first_column,
+    OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """`down_dgrad_epilogue` with dpreact also as codes and scales, of columns that are all there."""
     N: tl.constexpr = OPTIONS.N
     weighted = scale_rows(grad, weights)
     if OPTIONS.GATED:
@@ -38,15 +41,15 @@ def quantizing_epilogue(
         d_up *= weighted
         if OPTIONS.INTERLEAVED:
             pairs = tl.interleave(d_gate, d_up)
-            store_quantized(codes_ptr, scale_ptr, pairs, first_row, row_mask, 2 * first_column, 2 * N)
+            store_twice(dpreact_ptr, codes_ptr, scale_ptr, pairs, first_row, row_mask, 2 * first_column, 2 * N)
         else:
-            store_quantized(codes_ptr, scale_ptr, d_gate, first_row, row_mask, first_column, 2 * N)
-            store_quantized(codes_ptr, scale_ptr, d_up, first_row, row_mask, N + first_column, 2 * N)
+            store_twice(dpreact_ptr, codes_ptr, scale_ptr, d_gate, first_row, row_mask, first_column, 2 * N)
+            store_twice(dpreact_ptr, codes_ptr, scale_ptr, d_up, first_row, row_mask, N + first_column, 2 * N)
     else:
         preact = gate.to(tl.float32)
         value, d_act = act_grad(preact, OPTIONS)
         d_preact = zero_past(d_act * weighted, preact, OPTIONS.LIMIT)
-        store_quantized(codes_ptr, scale_ptr, d_preact, first_row, row_mask, first_column, N)
+        store_twice(dpreact_ptr, codes_ptr, scale_ptr, d_preact, first_row, row_mask, first_column, N)
     if act_ptr is not None:
         store_columns(act_ptr, scale_rows(value, weights), first_row, row_mask, first_column, N)
     return tl.sum(grad * value, 1)
@@ -57,8 +60,8 @@ def activation_grad_kernel(
     dact_ptr,  # (rows, N)
     weights_ptr,  # (rows,) or, with row_to_slot_ptr, one per slot, or None
     preact_ptr,  # (rows, 2 N or N)
-    dpreact_ptr,  # (rows, 2 N or N) or None, out; may be preact_ptr unless it is of codes
-    scale_ptr,  # (rows, blocks of 128 columns of dpreact) fp32 if that is of codes, else None, out
+    dpreact_ptr,  # (rows, 2 N or N) or None, out; may be preact_ptr
+    codes_ptr, scale_ptr,  # dpreact quantized: as many e4m3, and (rows, blocks of 128 columns) fp32, or None, out
     scaled_act_ptr,  # (rows, N) or None, out
     partials_ptr, stride_pn,  # (n tiles, rows) fp32 or None, out
     row_to_slot_ptr,  # (rows,) int32, or None
@@ -70,10 +73,10 @@ def activation_grad_kernel(
     """With the weight w[r] of a row or of its slot, and a[r], the activation recomputed from preact[r]:
 
     dpreact[r] = w[r] dact[r] * a'(preact[r]); scaled_act[r] = w[r] a[r]; partials[n tile, r] = <dact[r], a[r]> in the
-    tile. With scale_ptr, dpreact is quantized: its scale is the largest magnitude of 128 columns over 448. Rows of no
-    expert are neither read nor written.
+    tile. A scale of dpreact quantized is the largest magnitude of 128 columns over 448. Rows of no expert are neither
+    read nor written.
     Grid: (row tiles at most * n tiles,).
-    The caller guarantees contiguous rows and, with scale_ptr, that N is a multiple of BLOCK_N, and this of 128.
+    The caller guarantees contiguous rows and, with codes_ptr, that N is a multiple of BLOCK_N, and this of 128.
     """
     wait_for_stream()
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -93,10 +96,11 @@ def activation_grad_kernel(
         if weights_ptr is not None:
             weights = load_scales(weights_ptr, load_slots(row_to_slot_ptr, rows))
         grad = grad.to(tl.float32)
-        if scale_ptr is not None:
+        if codes_ptr is not None:
             inner = quantizing_epilogue(
-                grad, gate, up, weights, dpreact_ptr, scale_ptr, scaled_act_ptr, row, row_mask, column, OPTIONS
-            )
+                grad, gate, up, weights, dpreact_ptr, codes_ptr, scale_ptr, scaled_act_ptr, row, row_mask, column,
+                OPTIONS,
+            )  # fmt: skip
         else:
             inner = down_dgrad_epilogue(
                 grad, gate, up, weights, dpreact_ptr, scaled_act_ptr, row, row_mask, column, OPTIONS, BLOCK_N

@@ -7,10 +7,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from ...common._compat import reinterpret_method
+
 # Triton 3.7 renamed these.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+reinterpret = reinterpret_method()  # of a shared-memory descriptor: (descriptor, dtype, shape, layout)
 
 # Rows of a ragged descriptor end here, wherever a group ends in memory.
 RAGGED_END = gl.constexpr(1 << 30)

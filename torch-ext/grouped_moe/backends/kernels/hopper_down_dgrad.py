@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .activation import Options, act_grad, glu_grad, zero_past
 from .dependent import wait_for_stream
 from .hopper import allocate_barriers, ragged_coordinates, tma_load, tma_store
-from .hopper_pipeline import Schedule, consume, find_tile, produce
+from .hopper_pipeline import RankLoads, Schedule, consume, find_tile, produce
 from .hopper_ring import Product, allocate_ring, finish_products
 from .tiles import Tiling, column_pieces, load_scales, load_slots, num_row_tiles
 
@@ -253,7 +253,7 @@ def hopper_down_dgrad_kernel(
     wait_for_stream()
     NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(N, K, R, W_KN, BLOCK_N)
+    PRODUCT: gl.constexpr = Product(N, K, R, W_KN, BLOCK_N, False)
     OPTIONS: gl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     TILES: gl.constexpr = (2 if GATED else 1) * SLOTS
     ring = allocate_ring(dout_desc, w_desc, STAGES, 1)
@@ -265,9 +265,10 @@ def hopper_down_dgrad_kernel(
         pingpong=allocate_barriers(2, 1),
     )  # fmt: skip
     schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)
+    ranks = RankLoads(projected_desc, factor_desc, ring)
     # Registers of a thread: a consumer's holds 128 sums of products.
     gl.warp_specialize([
         (consume_dgrad, (0, ring, pingpong, output, schedule, TILING, PRODUCT, OPTIONS)),
         (consume_dgrad, (1, ring, pingpong, output, schedule, TILING, PRODUCT, OPTIONS)),
-        (produce, (dout_desc, w_desc, projected_desc, factor_desc, ring, schedule, None, TILING, PRODUCT)),
+        (produce, (dout_desc, w_desc, ranks, ring, schedule, None, TILING, PRODUCT)),
     ], [4, 1], [232, 40])  # fmt: skip

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .dependent import wait_for_stream
 from .hopper import allocate_barriers, ragged_coordinates, tma_store, write_staging
-from .hopper_pipeline import Bias, Schedule, Zeros, allocate_zeros, consume, produce
+from .hopper_pipeline import Bias, RankLoads, Schedule, Zeros, allocate_zeros, consume, produce
 from .hopper_ring import Product, allocate_ring, finish_products
 from .tiles import Tiling, column_pieces, load_bias, load_scales, num_row_tiles
 
@@ -95,7 +95,7 @@ def hopper_gemm_kernel(
     wait_for_stream()
     NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(N, K, R, W_KN, BLOCK_N)
+    PRODUCT: gl.constexpr = Product(N, K, R, W_KN, BLOCK_N, False)
     ROWS: gl.constexpr = y_desc.block_type.shape[2]
     SHARED: gl.constexpr = ROWS < BLOCK_M
     dtype: gl.constexpr = x_desc.dtype
@@ -107,11 +107,12 @@ def hopper_gemm_kernel(
     else:
         zeros: gl.constexpr = None
     schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)
+    ranks = RankLoads(projected_desc, factor_desc, ring)
     # Registers of a thread: a consumer's holds 128 sums of products.
     gl.warp_specialize([
         (consume_gemm, (0, ring, pingpong, y_desc, staging, bias_ptr, stride_be, stride_bn, scales_ptr, schedule,
                         TILING, PRODUCT, SHARED)),
         (consume_gemm, (1, ring, pingpong, y_desc, staging, bias_ptr, stride_be, stride_bn, scales_ptr, schedule,
                         TILING, PRODUCT, SHARED)),
-        (produce, (x_desc, w_desc, projected_desc, factor_desc, ring, schedule, zeros, TILING, PRODUCT)),
+        (produce, (x_desc, w_desc, ranks, ring, schedule, zeros, TILING, PRODUCT)),
     ], [4, 1], [232, 40])  # fmt: skip

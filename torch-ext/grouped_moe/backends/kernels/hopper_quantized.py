@@ -1,165 +1,21 @@
-"""Grouped GEMMs of 8-bit rows with 8-bit weights for Hopper in Gluon, scaled by blocks of 128 along K.
-
-The tensor cores add up one step, 128 wide, which has one scale for each row and one for each 128 columns; its sums then
-enter an fp32 accumulator times both scales. So DeepSeek-V3 promotes sums of FP8 products (DeepSeek-AI, 2024,
-"DeepSeek-V3 Technical Report", section 3.3.2). Two consumer warp groups share each tile, half of its rows each: one
-multiplies while the other one promotes. A tile has 256 columns in two halves that have scales of their own: neighbours,
-or gate and up.
-"""
+"""Grouped GEMM and up-projection of 8-bit rows with 8-bit weights for Hopper in Gluon (`.hopper_promoted`)."""
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .activation import Options, glu
-from .block_scaled import widen_scales
 from .dependent import wait_for_stream
 from .hopper import Tokens, allocate_barriers, ragged_coordinates, tma_store, write_staging
 from .hopper_gemm import Output
-from .hopper_pipeline import Bias, Schedule, Tile, Zeros, allocate_zeros, find_tile, produce
-from .hopper_ring import Product, Ring, allocate_ring, next_slot, num_steps
-from .hopper_up_proj import load_tokens, produce_gathered, store_piece
+from .hopper_pipeline import Bias, RankLoads, Schedule, Zeros, allocate_zeros, produce
+from .hopper_promoted import HALF, Scales, consume_promoted, ring_of_ranks
+from .hopper_ring import Product, Ring, allocate_ring, num_steps
+from .hopper_up_proj import produce_gathered, store_piece
 from .quantize import scale_of
 from .tiles import Tiling, column_pieces, load_bias, load_scales, num_row_tiles
-
-HALF = gl.constexpr(128)  # columns of half a tile: those of a weight's scale
-
-
-class Scales(NamedTuple):
-    """The scales of rows, (rows, blocks of K), contiguous, and of weights, (E, blocks of N, blocks of K), by strides.
-
-    row_to_slot_ptr: as `Tokens` has it, or None for rows in place.
-    """
-
-    x_ptr: gl.tensor
-    row_to_slot_ptr: object
-    w_ptr: gl.tensor
-    stride_e: gl.tensor
-    stride_n: gl.tensor
-    stride_k: gl.tensor
-
-
-class TileScales(NamedTuple):
-    """Pointers to the scales of a tile's first step: of rows, and of the left and the right half of its columns."""
-
-    rows: gl.tensor
-    left: gl.tensor
-    right: gl.tensor
-
-
-@gluon.jit
-def locate_scales(scales, tile, source, BLOCKS: gl.constexpr, RIGHT: gl.constexpr, K_BLOCKS: gl.constexpr):
-    """The scales of a tile. source: the rows of x that it multiplies. BLOCKS, K_BLOCKS: of weights along N and K.
-
-    RIGHT: blocks from the left half to the right one; 1: these are neighbours, and the last tile may have but one.
-    """
-    left_block = tile.n_tile * (2 if RIGHT == 1 else 1)
-    right_block = gl.minimum(left_block + RIGHT, BLOCKS - 1)
-    w_ptr = scales.w_ptr + tile.expert.to(gl.int64) * scales.stride_e
-    rows = scales.x_ptr + source.to(gl.int64) * K_BLOCKS
-    return TileScales(rows, w_ptr + left_block * scales.stride_n, w_ptr + right_block * scales.stride_n)
-
-
-@gluon.jit
-def multiply_step(sums, ring, slot, FIRST_ROW: gl.constexpr, FIRST_COLUMN: gl.constexpr):
-    """x @ w of a step, for half of the rows and half of the columns of a tile; waits for it.
-
-    sums: of the step before, whose registers are written. Not to name them lets the compiler keep both, and spill.
-    """
-    ROWS: gl.constexpr = sums.shape[0]
-    BLOCK_K: gl.constexpr = ring.lhs.shape[2]
-    x = ring.lhs.index(slot).slice(FIRST_ROW, ROWS)
-    w = ring.rhs.index(slot).reshape([2 * HALF, BLOCK_K]).slice(FIRST_COLUMN, HALF).permute((1, 0))
-    sums = warpgroup_mma(x, w, sums, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-
-
-@gluon.jit
-def load_step_scales(scales, stride_k, k):
-    """The scales of step k: of rows, of the left half and of the right half of the columns."""
-    return (
-        gl.load(scales.rows + k), widen_scales(gl.load(scales.left + k * stride_k)),
-        widen_scales(gl.load(scales.right + k * stride_k)),
-    )  # fmt: skip
-
-
-@gluon.jit
-def multiply_promoted(
-    GROUP: gl.constexpr, ring, slot, phase, lead_barrier, lead_phase, scales, stride_k, STEPS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """x @ w over the next STEPS slots for half GROUP of the rows of a tile: (left half, right half, slot, phase).
-
-    scales: TileScales. stride_k: from one block of a weight's K to the next. lead_barrier, lead_phase: as in
-    `multiply_half`.
-    """
-    STAGES: gl.constexpr = ring.lhs.shape[0]
-    ROWS: gl.constexpr = ring.lhs.shape[1] // 2
-    FIRST_ROW: gl.constexpr = GROUP * ROWS
-    left = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
-    right = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
-    sums = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
-    # The scales of a step are loaded in the one before it.
-    next_rows, next_left, next_right = load_step_scales(scales, stride_k, 0)
-    for k in range(STEPS):
-        of_rows, of_left, of_right = next_rows + 0.0, next_left + 0.0, next_right + 0.0
-        next_rows, next_left, next_right = load_step_scales(scales, stride_k, gl.minimum(k + 1, STEPS - 1))
-        if lead_barrier is not None and GROUP == 1:
-            mbarrier.wait(lead_barrier, lead_phase, pred=k == STEPS - STAGES // 2)
-        mbarrier.wait(ring.full.index(slot), phase)
-        sums = multiply_step(sums, ring, slot, FIRST_ROW, 0)
-        left += sums * (of_rows * of_left)[:, None]
-        sums = multiply_step(sums, ring, slot, FIRST_ROW, HALF)
-        mbarrier.arrive(ring.empty.index(slot), count=1)
-        right += sums * (of_rows * of_right)[:, None]
-        slot, phase = next_slot(slot, phase, STAGES)
-    if lead_barrier is not None and GROUP == 0:
-        mbarrier.arrive(lead_barrier, count=1)
-    return left, right, slot, phase
-
-
-@gluon.jit
-def consume_promoted(
-    GROUP: gl.constexpr, ring, lead_barrier, scales, schedule, TILING: gl.constexpr, PRODUCT: gl.constexpr,
-    TOP_K: gl.constexpr, GATED: gl.constexpr, EPILOGUE: gl.constexpr, output, OPTIONS: gl.constexpr,
-):  # fmt: skip
-    """A consumer warp group, of half GROUP of the rows of each tile; the next tile is located meanwhile.
-
-    lead_barrier: as in `multiply_half`, or None.
-    EPILOGUE(left, right, tile, output, OPTIONS) ends a tile, whose row is then the group's first one.
-    """
-    ROWS: gl.constexpr = ring.lhs.shape[1] // 2
-    BLOCK_K: gl.constexpr = ring.lhs.shape[2]
-    STEPS: gl.constexpr = num_steps(PRODUCT.K, 0, BLOCK_K)
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 32])
-    BLOCKS: gl.constexpr = num_steps(PRODUCT.N // 2, 0, HALF) * 2 if GATED else num_steps(PRODUCT.N, 0, HALF)
-    RIGHT: gl.constexpr = BLOCKS // 2 if GATED else 1
-    tokens = Tokens(scales.x_ptr, 1, scales.row_to_slot_ptr)
-    index = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    step = gl.num_programs(0)
-    slot = 0
-    phase = 0
-    lead_phase = 0
-    expert, row, end, n_tile = find_tile(gl.program_id(0), schedule, TILING)
-    source = load_tokens(tokens, row + GROUP * ROWS, end, index, TOP_K)
-    for number in range(gl.program_id(0), schedule.num_tiles, step):
-        tile = Tile(expert + 0, row + GROUP * ROWS, end + 0, n_tile + 0)  # Triton 3.6 does not carry a plain copy
-        tile_scales = locate_scales(scales, tile, source, BLOCKS, RIGHT, STEPS)
-        expert, row, end, n_tile = find_tile(number + step, schedule, TILING)
-        source = load_tokens(tokens, row + GROUP * ROWS, end, index, TOP_K)
-        left, right, slot, phase = multiply_promoted(
-            GROUP, ring, slot, phase, lead_barrier, lead_phase, tile_scales, scales.stride_k, STEPS, LAYOUT
-        )
-        lead_phase ^= 1
-        EPILOGUE(left, right, tile, output, OPTIONS)
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -192,11 +48,12 @@ def gemm_epilogue(left, right, tile, output, N: gl.constexpr):
 
 @gluon.jit
 def consume_gemm(
-    GROUP: gl.constexpr, ring, lead_barrier, scales, schedule, TILING: gl.constexpr, PRODUCT: gl.constexpr, output
-):
+    GROUP: gl.constexpr, ring, ranks, lead_barrier, scales, schedule, TILING: gl.constexpr, PRODUCT: gl.constexpr,
+    output,
+):  # fmt: skip
     """A consumer warp group of a GEMM of rows in place."""
     consume_promoted(
-        GROUP, ring, lead_barrier, scales, schedule, TILING, PRODUCT, 0, False, gemm_epilogue, output, PRODUCT.N
+        GROUP, ring, ranks, lead_barrier, scales, schedule, TILING, PRODUCT, 0, False, gemm_epilogue, output, PRODUCT.N
     )
 
 
@@ -204,6 +61,7 @@ def consume_gemm(
 def hopper_quantized_gemm_kernel(
     x_desc,  # (rows, K) codes, blocks of (BLOCK_M, BLOCK_K)
     w_desc,  # (E, N, K) codes, blocks of (1, BLOCK_N, BLOCK_K)
+    projected_desc, factor_desc,  # the low-rank part, (rows, R) and (E, N, R), in blocks of as many bytes; or None
     x_scale_ptr,  # (rows, blocks of K), contiguous
     w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks of N, blocks of K)
     bias_ptr, stride_be, stride_bn,  # (E, N) or None
@@ -211,22 +69,27 @@ def hopper_quantized_gemm_kernel(
     y_desc,  # (rows, N), out; ragged, blocks of BLOCK_M / 2 rows and some columns
     schedule_ptr,
     total_rows,
-    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, ZERO_UNGROUPED: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ZERO_UNGROUPED: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e, of codes times their scales.
+    """y[r] = W[e] x[r] + F[e] p[r] + scales[r] bias[e] for the rows r of expert e, of codes times their scales.
 
-    Rows of no expert are set to 0 if ZERO_UNGROUPED, else not written.
+    p and F: the low-rank part. Rows of no expert are set to 0 if ZERO_UNGROUPED, else not written.
     Grid: (programs,), persistent.
     The caller guarantees a schedule made for BLOCK_M, four warps, and blocks of scales of 128 x 128.
     """
     wait_for_stream()
     NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(N, K, 0, False, BLOCK_N)
+    PRODUCT: gl.constexpr = Product(N, K, R, False, BLOCK_N, True)
     gl.static_assert(BLOCK_N == 2 * HALF and BLOCK_K == HALF)
     dtype: gl.constexpr = y_desc.dtype
     ring = allocate_ring(x_desc, w_desc, STAGES, 2)
+    if factor_desc is not None:
+        rank_ring = ring_of_ranks(ring, projected_desc, factor_desc)
+    else:
+        rank_ring: gl.constexpr = None
+    ranks = RankLoads(projected_desc, factor_desc, rank_ring)
     staging0 = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
     staging1 = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
     if num_steps(K, 0, BLOCK_K) > STAGES:  # only where it is waited for: see `allocate_barriers`
@@ -244,9 +107,9 @@ def hopper_quantized_gemm_kernel(
     output1 = Output(y_desc, staging1, bias, scales_ptr)
     # Registers of a thread: a consumer's holds 128 sums, and 64 of one step.
     gl.warp_specialize([
-        (consume_gemm, (0, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output0)),
-        (consume_gemm, (1, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output1)),
-        (produce, (x_desc, w_desc, None, None, ring, schedule, zeros, TILING, PRODUCT)),
+        (consume_gemm, (0, ring, rank_ring, lead_barrier, scales, schedule, TILING, PRODUCT, output0)),
+        (consume_gemm, (1, ring, rank_ring, lead_barrier, scales, schedule, TILING, PRODUCT, output1)),
+        (produce, (x_desc, w_desc, ranks, ring, schedule, zeros, TILING, PRODUCT)),
     ], [4, 1], [232, 40])  # fmt: skip
 
 
@@ -305,19 +168,21 @@ def quantizing_epilogue(gate, up, tile, output, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def consume_up(
-    GROUP: gl.constexpr, ring, lead_barrier, scales, schedule, TILING: gl.constexpr, PRODUCT: gl.constexpr,
+    GROUP: gl.constexpr, ring, ranks, lead_barrier, scales, schedule, TILING: gl.constexpr, PRODUCT: gl.constexpr,
     TOP_K: gl.constexpr, output, OPTIONS: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group of an up-projection."""
     consume_promoted(
-        GROUP, ring, lead_barrier, scales, schedule, TILING, PRODUCT, TOP_K, True, quantizing_epilogue, output, OPTIONS
-    )
+        GROUP, ring, ranks, lead_barrier, scales, schedule, TILING, PRODUCT, TOP_K, True, quantizing_epilogue, output,
+        OPTIONS,
+    )  # fmt: skip
 
 
 @gluon.jit
 def hopper_quantized_up_proj_kernel(
     x_ptr, unit_stride,  # (T, K) codes, columns contiguous, read at the token of a row; steps of 16 bytes
     w_desc,  # (E, 2, N, K) codes, blocks of gate and up: (1, 2, BLOCK_N / 2, BLOCK_K)
+    projected_desc, factor_desc,  # the low-rank part, (rows, R) and (E, 2, N, R), in blocks of as many bytes; or None
     x_scale_ptr,  # (T, blocks of K), contiguous
     w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks of N of gate and of up, blocks of K)
     bias_ptr, stride_be, stride_bn,  # (E, 2 N) or None
@@ -326,22 +191,23 @@ def hopper_quantized_up_proj_kernel(
     scales_ptr,  # (rows,) or None
     row_to_slot_ptr,  # (rows,) int32, or None if TOP_K is 0
     schedule_ptr,
-    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, TOP_K: gl.constexpr,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """preact[r] = W[e] x[token of r] + bias[e], of codes times their scales; act[r] = scales[r] activation(preact[r]).
+    """preact[r] = W[e] x[token of r] + F[e] p[r] + bias[e], of codes times their scales.
 
-    act, from the unrounded preact, is quantized: its scale is the largest magnitude of 128 columns over 448. What is
-    written by descriptor is so in blocks of BLOCK_M / 2 rows. Rows past the last expert's are not written.
+    act[r] = scales[r] activation(preact[r]), from the unrounded preact, is quantized: its scale is the largest
+    magnitude of 128 columns over 448. p and F: the low-rank part. What is written by descriptor is so in blocks of
+    BLOCK_M / 2 rows. Rows past the last expert's are not written.
     Grid: (programs,), persistent.
     The caller guarantees a schedule made for BLOCK_M, four warps, [gate | up], and blocks of scales of 128 x 128.
     """
     wait_for_stream()
     NUM_N_TILES: gl.constexpr = (2 * N + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(2 * N, K, 0, False, BLOCK_N)
+    PRODUCT: gl.constexpr = Product(2 * N, K, R, False, BLOCK_N, True)
     OPTIONS: gl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     gl.static_assert(GATED and not INTERLEAVED and BLOCK_N == 2 * HALF and BLOCK_K == HALF)
     lhs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], w_desc.dtype)
@@ -349,6 +215,11 @@ def hopper_quantized_up_proj_kernel(
     rhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     # A slot is full after the arrivals of the load of weights and of the warps that copy.
     ring = Ring(lhs, rhs, full=allocate_barriers(STAGES, 2), empty=allocate_barriers(STAGES, 2))
+    if factor_desc is not None:
+        rank_ring = ring_of_ranks(ring, projected_desc, factor_desc)
+    else:
+        rank_ring: gl.constexpr = None
+    ranks = RankLoads(projected_desc, factor_desc, rank_ring)
     if act_desc is not None:
         act_shape: gl.constexpr = act_desc.block_type.shape
         act_staging0 = gl.allocate_shared_memory(act_desc.dtype, act_shape, act_desc.layout)
@@ -379,7 +250,7 @@ def hopper_quantized_up_proj_kernel(
     tokens = Tokens(x_ptr, unit_stride, row_to_slot_ptr)
     # Registers of a thread: a consumer's holds 128 sums, and 64 of one step.
     gl.warp_specialize([
-        (consume_up, (0, ring, lead_barrier, scales, schedule, TILING, PRODUCT, TOP_K, output0, OPTIONS)),
-        (consume_up, (1, ring, lead_barrier, scales, schedule, TILING, PRODUCT, TOP_K, output1, OPTIONS)),
-        (produce_gathered, (tokens, w_desc, None, None, ring, schedule, TILING, PRODUCT, TOP_K, 1)),
+        (consume_up, (0, ring, rank_ring, lead_barrier, scales, schedule, TILING, PRODUCT, TOP_K, output0, OPTIONS)),
+        (consume_up, (1, ring, rank_ring, lead_barrier, scales, schedule, TILING, PRODUCT, TOP_K, output1, OPTIONS)),
+        (produce_gathered, (tokens, w_desc, ranks, ring, schedule, TILING, PRODUCT, TOP_K, 1)),
     ], [4, 4], [224, 56])  # fmt: skip

@@ -36,6 +36,7 @@ class Product(NamedTuple):
     R: gl.constexpr
     W_KN: gl.constexpr  # whether weights are (E, K, N) instead of (E, N, K)
     BLOCK_N: gl.constexpr  # columns of a tile
+    RANKS_FIRST: gl.constexpr  # whether the steps of the low-rank part come before those of K
 
 
 @gluon.jit

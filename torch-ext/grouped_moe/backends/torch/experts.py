@@ -49,12 +49,13 @@ def up_proj(
 @in_its_dtype
 def down_dgrad(
     block: Block, dout: Tensor, rows: Rows, scales: Optional[Tensor], preact: Tensor, *, needs_dpreact: bool,
-    needs_act: bool, needs_dots: bool, more_dots: int, overwrite: bool, low_rank: Optional[LowRank] = None,
-) -> Tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    leads_to_x: bool, needs_act: bool, needs_dots: bool, more_dots: int, overwrite: bool,
+    low_rank: Optional[LowRank] = None,
+) -> Tuple[Tensor, None, Tensor, Tensor]:  # fmt: skip
     """With g[r] = dout[r] W2[e], of dout[token of r] for routed rows, and the activation a[r] recomputed out of preact:
 
-    (dpreact (rows, P) = scales[r] g[r] * a'(preact[r]), scales[r] a[r] (rows, I), dots (1 + more_dots, rows), of which
-    the first are <g[r], a[r]>). scales: per row, or per slot for routed rows. Rows of no expert stay unwritten.
+    (dpreact (rows, P) = scales[r] g[r] * a'(preact[r]), None, scales[r] a[r] (rows, I), dots (1 + more_dots, rows), of
+    which the first are <g[r], a[r]>). scales: per row, or per slot for routed rows. Rows of no expert stay unwritten.
     more_dots: further inner products there is room for. overwrite: dpreact takes the place of preact. low_rank: what is
     added to g.
     """
@@ -73,4 +74,4 @@ def down_dgrad(
         )
         dots[0, start:end] = (wide_grad * value).sum(1)
         grad[start:end] = value if factors is None else value.mul_(factors)
-    return dpreact, grad, dots
+    return dpreact, None, grad, dots

@@ -1,7 +1,7 @@
 """The gradient of the pre-activation, where that of the activation comes from a product of its own."""
 
 from functools import lru_cache
-from typing import Optional, Tuple, Union
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -18,34 +18,30 @@ _ROWS = 16  # of a program, which takes the activation's columns of one scale
 
 def activation_grad(
     block: Block, dact: Tensor, rows: Rows, scales: Optional[Tensor], preact: Tensor, *, needs_dpreact: bool,
-    needs_act: bool, needs_dots: bool, more_dots: int, overwrite: bool, quantizes: bool,
-) -> Tuple[Union[Tensor, QuantizedRows, None], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    needs_codes: bool, needs_act: bool, needs_dots: bool, more_dots: int, overwrite: bool,
+) -> Tuple[Optional[Tensor], Optional[QuantizedRows], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
     """What `down_dgrad` returns, of the gradient of the activation before its scales: dact[r] = W2[e]^T dout[r].
 
-    dact: (rows, I), preact: (rows, P), contiguous and of one dtype. quantizes: dpreact, unrounded, becomes 8-bit
+    dact: (rows, I), preact: (rows, P), contiguous and of one dtype. needs_codes: dpreact, unrounded, also becomes 8-bit
     floats; needs I to be a multiple of 128, so that gate and up have blocks of their own. Rows of no expert are neither
     read nor written.
     """
     num_rows, n = dact.shape
-    assert not quantizes or n % BLOCK == 0, f"quantizes: expected I to be a multiple of {BLOCK}, got {n}"
-    dpreact = act = dots = None
-    if needs_dpreact and quantizes:
-        dpreact = empty_rows(num_rows, preact.shape[1], preact)
-    elif needs_dpreact:
-        dpreact = preact if overwrite else torch.empty_like(preact)
-    if needs_act:
-        act = torch.empty_like(dact)
-    num_tiles = -(-n // BLOCK)
+    assert not needs_codes or n % BLOCK == 0, f"needs_codes: expected I to be a multiple of {BLOCK}, got {n}"
+    dpreact = (preact if overwrite else torch.empty_like(preact)) if needs_dpreact else None
+    codes = empty_rows(num_rows, preact.shape[1], preact) if needs_codes else None
+    act = torch.empty_like(dact) if needs_act else None
+    num_tiles, dots = -(-n // BLOCK), None
     if needs_dots:
         dots = dact.new_empty((num_tiles + more_dots, num_rows), dtype=torch.float32)
     if num_rows:
         kernel = _kernel(rows.num_groups, n, block.gated, block.interleaved, block.activation)
         kernel(
-            (-(-num_rows // _ROWS) * num_tiles, 1, 1), dact, scales, preact,
-            *(dpreact[:2] if isinstance(dpreact, QuantizedRows) else (dpreact, None)), act, dots, num_rows,
+            (-(-num_rows // _ROWS) * num_tiles, 1, 1), dact, scales, preact, dpreact,
+            *((None, None) if codes is None else (codes.codes, codes.scales)), act, dots, num_rows,
             rows.row_to_slot if rows.top_k else None, rows.schedule,
         )  # fmt: skip
-    return dpreact, act, dots
+    return dpreact, codes, act, dots
 
 
 @lru_cache(maxsize=None)

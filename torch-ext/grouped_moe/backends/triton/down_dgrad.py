@@ -6,15 +6,19 @@ import torch
 from torch import Tensor
 
 from ...block import Block
-from ...operands import LowRank
+from ...block_scaled import CODES
+from ...operands import LowRank, backward_layout, low_rank_layout
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import dgrad_config, persistent_grid, triton_path
 from ..kernels.experts import down_dgrad_kernel
 from ..problems import BlockProblem
 from ..table import launcher_of
+from .activation_grad import activation_grad
 from .descriptors import describe
+from .gemm import gemm, quantized_launcher
 from .launch import Kernel
 from .permute import sort_rows
+from .quantize import BLOCK, QuantizedRows, quantize_rows
 from .scales import for_rows, nk_strides
 from .up_proj import block_constants, problem_of, weight_by_tma
 
@@ -60,19 +64,28 @@ class Launcher:
 
 def down_dgrad(
     block: Block, dout: Tensor, rows: Rows, scales: Optional[Tensor], preact: Tensor, *, needs_dpreact: bool,
-    needs_act: bool, needs_dots: bool, more_dots: int, overwrite: bool, low_rank: Optional[LowRank] = None,
-) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    leads_to_x: bool, needs_act: bool, needs_dots: bool, more_dots: int, overwrite: bool,
+    low_rank: Optional[LowRank] = None,
+) -> Tuple[Optional[Tensor], Optional[QuantizedRows], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
     """With g[r] = dout[r] W2[e], of dout[token of r] for routed rows, and the activation a[r] recomputed out of preact:
 
-    (dpreact (rows, P) = scales[r] g[r] * a'(preact[r]), scales[r] a[r] (rows, I), dots (parts + more_dots, rows), of
-    which the first parts sum up to <g[r], a[r]>), None where not needed. scales: per row, or per slot for routed rows.
-    Rows of no expert stay unwritten. more_dots: further inner products there is room for. overwrite: dpreact takes the
-    place of preact. low_rank: what is added to g.
+    (dpreact (rows, P) = scales[r] g[r] * a'(preact[r]), the same in 8-bit floats, scales[r] a[r] (rows, I), dots
+    (parts + more_dots, rows), of which the first parts sum up to <g[r], a[r]>), None where not needed. scales: per row,
+    or per slot for routed rows. Rows of no expert stay unwritten. needs_dpreact: for others than the gradient of x.
+    leads_to_x: for that one, whose product takes 8-bit floats if dpreact comes as such. more_dots: further inner
+    products there is room for. overwrite: dpreact takes the place of preact. low_rank: what is added to g.
     """
     num_rows, n = rows.num_rows, block.intermediate
-    dpreact = (preact if overwrite else torch.empty_like(preact)) if needs_dpreact else None
+    if num_rows and _is_quantized(block, dout, rows, low_rank):
+        dact = _quantized_product(block, dout, rows, low_rank)
+        return activation_grad(
+            block, dact, rows, scales, preact, needs_dpreact=needs_dpreact, needs_codes=leads_to_x,
+            needs_act=needs_act, needs_dots=needs_dots, more_dots=more_dots, overwrite=overwrite,
+        )  # fmt: skip
+    dpreact = (preact if overwrite else torch.empty_like(preact)) if needs_dpreact or leads_to_x else None
     block = block._replace(down=for_rows(block.down, rows.block_m, dout.dtype))
-    problem = problem_of(block, dout, block.down, low_rank, rows, False, not block.transposed)
+    ranks = low_rank_layout(low_rank)
+    problem = problem_of(block, dout, block.down, ranks, rows, False, not block.transposed)
     launcher = launcher_of("down_dgrad", problem)
     if num_rows and launcher.reads_sorted_rows and rows.top_k:
         dout = sort_rows(dout, rows)
@@ -82,4 +95,27 @@ def down_dgrad(
         dots = dout.new_empty((launcher.num_dots + more_dots, num_rows), dtype=torch.float32)
     if num_rows:
         launcher(block, dout, low_rank, scales, preact, dpreact, act, dots, rows)
-    return dpreact, act, dots
+    return dpreact, None, act, dots
+
+
+def _is_quantized(block: Block, dout: Tensor, rows: Rows, low_rank: Optional[LowRank]) -> bool:
+    """Whether this product and that with the up-projection's transpose are made with rows of 8-bit floats."""
+    if isinstance(block.down, Tensor) or isinstance(block.up, Tensor):
+        return False
+    if not block.gated or block.interleaved or block.intermediate % BLOCK:
+        return False
+    weights = (block.down, low_rank_layout(low_rank)), (block.up, backward_layout(block.up_lora, block.num_experts))
+    return all(
+        quantized_launcher(
+            weight, rows, rows.num_rows, dout.dtype, transposed=True, low_rank=ranks, zero_rest=rows.top_k == 0
+        )
+        for weight, ranks in weights
+    )
+
+
+def _quantized_product(block: Block, dout: Tensor, rows: Rows, low_rank: Optional[LowRank]) -> Tensor:
+    """dout[r] W2[e] (rows, I), of rows of 8-bit floats. Tokens are rounded once, then sorted: one byte an element."""
+    x = quantize_rows(dout)
+    if rows.top_k:
+        x = x._replace(codes=sort_rows(x.codes.view(torch.uint8), rows).view(CODES), scales=sort_rows(x.scales, rows))
+    return gemm(x, block.down, rows, transposed=True, low_rank=low_rank)

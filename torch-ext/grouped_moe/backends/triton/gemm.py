@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...block_scaled import Weight, parts_of
 from ...common.device import dot_precision, spec_of
-from ...operands import LowRank, low_rank_layout
+from ...operands import FactorLayout, LowRank, low_rank_layout
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import gemm_config, persistent_grid, triton_path, wide_pays
 from ..kernels.gemm import grouped_gemm_kernel, zero_ungrouped_kernel
@@ -19,6 +19,7 @@ from .launch import Kernel
 from .low_rank import factor_constants
 from .quantize import QuantizedRows, quantize_rows, takes_quantized_rows
 from .scales import for_rows, nk_strides, scale_layout
+from .transpose import can_transpose, transpose_codes
 
 _ZERO_PROGRAMS_PER_SM = 4
 _ZERO_CHUNK = 4096  # elements
@@ -83,40 +84,54 @@ def gemm(
     num_rows, n = x.shape[0], weight.shape[2 if transposed else 1]
     y = parts_of(weight)[0].new_empty((num_rows, n), dtype=x.dtype)
     is_quantized = isinstance(x, QuantizedRows)
-    if num_rows and (is_quantized or quantizes and not transposed and low_rank is None):
-        quantized = quantized_launcher(weight, rows, num_rows, x.dtype, zero_rest)
+    if num_rows and (is_quantized or quantizes):
+        ranks = low_rank_layout(low_rank)
+        quantized = quantized_launcher(
+            weight, rows, num_rows, x.dtype, transposed=transposed, low_rank=ranks, zero_rest=zero_rest
+        )
         if quantized is not None:
-            quantized(x if is_quantized else quantize_rows(x), weight, bias, scales, y, rows)
+            x = x if is_quantized else quantize_rows(x)
+            weight = transpose_codes(weight) if transposed else weight
+            quantized(x, weight, bias, scales, low_rank, y, rows)
             return y
     if num_rows:
         weight = for_rows(weight, rows.block_m, x.dtype)
         # Row tiles that stream weights do not earn back what descriptors cost.
         by_tma = rows.block_m >= 64 and takes_rows(x, spec_of(x))
         layout = weight_layout(weight, transposed) if by_tma else None
-        problem = _problem_of(weight, rows, num_rows, x.dtype, layout, transposed, low_rank, zero_rest)
+        ranks = low_rank_layout(low_rank)
+        problem = _problem_of(weight, rows, num_rows, x.dtype, layout, transposed, ranks, zero_rest)
         launcher_of("gemm", problem)(x, weight, bias, scales, low_rank, y, rows)
     return y
 
 
 def quantized_launcher(
-    weight: Weight, rows: Rows, num_rows: int, dtype: torch.dtype, zero_rest: bool
-) -> Optional[Callable[..., None]]:
-    """The launcher of a product that is made with rows of 8-bit floats; None if it is not. dtype: of the result."""
-    if not takes_quantized_rows(weight, rows, dtype):
+    weight: Weight, rows: Rows, num_rows: int, dtype: torch.dtype, *, transposed: bool, low_rank: FactorLayout,
+    zero_rest: bool,
+) -> Optional[Callable[..., None]]:  # fmt: skip
+    """The launcher of a product that is made with rows of 8-bit floats; None if it is not. dtype: of the result.
+
+    It takes the weight (E, N, K), or that of `transpose_codes` where `weight` is (E, K, N).
+    """
+    if not takes_quantized_rows(weight, rows, dtype) or transposed and not can_transpose(weight):
         return None
-    layout = weight_layout(weight.data, False)
-    return find_launcher("quantized_gemm", _problem_of(weight, rows, num_rows, dtype, layout, zero_rest=zero_rest))
+    layout = "nk" if transposed else weight_layout(weight.data, False)
+    problem = _problem_of(weight, rows, num_rows, dtype, layout, transposed, low_rank, zero_rest)
+    if transposed:
+        scales = problem.scales._replace(n_parts=1, k_parts=1)  # parts end where blocks do
+        problem = problem._replace(transposed=False, scales=scales)
+    return find_launcher("quantized_gemm", problem)
 
 
 def _problem_of(
     weight: Weight, rows: Rows, num_rows: int, dtype: torch.dtype, layout: Optional[str], transposed: bool = False,
-    low_rank: Optional[LowRank] = None, zero_rest: bool = False,
+    low_rank: FactorLayout = FactorLayout(), zero_rest: bool = False,
 ) -> GemmProblem:  # fmt: skip
     spec, num_groups, (_, *extents) = spec_of(parts_of(weight)[0]), rows.num_groups, weight.shape
     k, n = extents if transposed else reversed(extents)
     return GemmProblem(
         spec, dtype, dot_precision(dtype, spec), num_groups, rows.block_m, n, k, layout, transposed,
-        low_rank_layout(low_rank), zero_rest, num_rows > MAX_RAGGED_ROWS,
+        low_rank, zero_rest, num_rows > MAX_RAGGED_ROWS,
         spec.hopper and wide_pays(num_rows, num_groups, n, k, spec), scale_layout(weight, transposed),
     )  # fmt: skip
 

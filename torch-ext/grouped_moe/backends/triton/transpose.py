@@ -38,4 +38,4 @@ def transpose_codes(weight: BlockScaled) -> BlockScaled:
 
 @lru_cache(maxsize=None)
 def _kernel(n: int, k: int) -> Kernel:
-    return Kernel(transpose_kernel, {"N": n, "K": k, "BLOCK_N": _TILE, "BLOCK_K": _TILE}, {"num_warps": 4})
+    return Kernel(transpose_kernel, {"N": n, "K": k, "BLOCK_N": _TILE, "BLOCK_K": _TILE}, {"num_warps": 8})

@@ -7,7 +7,7 @@ from torch import Tensor
 from ...block import Block
 from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
-from ...operands import LowRank, low_rank_layout
+from ...operands import FactorLayout, LowRank, forward_layout, low_rank_layout
 from ...rows import Rows, max_tiles
 from ...tuning.heuristic import persistent_grid, triton_path, up_config
 from ..kernels.experts import up_proj_kernel
@@ -91,12 +91,12 @@ def up_proj(
         quantized = _quantized_launcher(block, x, rows, save)
         if quantized is not None:
             act = empty_rows(num_rows, n, x) if activate else None
-            quantized(block, quantize_rows(x), scales, preact, act, rows)
+            quantized(block, quantize_rows(x), low_rank, scales, preact, act, rows)
             return preact, act
     act = x.new_empty((num_rows, n)) if activate else None
     if num_rows:
         block = block._replace(up=for_rows(block.up, rows.block_m, x.dtype))
-        problem = problem_of(block, x, block.up, low_rank, rows, save, block.transposed)
+        problem = problem_of(block, x, block.up, low_rank_layout(low_rank), rows, save, block.transposed)
         launcher_of("up_proj", problem)(block, x, low_rank, scales, preact, act, rows)
     return preact, act
 
@@ -110,17 +110,21 @@ def quantizes(block: Block, x: Tensor, num_rows: int, top_k: int) -> bool:
 
 def _quantized_launcher(block: Block, x: Tensor, rows: Rows, save: bool) -> Optional[Callable[..., None]]:
     """The launcher of both products with rows of 8-bit floats; None if either of them is not made so."""
-    has_lora = block.up_lora is not None or block.down_lora is not None
-    if has_lora or not takes_quantized_rows(block.up, rows, x.dtype):
+    if not takes_quantized_rows(block.up, rows, x.dtype):
         return None
-    if quantized_launcher(block.down, rows, rows.num_rows, x.dtype, zero_rest=rows.top_k == 0) is None:
+    up_ranks, down_ranks = (forward_layout(lora, block.num_experts) for lora in (block.up_lora, block.down_lora))
+    zero_rest = rows.top_k == 0
+    down = quantized_launcher(
+        block.down, rows, rows.num_rows, x.dtype, transposed=False, low_rank=down_ranks, zero_rest=zero_rest
+    )
+    if down is None:
         return None
-    problem = problem_of(block, x, block.up, None, rows, save, False)
+    problem = problem_of(block, x, block.up, up_ranks, rows, save, False)
     return find_launcher("quantized_up_proj", problem._replace(layout=weight_layout(block.up.data, False)))
 
 
 def problem_of(
-    block: Block, x: Tensor, weight: Weight, low_rank: Optional[LowRank], rows: Rows, saves_preact: bool,
+    block: Block, x: Tensor, weight: Weight, low_rank: FactorLayout, rows: Rows, saves_preact: bool,
     transposed: bool,
 ) -> BlockProblem:  # fmt: skip
     """The problem of either fused product, x times the weight (E, N, K) or, transposed, (E, K, N)."""
@@ -129,7 +133,7 @@ def problem_of(
     return BlockProblem(
         spec, dtype, dot_precision(dtype, spec), rows.num_groups, block_m, block.intermediate, x.shape[1], rows.top_k,
         weight_layout(weight, transposed) if tall else None, transposed,
-        low_rank_layout(low_rank), tall and takes_rows(x, spec),
+        low_rank, tall and takes_rows(x, spec),
         rows.num_rows > MAX_RAGGED_ROWS, block.gated, block.interleaved, block.activation, saves_preact,
         scale_layout(weight, transposed),
     )  # fmt: skip

@@ -1,0 +1,206 @@
+"""Products of 8-bit rows with 8-bit weights for Hopper in Gluon, scaled by blocks of 128 along K.
+
+The tensor cores add up one step, 128 wide, which has one scale for each row and one for each 128 columns; its sums then
+enter an fp32 accumulator times both scales. So DeepSeek-V3 promotes sums of FP8 products (DeepSeek-AI, 2024,
+"DeepSeek-V3 Technical Report", section 3.3.2). Two consumer warp groups share each tile, half of its rows each: one
+multiplies while the other one promotes. A tile has 256 columns in two halves that have scales of their own: neighbours,
+or gate and up.
+
+A low-rank part, of the results' dtype, is more of K in the same accumulator. Its steps come first, through the same
+slots of shared memory: 64 ranks take as many bytes as 128 codes.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.runtime.jit import constexpr_function
+
+from .block_scaled import widen_scales
+from .hopper import Tokens, reinterpret
+from .hopper_pipeline import Tile, find_tile
+from .hopper_ring import Ring, narrow_columns, next_slot, num_steps
+from .hopper_up_proj import load_tokens
+
+HALF = gl.constexpr(128)  # columns of half a tile: those of a weight's scale
+
+
+class Scales(NamedTuple):
+    """The scales of rows, (rows, blocks of K), contiguous, and of weights, (E, blocks of N, blocks of K), by strides.
+
+    row_to_slot_ptr: as `Tokens` has it, or None for rows in place.
+    """
+
+    x_ptr: gl.tensor
+    row_to_slot_ptr: object
+    w_ptr: gl.tensor
+    stride_e: gl.tensor
+    stride_n: gl.tensor
+    stride_k: gl.tensor
+
+
+class TileScales(NamedTuple):
+    """Pointers to the scales of a tile's first step: of rows, and of the left and the right half of its columns."""
+
+    rows: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+
+
+@gluon.jit
+def locate_scales(scales, tile, source, BLOCKS: gl.constexpr, RIGHT: gl.constexpr, K_BLOCKS: gl.constexpr):
+    """The scales of a tile. source: the rows of x that it multiplies. BLOCKS, K_BLOCKS: of weights along N and K.
+
+    RIGHT: blocks from the left half to the right one; 1: these are neighbours, and the last tile may have but one.
+    """
+    left_block = tile.n_tile * (2 if RIGHT == 1 else 1)
+    right_block = gl.minimum(left_block + RIGHT, BLOCKS - 1)
+    w_ptr = scales.w_ptr + tile.expert.to(gl.int64) * scales.stride_e
+    rows = scales.x_ptr + source.to(gl.int64) * K_BLOCKS
+    return TileScales(rows, w_ptr + left_block * scales.stride_n, w_ptr + right_block * scales.stride_n)
+
+
+@gluon.jit
+def multiply_step(sums, ring, slot, FIRST_ROW: gl.constexpr, FIRST_COLUMN: gl.constexpr):
+    """x @ w of a step, for half of the rows and half of the columns of a tile; waits for it.
+
+    sums: of the step before, whose registers are written. Not to name them lets the compiler keep both, and spill.
+    """
+    ROWS: gl.constexpr = sums.shape[0]
+    BLOCK_K: gl.constexpr = ring.lhs.shape[2]
+    x = ring.lhs.index(slot).slice(FIRST_ROW, ROWS)
+    w = ring.rhs.index(slot).reshape([2 * HALF, BLOCK_K]).slice(FIRST_COLUMN, HALF).permute((1, 0))
+    sums = warpgroup_mma(x, w, sums, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+
+
+@gluon.jit
+def ring_of_ranks(ring, rows_desc, factor_desc):
+    """The slots of a ring as the low-rank part has them, in blocks of its descriptors."""
+    SLOTS: gl.constexpr = [ring.lhs.shape[0]]
+    rows_layout: gl.constexpr = rows_desc.layout
+    factor_layout: gl.constexpr = factor_desc.layout
+    lhs = reinterpret(ring.lhs, rows_desc.dtype, SLOTS + rows_desc.block_type.shape, rows_layout)
+    rhs = reinterpret(ring.rhs, factor_desc.dtype, SLOTS + factor_desc.block_type.shape, factor_layout)
+    return Ring(lhs, rhs, ring.full, ring.empty)
+
+
+@constexpr_function
+def used_columns(step, R, BLOCK_R):
+    """Ranks that a step multiplies: a power of two that covers those that are left, at most BLOCK_R."""
+    return narrow_columns(R, BLOCK_R) or BLOCK_R if (step + 1) * BLOCK_R >= R else BLOCK_R
+
+
+@gluon.jit
+def multiply_ranks(sums, ranks, slot, STEP: gl.constexpr, R: gl.constexpr, FIRST_ROW: gl.constexpr,
+                   FIRST_COLUMN: gl.constexpr):  # fmt: skip
+    """rows @ factor of a step of the low-rank part, for half of the rows and half of the columns of a tile.
+
+    Plus sums, of the steps before. Waits for it: with the products of both halves under way, ptxas spills sums.
+    """
+    OF_RANKS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 16])
+    OF_CODES: gl.constexpr = sums.type.layout
+    BLOCK_R: gl.constexpr = ranks.lhs.shape[2]
+    x = ranks.lhs.index(slot).slice(FIRST_ROW, sums.shape[0])
+    w = ranks.rhs.index(slot).reshape([2 * HALF, BLOCK_R]).slice(FIRST_COLUMN, HALF)
+    x = x.slice(0, used_columns(STEP, R, BLOCK_R), dim=1)
+    w = w.slice(0, used_columns(STEP, R, BLOCK_R), dim=1).permute((1, 0))
+    sums = gl.convert_layout(sums, OF_RANKS, assert_trivial=True)
+    sums = warpgroup_mma(x, w, sums, use_acc=STEP > 0, is_async=True)
+    sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+    return gl.convert_layout(sums, OF_CODES, assert_trivial=True)
+
+
+@gluon.jit
+def load_step_scales(scales, stride_k, k):
+    """The scales of step k: of rows, of the left half and of the right half of the columns."""
+    return (
+        gl.load(scales.rows + k), widen_scales(gl.load(scales.left + k * stride_k)),
+        widen_scales(gl.load(scales.right + k * stride_k)),
+    )  # fmt: skip
+
+
+@gluon.jit
+def multiply_promoted(
+    GROUP: gl.constexpr, ring, ranks, slot, phase, lead_barrier, lead_phase, scales, stride_k, PRODUCT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """x @ w over the next slots for half GROUP of the rows of a tile: (left half, right half, slot, phase).
+
+    ranks: the ring as the low-rank part has it. scales: TileScales. stride_k: from one block of a weight's K to the
+    next. lead_barrier, lead_phase: as in `multiply_half`.
+    """
+    STAGES: gl.constexpr = ring.lhs.shape[0]
+    STEPS: gl.constexpr = num_steps(PRODUCT.K, 0, ring.lhs.shape[2])
+    ROWS: gl.constexpr = ring.lhs.shape[1] // 2
+    FIRST_ROW: gl.constexpr = GROUP * ROWS
+    left = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
+    right = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
+    if ranks is not None:
+        for step in gl.static_range(num_steps(PRODUCT.R, 0, ranks.lhs.shape[2])):
+            mbarrier.wait(ring.full.index(slot), phase)
+            left = multiply_ranks(left, ranks, slot, step, PRODUCT.R, FIRST_ROW, 0)
+            right = multiply_ranks(right, ranks, slot, step, PRODUCT.R, FIRST_ROW, HALF)
+            mbarrier.arrive(ring.empty.index(slot), count=1)
+            slot, phase = next_slot(slot, phase, STAGES)
+    sums = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
+    # The scales of a step are loaded in the one before it.
+    next_rows, next_left, next_right = load_step_scales(scales, stride_k, 0)
+    for k in range(STEPS):
+        of_rows, of_left, of_right = next_rows + 0.0, next_left + 0.0, next_right + 0.0
+        next_rows, next_left, next_right = load_step_scales(scales, stride_k, gl.minimum(k + 1, STEPS - 1))
+        if lead_barrier is not None and GROUP == 1:
+            mbarrier.wait(lead_barrier, lead_phase, pred=k == STEPS - STAGES // 2)
+        mbarrier.wait(ring.full.index(slot), phase)
+        sums = multiply_step(sums, ring, slot, FIRST_ROW, 0)
+        left += sums * (of_rows * of_left)[:, None]
+        sums = multiply_step(sums, ring, slot, FIRST_ROW, HALF)
+        mbarrier.arrive(ring.empty.index(slot), count=1)
+        right += sums * (of_rows * of_right)[:, None]
+        slot, phase = next_slot(slot, phase, STAGES)
+    if lead_barrier is not None and GROUP == 0:
+        mbarrier.arrive(lead_barrier, count=1)
+    return left, right, slot, phase
+
+
+@gluon.jit
+def consume_promoted(
+    GROUP: gl.constexpr, ring, ranks, lead_barrier, scales, schedule, TILING: gl.constexpr, PRODUCT: gl.constexpr,
+    TOP_K: gl.constexpr, GATED: gl.constexpr, EPILOGUE: gl.constexpr, output, OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """A consumer warp group, of half GROUP of the rows of each tile; the next tile is located meanwhile.
+
+    ranks: the ring as the low-rank part has it, or None. lead_barrier: as in `multiply_half`, or None.
+    EPILOGUE(left, right, tile, output, OPTIONS) ends a tile, whose row is then the group's first one.
+    """
+    ROWS: gl.constexpr = ring.lhs.shape[1] // 2
+    BLOCK_K: gl.constexpr = ring.lhs.shape[2]
+    STEPS: gl.constexpr = num_steps(PRODUCT.K, 0, BLOCK_K)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 32])
+    BLOCKS: gl.constexpr = num_steps(PRODUCT.N // 2, 0, HALF) * 2 if GATED else num_steps(PRODUCT.N, 0, HALF)
+    RIGHT: gl.constexpr = BLOCKS // 2 if GATED else 1
+    tokens = Tokens(scales.x_ptr, 1, scales.row_to_slot_ptr)
+    index = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    step = gl.num_programs(0)
+    slot = 0
+    phase = 0
+    lead_phase = 0
+    expert, row, end, n_tile = find_tile(gl.program_id(0), schedule, TILING)
+    source = load_tokens(tokens, row + GROUP * ROWS, end, index, TOP_K)
+    for number in range(gl.program_id(0), schedule.num_tiles, step):
+        tile = Tile(expert + 0, row + GROUP * ROWS, end + 0, n_tile + 0)  # Triton 3.6 does not carry a plain copy
+        tile_scales = locate_scales(scales, tile, source, BLOCKS, RIGHT, STEPS)
+        expert, row, end, n_tile = find_tile(number + step, schedule, TILING)
+        source = load_tokens(tokens, row + GROUP * ROWS, end, index, TOP_K)
+        left, right, slot, phase = multiply_promoted(
+            GROUP, ring, ranks, slot, phase, lead_barrier, lead_phase, tile_scales, scales.stride_k, PRODUCT, LAYOUT
+        )
+        lead_phase ^= 1
+        EPILOGUE(left, right, tile, output, OPTIONS)
+    tma.store_wait(0)

@@ -46,8 +46,8 @@ def decode(native, grouped_moe, case, inputs):
     if case.transposed:
         up, down = up.mT, down.mT
     activation = grouped_moe.Activation(*case.activation)
-    experts = native.Experts(up, down, *biases, activation, case.gated, case.interleaved)
-    return native.decode_experts(x, ids, weights, experts)
+    kind = activation, case.gated, case.interleaved
+    return native.decode_experts(x, ids, weights, (up, down, *biases), kind)
 
 
 @pytest.mark.parametrize("case", [*ALIGNED, STEPS, WHOLE], ids=lambda case: case.id)
@@ -222,6 +222,9 @@ def test_what_is_handed_over(grouped_moe, device, taken):
     assert taken[-2:] == [(False, True), (True, True)] and not any(took for _, took in taken[:-2])
     with pytest.raises(ValueError, match="^down_proj: expected shape"):
         call(grouped_moe, FEW, inputs._replace(down_proj=inputs.down_proj[:, :, :8]))
+    for name in ("hidden_states", "down_proj"):
+        with pytest.raises(TypeError, match=f"^{name}: expected a dense tensor"):
+            call(grouped_moe, FEW, inputs._replace(**{name: getattr(inputs, name).to_sparse()}))
     with pytest.raises(TypeError, match="^hidden_states: expected a tensor"):
         call(grouped_moe, FEW, inputs._replace(hidden_states=None))
 

@@ -4,7 +4,7 @@ from typing import Optional, Union
 
 from torch import Tensor
 
-from .backends.native.decode import Experts, decode_directly
+from .backends.native.decode import decode_directly
 from .backends.native.fakes import IS_BUILT
 from .block import factors_of, kind_arguments
 from .block_op import experts_op
@@ -82,9 +82,8 @@ def grouped_mm_experts(
     activation = as_activation(activation, gated, interleaved)
     checks.check_capacity("capacity", capacity)
     if IS_BUILT and not transposed and gate_up_lora is None and down_lora is None and adapter_index is None:
-        biases, kind = (gate_up_proj_bias, down_proj_bias), (activation, gated, interleaved)
-        block = Experts(gate_up_proj, down_proj, *biases, *kind)
-        out = decode_directly(hidden_states, top_k_index, top_k_weights, block)
+        experts, kind = (gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias), (activation, gated, interleaved)
+        out = decode_directly(hidden_states, top_k_index, top_k_weights, experts, kind)
         if out is not None:
             return out
     checks.check_tensor("hidden_states", hidden_states)

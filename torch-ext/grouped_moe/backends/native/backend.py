@@ -21,7 +21,7 @@ from ..triton import (
     up_proj,
     wgrad,
 )
-from .decode import CODE_BYTES, Experts, decode_experts
+from .decode import CODE_BYTES, decode_experts
 from .routing import route
 
 __all__ = [
@@ -41,8 +41,8 @@ def decode(
     """As of the Triton backend, which takes LoRAs, other blocks of FP8 and rows that do not begin at 16 bytes."""
     if block.up_lora is None and block.down_lora is None:
         up, down = (weight.mT if block.transposed else weight for weight in (block.up, block.down))
-        kind = block.activation, block.gated, block.interleaved
-        out = decode_experts(x, top_k_index, weights, Experts(up, down, block.up_bias, block.down_bias, *kind))
+        experts, kind = (up, down, block.up_bias, block.down_bias), (block.activation, block.gated, block.interleaved)
+        out = decode_experts(x, top_k_index, weights, experts, kind)
         if out is not None:
             return out
     return triton.decode(block, x, top_k_index, weights, adapters)

@@ -41,7 +41,7 @@ module = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
 ops = module("_ops").ops
 x, ids, weights = torch.randn(1, 64).bfloat16(), torch.tensor([[1, 0, 4]]), torch.rand(1, 3)
 tensors = x, ids, weights, torch.randn(4, 96, 64).bfloat16(), torch.randn(4, 64, 48).bfloat16()
-kind = 2, None, None, 1.0, float("inf"), 0.0
+kind = 2, None, None, None, None, 1.0, float("inf"), 0.0
 try:
     ops.decode_experts.default(*tensors, *kind)
     refused = ""

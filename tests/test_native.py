@@ -8,10 +8,11 @@ from functools import partial
 import pytest
 import torch
 from block import call, run_reference
-from cases import CASES, GPT_OSS, Case, make_inputs
+from cases import CASES, GPT_OSS, RELU2, Case, make_inputs
 from compare import assert_bitwise, assert_close
 from operations import Log
 from poison import poison_sentinels
+from scaled import Blocks, with_scales
 
 pytestmark = pytest.mark.gpu
 # Rows of 16 bytes, as the op asks for; transposed weights are laid out as such, too.
@@ -19,6 +20,17 @@ ALIGNED = [case for case in CASES if case.H % 8 == 0 and case.I % 8 == 0]
 FEW = Case("few", T=2, top_k=3, E=40, H=64, I=48, sentinels=0.0)
 STEPS = Case("steps", T=3, top_k=9, E=12, H=2120, I=1048, bias="both")  # several along H, I and the choices
 WHOLE = Case("whole", T=2, top_k=8, E=64, H=2048, I=768)
+# Rows of codes: several blocks along all dimensions, the last ones ragged.
+CODED = Case("coded", T=2, top_k=3, E=12, H=272, I=176, bias="both")
+CODED_CASES = [
+    CODED,
+    CODED._replace(id="coded-interleaved", interleaved=True, activation=GPT_OSS),
+    CODED._replace(id="coded-not-gated", gated=False, activation=RELU2, bias=""),
+    CODED._replace(id="coded-steps", top_k=9, H=2320, I=1072),
+    CODED._replace(id="coded-one-choice", top_k=1, H=16, I=16, bias=""),
+    WHOLE._replace(id="coded-whole", sentinels=0.0),
+]
+BLOCKS = [Blocks(), Blocks(apart=True), Blocks(dtype=torch.float8_e8m0fnu), Blocks(dtype=torch.bfloat16, apart=True)]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +46,8 @@ def decode(native, grouped_moe, case, inputs):
     if case.transposed:
         up, down = up.mT, down.mT
     activation = grouped_moe.Activation(*case.activation)
-    return native.decode_experts(x, ids, weights, up, down, *biases, activation, case.gated, case.interleaved)
+    kind = activation, case.gated, case.interleaved
+    return native.decode_experts(x, ids, weights, (up, down, *biases), kind)
 
 
 @pytest.mark.parametrize("case", [*ALIGNED, STEPS, WHOLE], ids=lambda case: case.id)
@@ -50,6 +63,60 @@ def test_against_the_reference(native, grouped_moe, device, case, dtype, tokens)
         out = decode(native, grouped_moe, case, poisoned)
         assert_close("out", out, want, dtype)
         assert_bitwise("once more", decode(native, grouped_moe, case, poisoned), out)
+
+
+def poison_scaled(inputs, num_experts: int):
+    """`poison_sentinels`, with NaN codes in experts without rows."""
+    marks = torch.zeros(num_experts, device=inputs.dout.device)
+    poisoned = poison_sentinels(inputs._replace(gate_up_proj=marks, down_proj=marks), num_experts)
+    changed = {}
+    for name in ("gate_up_proj", "down_proj"):
+        codes = getattr(inputs, name).data.clone()
+        codes.view(torch.uint8)[getattr(poisoned, name).isnan()] = 0x7F
+        changed[name] = getattr(inputs, name)._replace(data=codes)
+    return poisoned._replace(**changed)
+
+
+@pytest.mark.parametrize("case", CODED_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("blocks", BLOCKS, ids=range(len(BLOCKS)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scaled_weights(native, grouped_moe, device, case, blocks, dtype):
+    case, inputs, wide = with_scales(grouped_moe, case, make_inputs(case, dtype, device), blocks)
+    want = run_reference(grouped_moe, case, wide).out
+    poisoned = poison_scaled(inputs, case.E)
+    out = decode(native, grouped_moe, case, poisoned)
+    assert_close("out", out, want, dtype)
+    assert_bitwise("once more", decode(native, grouped_moe, case, poisoned), out)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_nan_codes(native, grouped_moe, device, name, code):
+    """One in the weights of an expert: in the outputs of its tokens alone, of one row of down in that column alone."""
+    case, inputs, _ = with_scales(grouped_moe, CODED, make_inputs(CODED, torch.bfloat16, device), Blocks())
+    ids = torch.arange(case.T * case.top_k, device=device).view(case.T, case.top_k)
+    codes = getattr(inputs, name).data.clone()
+    codes.view(torch.uint8)[int(ids[1, 1]), 5, 3] = code
+    scaled = getattr(inputs, name)._replace(data=codes)
+    out = decode(native, grouped_moe, case, inputs._replace(top_k_index=ids, **{name: scaled}))
+    rows = out.isnan()
+    assert not rows[0].any() and (rows[1].all() if name == "gate_up_proj" else rows[1].nonzero().tolist() == [[5]])
+
+
+@pytest.mark.parametrize("change", [
+    lambda i: i._replace(gate_up_proj=i.gate_up_proj.dequantize()),
+    lambda i: i._replace(gate_up_proj=i.gate_up_proj._replace(block=(128, 64))),
+    lambda i: i._replace(down_proj=i.down_proj._replace(parts=2)),
+    lambda i: i._replace(down_proj=i.down_proj._replace(scale_inv=i.down_proj.scale_inv[:, :1])),
+    lambda i: i._replace(down_proj=i.down_proj._replace(scale_inv=i.down_proj.scale_inv.half())),
+    lambda i: i._replace(down_proj=i.down_proj._replace(data=i.down_proj.data.mT.contiguous().mT)),
+    lambda i: i._replace(down_proj=i.down_proj._replace(data=i.down_proj.data.view(torch.float8_e5m2))),
+    lambda i: i._replace(gate_up_proj=i.gate_up_proj._replace(data=strided(i.gate_up_proj.data))),
+], ids=range(8))  # fmt: skip
+def test_scaled_weights_the_op_does_not_take(native, grouped_moe, device, change):
+    case, inputs, _ = with_scales(grouped_moe, CODED, make_inputs(CODED, torch.bfloat16, device), Blocks())
+    assert decode(native, grouped_moe, case, inputs) is not None
+    assert decode(native, grouped_moe, case, change(inputs)) is None
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,6 +194,23 @@ def test_who_is_taken(grouped_moe, device, taken):
     assert len(taken) == 1
 
 
+def test_scaled_weights_are_taken(grouped_moe, device, taken):
+    """At once, and where the package's own op comes first; other blocks are handed over."""
+    case = FEW._replace(T=2, H=256, I=144)
+    given = make_inputs(case, torch.bfloat16, device)
+    _, inputs, wide = with_scales(grouped_moe, case, given, Blocks(apart=True))
+    plain = call(grouped_moe, case, inputs)
+    assert_close("out", plain, run_reference(grouped_moe, case, wide).out, torch.bfloat16)
+    assert taken == [(True, True)]
+    with Log():
+        assert_bitwise("watched", call(grouped_moe, case, inputs), plain)
+    assert taken[1:] == [(False, True)]
+    _, other, wide = with_scales(grouped_moe, case, given, Blocks((64, 64)))
+    want = run_reference(grouped_moe, case, wide).out
+    assert_close("other blocks", call(grouped_moe, case, other), want, torch.bfloat16)
+    assert taken[2:] == [(True, False), (False, False)]
+
+
 def test_what_is_handed_over(grouped_moe, device, taken):
     """To the Triton backend, or to all other checks, which raise."""
     wide = make_inputs(FEW, torch.float32, device)
@@ -138,6 +222,9 @@ def test_what_is_handed_over(grouped_moe, device, taken):
     assert taken[-2:] == [(False, True), (True, True)] and not any(took for _, took in taken[:-2])
     with pytest.raises(ValueError, match="^down_proj: expected shape"):
         call(grouped_moe, FEW, inputs._replace(down_proj=inputs.down_proj[:, :, :8]))
+    for name in ("hidden_states", "down_proj"):
+        with pytest.raises(TypeError, match=f"^{name}: expected a dense tensor"):
+            call(grouped_moe, FEW, inputs._replace(**{name: getattr(inputs, name).to_sparse()}))
     with pytest.raises(TypeError, match="^hidden_states: expected a tensor"):
         call(grouped_moe, FEW, inputs._replace(hidden_states=None))
 

@@ -7,7 +7,8 @@
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "decode_experts(Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down, int kind,"
-      " Tensor? up_bias, Tensor? down_bias, float alpha, float limit, float up_offset) -> Tensor");
+      " Tensor? up_scales, Tensor? down_scales, Tensor? up_bias, Tensor? down_bias,"
+      " float alpha, float limit, float up_offset) -> Tensor");
   ops.def(
       "decode_plain_experts(Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down, int kind) -> Tensor");
   ops.def(

@@ -10,16 +10,19 @@
 // The experts block for a few tokens, (T, H); an undefined tensor, None in Python, if the kernels are not for the call.
 // x: (T, H) bf16 or fp16. ids, weights: (T, top_k), int32 or int64 and floating, any strides. up: (E, 2 I, H), or
 // (E, I, H) if not gated; down: (E, H, I); rows contiguous and at multiples of 16 bytes. Biases: any strides.
-// kind: 4 times the activation, an index into the package's ACTIVATION_NAMES, plus 2 if gated, plus 1 if interleaved.
-// limit: infinite for none.
+// kind: 8 times the activation, an index into the package's ACTIVATION_NAMES, plus 4 if both halves of up have blocks
+// of their own, plus 2 if gated, plus 1 if interleaved. limit: infinite for none.
+// Scales, of both weights or of none: (E, blocks of rows, blocks of the inner dimension), fp32, bf16 or e8m0, any
+// strides. The weights are e4m3 codes then, each times the scale of its block of 128 x 128.
 torch::stable::Tensor decode_experts_op(
     const torch::stable::Tensor &x, const torch::stable::Tensor &ids, const torch::stable::Tensor &weights,
     const torch::stable::Tensor &up, const torch::stable::Tensor &down, int64_t kind,
+    const std::optional<torch::stable::Tensor> &up_scales, const std::optional<torch::stable::Tensor> &down_scales,
     const std::optional<torch::stable::Tensor> &up_bias, const std::optional<torch::stable::Tensor> &down_bias,
     double alpha, double limit, double up_offset);
 
-// The same without biases and with the parameters that an activation has by default: each argument of an op takes the
-// host 0.2 us.
+// The same without scales and biases and with the parameters that an activation has by default: each argument of an op
+// takes the host 0.2 us.
 torch::stable::Tensor decode_plain_experts_op(
     const torch::stable::Tensor &x, const torch::stable::Tensor &ids, const torch::stable::Tensor &weights,
     const torch::stable::Tensor &up, const torch::stable::Tensor &down, int64_t kind);

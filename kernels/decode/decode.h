@@ -17,6 +17,18 @@ struct Activation {
   float alpha, limit, up_offset;
 };
 
+// By the bytes of a scale. An exponent is a byte b that stands for 2^(b - 127), 255 for NaN.
+enum class ScaleType : int { exponent = 1, bfloat16 = 2, float32 = 4 };
+
+// The scales (E, blocks of rows, blocks of K) of a weight (E, rows, K) of e4m3 codes, in blocks of 128 x 128. Strides
+// count bytes. part_rows: rows of a part that has blocks of its own, all or half of them. data: null for plain weights.
+struct Scales {
+  const void *data;
+  int64_t stride_e, stride_n, stride_k;
+  int part_rows;
+  ScaleType type;
+};
+
 // Strides count elements. The inner dimension of x, up and down is contiguous; their rows begin at multiples of 16
 // bytes and have multiples of 16 bytes. S = num_tokens * top_k slots; a slot whose id is outside of [0, num_experts) is
 // a sentinel: nothing of it but the id is read.
@@ -39,9 +51,10 @@ struct DecodeArgs {
   void *out;  // (T, H), contiguous
   int num_tokens, top_k, num_experts, hidden, intermediate;
   bool wide_ids, gated, interleaved;
-  Scalar dtype;          // of x, up, down, the biases, act and out: bfloat16 or float16
+  Scalar dtype;          // of x, plain weights, biases, act and out: bfloat16 or float16
   Scalar weights_dtype;  // any
   Activation activation;
+  Scales up_scales, down_scales;  // of both weights or of none
 };
 
 constexpr int MAX_TOP_K = 32;  // one choice of a token for each lane of a warp

@@ -1,8 +1,7 @@
 #pragma once
 
 #include "../common/dependent.cuh"
-#include "activation.cuh"
-#include "elements.cuh"
+#include "columns.cuh"
 
 // act[s] = a(up[e] x[t] + up_bias[e]) for every routed slot s of token t, with expert e.
 // A block is one warp and makes COLUMNS columns. It goes along the rows of their weights, PIECES pieces of 16 bytes per
@@ -43,16 +42,5 @@ __global__ void __launch_bounds__(WARP, 16) up_proj_kernel(const DecodeArgs a) {
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) acc[r] = dot<Element>(pieces[r][i], v[i], acc[r]);
   }
-  const float sum = warp_sums(acc);  // of row r in lanes [r * 32 / ROWS, (r + 1) * 32 / ROWS)
-  const float other = __shfl_down_sync(0xffffffffu, sum, WARP / 2);
-  const int c = lane / (WARP / ROWS), mine = column + c;
-  if (lane % (WARP / ROWS) || c >= COLUMNS || mine >= a.intermediate) return;
-  const int64_t bias = expert * a.stride_ube + mine * step * a.stride_ubn;
-  const float gate = sum + load_bias<Element>(a.up_bias, bias);
-  float value;
-  if constexpr (GATED)
-    value = gated(gate, other + load_bias<Element>(a.up_bias, bias + to_up * a.stride_ubn), a.activation);
-  else
-    value = activate(clamp_above(gate, a.activation.limit), a.activation);
-  static_cast<Element *>(a.act)[int64_t(slot) * a.intermediate + mine] = from_float<Element>(value);
+  store_columns<Element, GATED, COLUMNS>(a, slot, expert, column, acc);
 }

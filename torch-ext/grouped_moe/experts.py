@@ -82,8 +82,8 @@ def grouped_mm_experts(
     activation = as_activation(activation, gated, interleaved)
     checks.check_capacity("capacity", capacity)
     if IS_BUILT and not transposed and gate_up_lora is None and down_lora is None and adapter_index is None:
-        tensors = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias
-        out = decode_directly(*tensors, activation, gated, interleaved)
+        experts, kind = (gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias), (activation, gated, interleaved)
+        out = decode_directly(hidden_states, top_k_index, top_k_weights, experts, kind)
         if out is not None:
             return out
     checks.check_tensor("hidden_states", hidden_states)

@@ -18,7 +18,7 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 def check_flags(**flags: object) -> None:
     """Raises TypeError that names the flag unless every one is a bool."""
     for name, value in flags.items():
-        if not isinstance(value, bool):
+        if value is not True and value is not False:
             raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 

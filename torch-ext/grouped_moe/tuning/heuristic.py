@@ -60,14 +60,16 @@ def triton_path(by_tma: bool) -> str:
     return "Triton by descriptor" if by_tma else "Triton by pointer"
 
 
-def decode_pays(num_tokens: int, top_k: int, up: Tensor, down: Tensor) -> bool:
-    """Whether slots so hardly share experts that each may read its weights itself. up, down: (E, ., .)."""
+def decode_pays(num_tokens: int, top_k: int, up: Tensor, down: Tensor, code_bytes: int = 4) -> bool:
+    """Whether slots so hardly share experts that each may read its weights itself. up, down: (E, ., .).
+
+    code_bytes: how many take as long to read as an 8-bit code takes to widen.
+    """
     if num_tokens == 1:
         return True
     # Two tokens of random routing share top_k^2 / E experts.
     num_experts, shared = up.shape[0], num_tokens * (num_tokens - 1) // 2 * top_k * top_k
-    # To widen a code takes as long as to read four bytes.
-    weights = sum(weight.numel() * max(2, 4 // weight.dtype.itemsize) for weight in (up, down))
+    weights = sum(weight.numel() * (code_bytes if weight.dtype.itemsize == 1 else 2) for weight in (up, down))
     return 4 * num_tokens * top_k <= num_experts and shared * weights <= _MAX_SHARED_BYTES * num_experts**2
 
 

@@ -5,7 +5,6 @@ from typing import Optional
 from torch import Tensor
 
 from ...block import Block
-from ...block_scaled import BlockScaled
 from .. import triton
 from ..triton import (
     bias_grads,
@@ -14,7 +13,6 @@ from ..triton import (
     down_dgrad,
     gather_rows,
     gemm,
-    is_decode,
     num_bias_dots,
     project,
     quantizes,
@@ -23,7 +21,7 @@ from ..triton import (
     up_proj,
     wgrad,
 )
-from .decode import decode_experts
+from .decode import CODE_BYTES, decode_experts
 from .routing import route
 
 __all__ = [
@@ -32,15 +30,19 @@ __all__ = [
 ]  # fmt: skip
 
 
+def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
+    """As of the Triton backend, which takes longer to widen codes."""
+    return triton.is_decode(block, num_tokens, top_k, CODE_BYTES)
+
+
 def decode(
     block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor, adapters: Optional[Tensor] = None
 ) -> Tensor:  # fmt: skip
-    """As `decode` of the Triton backend, which takes LoRAs, FP8 weights and rows that do not begin at 16 bytes."""
-    scaled = isinstance(block.up, BlockScaled) or isinstance(block.down, BlockScaled)
-    if not scaled and block.up_lora is None and block.down_lora is None:
+    """As of the Triton backend, which takes LoRAs, other blocks of FP8 and rows that do not begin at 16 bytes."""
+    if block.up_lora is None and block.down_lora is None:
         up, down = (weight.mT if block.transposed else weight for weight in (block.up, block.down))
-        kind = block.activation, block.gated, block.interleaved
-        out = decode_experts(x, top_k_index, weights, up, down, block.up_bias, block.down_bias, *kind)
+        experts, kind = (up, down, block.up_bias, block.down_bias), (block.activation, block.gated, block.interleaved)
+        out = decode_experts(x, top_k_index, weights, experts, kind)
         if out is not None:
             return out
     return triton.decode(block, x, top_k_index, weights, adapters)

@@ -5,75 +5,90 @@ before anything else has looked at them.
 """
 
 from math import inf
-from typing import Optional
+from operator import attrgetter
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ..._ops import ops
+from ...block_scaled import PRODUCTS, BlockScaled, Weight
 from ...common import _compat
 from ...common.activation import ACTIVATION_NAMES, Activation
 from ...tuning.heuristic import decode_pays
 from .fakes import IS_BUILT
 
+CODE_BYTES = 2  # take as long to read as the op takes to widen an 8-bit code
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_requires_grad = attrgetter("requires_grad")
 _NO_PARAMETERS = (1.0, None, 0.0)
-_CODES = {name: 4 * code for code, name in enumerate(ACTIVATION_NAMES)}
+_CODES = {name: 8 * code for code, name in enumerate(ACTIVATION_NAMES)}
 # Their attributes take the host half a microsecond to find.
 _DECODE, _DECODE_PLAIN = (ops.decode_experts.default, ops.decode_plain_experts.default) if IS_BUILT else (None, None)
 
 
-def decode_experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
-    activation: Activation,
-    gated: bool,
-    interleaved: bool,
-) -> Optional[Tensor]:
-    """out (T, H) of the experts block, None if the op is not for these tensors: torch_binding.h says what it takes."""
-    name, alpha, limit, up_offset = activation
-    block = x, ids, weights, up, down, _CODES[name] + 2 * gated + interleaved
-    if up_bias is None and down_bias is None and (alpha, limit, up_offset) == _NO_PARAMETERS:
-        return _DECODE_PLAIN(*block)
-    return _DECODE(*block, up_bias, down_bias, alpha, inf if limit is None else limit, up_offset)
+# Plain tuples: a named one takes the host a quarter of a microsecond to make.
+Experts = Tuple[Weight, Weight, Optional[Tensor], Optional[Tensor]]  # up, down and their biases
+Kind = Tuple[Activation, bool, bool]  # and whether gated, and interleaved
 
 
-def decode_directly(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
-    activation: Activation,
-    gated: bool,
-    interleaved: bool,
-) -> Optional[Tensor]:
+def takes_scales(up: Weight, down: Weight) -> bool:
+    """Whether both weights are scaled in the op's blocks."""
+    return (
+        isinstance(up, BlockScaled)
+        and isinstance(down, BlockScaled)
+        and up.block == down.block == (128, 128)
+        and up.parts in (1, 2)
+        and down.parts == 1
+        and up.products in PRODUCTS
+        and down.products in PRODUCTS
+    )
+
+
+def decode_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, kind: Kind) -> Optional[Tensor]:
+    """out (T, H) of the experts block, None if the op is not for these tensors: torch_binding.h says what it takes.
+
+    The first weight is (E, 2 I, H), or (E, I, H) if not gated, the second one (E, H, I).
+    """
+    (up, down, up_bias, down_bias), (activation, gated, interleaved) = experts, kind
+    code = _CODES[activation[0]] + 2 * gated + interleaved
+    up_scales = down_scales = None
+    if isinstance(up, BlockScaled) or isinstance(down, BlockScaled):
+        if not takes_scales(up, down):
+            return None
+        code += 4 * (up.parts == 2)
+        (up, up_scales, *_), (down, down_scales, *_) = up, down
+    elif up_bias is None and down_bias is None and activation[1:] == _NO_PARAMETERS:
+        return _DECODE_PLAIN(x, ids, weights, up, down, code)
+    _, alpha, limit, up_offset = activation
+    limit = inf if limit is None else limit
+    scales = up_scales, down_scales
+    return _DECODE(x, ids, weights, up, down, code, *scales, up_bias, down_bias, alpha, limit, up_offset)
+
+
+def decode_directly(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, kind: Kind) -> Optional[Tensor]:
     """`decode_experts` for arguments that nobody has checked, as a caller of `grouped_mm_experts` gave them.
 
     None if anything calls for more: other tokens, tensors, gradients, or somebody who traces, transforms or watches.
     """
     if torch.compiler.is_compiling() or _compat.is_watched() or _compat.in_transform() or _compat.has_tangents():
         return None
-    records = torch.is_grad_enabled()
-    given = [bias for bias in (up_bias, down_bias) if bias is not None]
-    for tensor in (x, ids, weights, up, down, *given):
-        if (
-            type(tensor) not in _PLAIN_TYPES
-            or not tensor.is_cuda
-            or tensor.layout is not torch.strided
-            or (records and tensor.requires_grad)
-        ):
+    up, down, up_bias, down_bias = experts
+    scales = ()
+    if isinstance(up, BlockScaled) and isinstance(down, BlockScaled):
+        up, down, scales = up.data, down.data, (up.scale_inv, down.scale_inv)
+    tensors = x, ids, weights, up, down, *scales
+    if up_bias is not None or down_bias is not None:
+        tensors += tuple(bias for bias in (up_bias, down_bias) if bias is not None)
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN_TYPES or not tensor.is_cuda:
             return None
-    if torch.is_autocast_enabled("cuda") or ids.dim() != 2 or up.dim() != 3:
+    if torch.is_grad_enabled() and any(map(_requires_grad, tensors)) or torch.is_autocast_enabled("cuda"):
         return None
-    num_tokens, top_k = ids.shape
-    if not num_tokens or not decode_pays(num_tokens, top_k, up, down):
+    shape = ids.shape
+    if len(shape) != 2 or up.dim() != 3 or not decode_pays(shape[0], shape[1], up, down, CODE_BYTES):
         return None
-    return decode_experts(x, ids, weights, up, down, up_bias, down_bias, activation, gated, interleaved)
+    try:
+        return decode_experts(x, ids, weights, experts, kind)
+    except NotImplementedError:  # of the dispatcher, for a layout that the op has no kernel for
+        return None

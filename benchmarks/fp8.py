@@ -1,11 +1,11 @@
-"""Block-scaled FP8 weights beside the same weights in bf16: forward, and the backward of hidden states.
+"""Block-scaled FP8 weights beside the same weights in bf16: forward, and the backward of hidden states and adapters.
 
 With rows of 8-bit floats (W8A8) where these are faster, with rows as they are (W8A16), and, for many tokens, beside
 cuBLAS' dense products of as many 8-bit rows with blockwise scales, which compute nothing else.
 """
 
 from types import ModuleType
-from typing import Dict, List, NamedTuple
+from typing import Callable, Dict, List, NamedTuple, Tuple
 
 import torch
 from experts import make_block
@@ -15,36 +15,42 @@ from timing import Call
 from torch import Tensor
 from workload import DEEPSEEK_V3, QWEN3_30B, SMOKE, Cell, Layer, make_inputs
 
+Function = Callable[..., Tensor]
+
 BF16, W8A16, CUBLAS = "bf16", "ours, w8a16", "cuBLAS dense products"
 NAMES = ("hidden_states", "top_k_weights", "gate_up_proj", "down_proj")
-SETS, LARGE, DENSE = 2, 8192, 2048
+FACTORS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
+SETS, LARGE, DENSE, RANK = 2, 8192, 2048, 16
 BATCHES = (1, 2, 4, 8, 32, 64, 128, 256, 512, 2048, LARGE, 2 * LARGE)
 # Relative, of rows with three bits: each product adds about 2.6e-2 (benchmarks/NOTES.md).
-MAX_ERROR = 6e-2
+MAX_ERROR = 7e-2
 
 
 class Case(NamedTuple):
-    """A layer, for so many tokens. local: the share of slots whose expert is here."""
+    """A layer, for so many tokens. local: the share of slots whose expert is here. rank: of LoRAs, 0 for none."""
 
     layer: Layer
     tokens: int
     backward: bool = False
     local: float = 1.0
+    rank: int = 0
 
     def __str__(self) -> str:
         cell = Cell(self.layer, self.tokens, self.local)
-        return f"{str(cell).rsplit(maxsplit=1)[0]} {'training' if self.backward else 'forward'}"
+        ranks = f" r={self.rank}" if self.rank else ""
+        return f"{str(cell).rsplit(maxsplit=1)[0]} {'training' if self.backward else 'forward'}{ranks}"
 
 
 def cases(smoke: bool) -> List[Case]:
     """Equal layers are in a row."""
     if smoke:
-        return [Case(SMOKE, 12, True), Case(SMOKE, 2), Case(SMOKE, 12, local=1 / 2)]
+        return [Case(SMOKE, 12, True), Case(SMOKE, 12, True, 1.0, 4), Case(SMOKE, 2), Case(SMOKE, 12, local=1 / 2)]
     forward = [Case(QWEN3_30B, tokens) for tokens in BATCHES]
-    qwen = [*forward, Case(QWEN3_30B, LARGE, local=1 / 8), Case(QWEN3_30B, LARGE, True)]
+    training = [(LARGE, True), (LARGE, True, 1.0, RANK)]
+    qwen = [*forward, Case(QWEN3_30B, LARGE, local=1 / 8), *(Case(QWEN3_30B, *rest) for rest in training)]
     return [
         *qwen,
-        *(Case(DEEPSEEK_V3, *rest) for rest in ((64,), (512,), (LARGE,), (LARGE, False, 1 / 8), (LARGE, True))),
+        *(Case(DEEPSEEK_V3, *rest) for rest in ((64,), (512,), (LARGE,), (LARGE, False, 1 / 8), *training)),
     ]
 
 
@@ -68,6 +74,16 @@ def dense_products(case: Case) -> Dict[str, Call]:
     return {CUBLAS: multiply}
 
 
+def make_factors(case: Case) -> List[Tensor]:
+    """The factors of a LoRA for each weight, a and b in turn; none without a rank."""
+    layer, rank, factors = case.layer, case.rank, []
+    for n, k in ((layer.preact_width, layer.hidden), (layer.hidden, layer.intermediate)) if rank else ():
+        for shape in ((rank, k), (n, rank)):
+            factor = torch.randn(layer.experts, *shape, device=DEVICE) / (8 * shape[1] ** 0.5)
+            factors.append(factor.to(torch.bfloat16).requires_grad_())
+    return factors
+
+
 def make_problem(kernel: ModuleType, case: Case) -> Problem:
     """The providers of a case, on the values that the scaled weights have."""
     torch.manual_seed(0)
@@ -77,25 +93,31 @@ def make_problem(kernel: ModuleType, case: Case) -> Problem:
     plain = [weight.dequantize() for weight in scaled]
     cell = Cell(case.layer, case.tokens, case.local, backward=case.backward)
     sets = [make_inputs(cell, DEVICE) for _ in range(SETS)]
-    inputs = [Inputs((s.x, s.weights, *plain), s.dout) for s in sets]
+    factors = make_factors(case)
+    inputs = [Inputs((s.x, s.weights, *plain, *factors), s.dout) for s in sets]
 
-    def ours(i: int, x: Tensor, weights: Tensor, *_: Tensor) -> Tensor:
-        return experts(x, sets[i].ids, weights, *scaled)
+    def pairs(factors: Tuple[Tensor, ...]) -> dict:
+        if not factors:
+            return {}
+        return {"gate_up_lora": kernel.LoRA(*factors[:2]), "down_lora": kernel.LoRA(*factors[2:])}
 
-    def with_plain_rows(i: int, x: Tensor, weights: Tensor, *_: Tensor) -> Tensor:
-        return experts(x, sets[i].ids, weights, *exact)
+    def with_weights(up, down) -> Function:
+        return lambda i, x, weights, _up, _down, *factors: experts(x, sets[i].ids, weights, up, down, **pairs(factors))
 
-    def in_bf16(i: int, x: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return experts(x, sets[i].ids, weights, up, down)
+    def in_bf16(i: int, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, *factors: Tensor) -> Tensor:
+        return experts(x, sets[i].ids, weights, up, down, **pairs(factors))
 
-    def right(first: int, x: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def right(first: int, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, *factors: Tensor) -> Tensor:
+        if factors:
+            up, down = up + factors[1] @ factors[0], down + factors[3] @ factors[2]
         return kernel.reference.grouped_mm_experts(x, sets[0].ids - first, weights, up, down)
 
     described = {**cell.described(), "name": str(case)}
     parts = (FORWARD, DGRAD) if case.backward else (FORWARD,)
-    functions = {OURS: ours, W8A16: with_plain_rows, BF16: in_bf16}
+    functions = {OURS: with_weights(*scaled), W8A16: with_weights(*exact), BF16: in_bf16}
     providers = {name: Provider(function, inputs) for name, function in functions.items()}
     baselines = dense_products(case)
+    names = NAMES + FACTORS[: len(factors)]
     return Problem(
-        described, providers, parts, right, NAMES, 2, baselines=baselines, frozen=plain, max_errors={OURS: MAX_ERROR}
+        described, providers, parts, right, names, 2, baselines=baselines, frozen=plain, max_errors={OURS: MAX_ERROR}
     )

@@ -10,8 +10,9 @@ from quantized import BF16, CASES, ROWS, Case, Inputs, error, hopper, make, roun
 from torch import Tensor
 from torch.nn.functional import silu
 
-# Of the same codes, in norm: what is rounded to bf16 on the way flips some codes, tensor cores keep 14 bits of a sum.
-SAME_CODES = 1.2e-2
+# Relative errors in norm, against the same codes. Of a product, tensor cores keep 14 bits of a sum. What is rounded to
+# bf16 in a backward, the pre-activation and the activation's gradient, makes one code in fifty another one.
+PRODUCT, GRADIENT = 1.2e-2, 2.5e-2
 
 
 class Rounded(torch.autograd.Function):
@@ -135,12 +136,12 @@ def gradients(out: Tensor, given: Inputs, pairs: dict, dout: Tensor) -> Dict[str
 
 @hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
-@pytest.mark.parametrize("name", ["even", "odd-extents", "sentinels", "fp16-exponents", "long-k", "short-k", "limit"])
-def test_gradients(grouped_moe, name, ranks):
+@pytest.mark.parametrize("name, kind", [*((name, kind) for name in CASES for kind in ("none", "16")),
+                                        *(("even", kind) for kind in RANKS if kind not in ("none", "16"))])  # fmt: skip
+def test_gradients(grouped_moe, name, kind):
     """Two calls, and one that recomputes, give the same bits; poisoned memory and unread tokens do not matter."""
     case = CASES[name]
-    given, pairs = make(grouped_moe, case), make_pairs(grouped_moe, case, ranks)
+    given, pairs = make(grouped_moe, case), make_pairs(grouped_moe, case, RANKS[kind])
     dout = torch.randn_like(given.x)
     unread = (given.ids >= case.E).all(1)
     poisoned = torch.where(unread[:, None], float("nan"), dout)
@@ -164,15 +165,17 @@ def test_gradients(grouped_moe, name, ranks):
         leaves = given._replace(x=given.x.double().requires_grad_(), weights=given.weights.double().requires_grad_())
         out = reference(case, leaves, wide, pairs.get("adapter_index"), quantizes)
         wants.append({"out": out.detach(), **gradients(out, leaves, wide, dout.double())})
-    # A gradient of rows of 8-bit floats has their roundings; those of the pairs are made of rows as they are.
-    in_codes = case.I % 128 == 0
+    # Those of pairs are made of rows as they are. Where I is no multiple of 128, so is dx; rounded rows reach the limit
+    # elsewhere.
+    rounds_dx = case.I % 128 == 0
     for key, got in results[0].items():
         errors = error(got, wants[0][key]), error(got, wants[1][key])
         assert errors[1] < 1.5 * ROWS, (key, errors)
-        if key == "out" or in_codes and key == "dx" and case.limit is None:
-            assert errors[0] < SAME_CODES, (key, errors)
-        if key == "dx" and in_codes:
-            assert errors[1] > 2e-2, (key, errors)  # they were rounded, indeed
+        if key == "out":
+            assert errors[0] < PRODUCT, (key, errors)
+        if key == "dx" and rounds_dx and case.limit is None:
+            assert errors[0] < GRADIENT, (key, errors)
+            assert errors[0] < 0.7 * errors[1], (key, errors)
     assert (results[0]["dx"][unread] == 0).all()
 
 
@@ -203,5 +206,5 @@ def test_linear(grouped_moe, rank):
             want = want.index_add(0, index[first:end], part)
     wanted = want.detach(), *torch.autograd.grad(want, wide, dy.double())
     for each, expected in zip(got, wanted):
-        assert error(each, expected) < SAME_CODES
+        assert error(each, expected) < PRODUCT
     assert (got[0][:30] == 0).all() and (got[1][800:] == 0).all()

@@ -112,7 +112,7 @@ bool describe_scales(const Tensor &scales, const Tensor &weight, int64_t parts, 
     case ScalarType::BFloat16:
       s->type = ScaleType::bfloat16;
       break;
-    case ScalarType::Float8_e8m0fnu:
+    case ScalarType::Byte:  // exponents: the stable ABI has no name for their dtype
       s->type = ScaleType::exponent;
       break;
     default:

@@ -42,7 +42,14 @@ def takes_scales(up: Weight, down: Weight) -> bool:
         and down.parts == 1
         and up.products in PRODUCTS
         and down.products in PRODUCTS
+        and torch.uint8 not in (up.scale_inv.dtype, down.scale_inv.dtype)
     )
+
+
+def _scales_of(weight: BlockScaled) -> Tensor:
+    """Its scales, exponents as bytes: ops of the stable ABI do not take their dtype."""
+    scales = weight.scale_inv
+    return scales.view(torch.uint8) if scales.dtype is torch.float8_e8m0fnu else scales
 
 
 def decode_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, kind: Kind) -> Optional[Tensor]:
@@ -57,7 +64,8 @@ def decode_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, ki
         if not takes_scales(up, down):
             return None
         code += 4 * (up.parts == 2)
-        (up, up_scales, *_), (down, down_scales, *_) = up, down
+        up_scales, down_scales = _scales_of(up), _scales_of(down)
+        up, down = up.data, down.data
     elif up_bias is None and down_bias is None and activation[1:] == _NO_PARAMETERS:
         return _DECODE_PLAIN(x, ids, weights, up, down, code)
     _, alpha, limit, up_offset = activation

@@ -119,14 +119,14 @@ def check_counts(fits: Tensor) -> None:
 
 class _OwnPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, whole, group):
-        ctx.group = group
-        return _part(whole, group).clone()
+    def forward(ctx, whole, group, batches):
+        ctx.group, ctx.batches = group, batches
+        return _part(whole, group).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, _, dpart):
-        return _gather(dpart, ctx.group), None
+        return _gather(dpart if ctx.batches == 1 else dpart / ctx.batches, ctx.group), None, None
 
 
 class _AllParts(torch.autograd.Function):
@@ -153,9 +153,12 @@ def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-def own_part(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rank's share of rows that all ranks of the group have. The gradient is that of all rows, on each rank."""
-    return _OwnPart.apply(whole, group)
+def own_part(whole: Tensor, group: dist.ProcessGroup, batches: int = 1) -> Tensor:
+    """The rank's share of rows that all ranks of the group have.
+
+    The gradient is that of all rows, on each rank, divided by `batches`.
+    """
+    return _OwnPart.apply(whole, group, batches)
 
 
 def all_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:

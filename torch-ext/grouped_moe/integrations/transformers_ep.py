@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import exchange
+from ..operands import LoRA
 from ..places import TOO_MANY
 
 FORMAT = 2  # of what ranks send to each other
@@ -51,7 +52,9 @@ class FixedSizeExchange:
     """What transformers' EPImplementation leaves open; `register_ep` adds it as the base class and sets the limits.
 
     The limits may change later, on all ranks at the same call: before it they compare them.
-    With a capacity_factor the experts module gets `ep_dropped_slots`, () int64 on its device: how many slots of this
+    The experts module gets `ep_loras`, through which `peft` hands over low-rank pairs of the experts of all ranks. Their
+    gradient is the mean over the batches that the ranks have, the same on all of them, as if they had been averaged.
+    With a capacity_factor it gets `ep_dropped_slots`, () int64 on its device: how many slots of this
     rank's tokens were dropped up to now. A forward that is recomputed counts them again.
     """
 
@@ -60,6 +63,7 @@ class FixedSizeExchange:
     def __init__(self, experts: torch.nn.Module, ep_mesh: dist.DeviceMesh, tp_mesh: dist.DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
+        experts.ep_loras = {}
         self._agree_on_limits()
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -117,7 +121,15 @@ class FixedSizeExchange:
             self.experts.ep_dropped_slots.add_(arrived.plan.dropped.sum())
         if self.limits.max_tokens is not None:
             exchange.check_counts(arrived.fits)
-        return exchange.combine(self.experts_forward(arrived.x, arrived.ids, arrived.weights), arrived.plan, group)
+        loras = {name: self._own(lora) for name, lora in self.experts.ep_loras.items()}
+        rows = self.experts_forward(arrived.x, arrived.ids, arrived.weights, **loras)
+        return exchange.combine(rows, arrived.plan, group)
+
+    def _own(self, lora: LoRA) -> LoRA:
+        """The pairs of this rank's experts."""
+        batches = self.ep_mesh.size() // self.tp_mesh.size()
+        a, b = (exchange.own_part(factor, self.ep_mesh.get_group(), batches) for factor in lora[:2])
+        return LoRA(a, b, lora.scaling)
 
     def _capacity(self, x: Tensor, ids: Tensor) -> int:
         """The same on all ranks of the expert group."""

@@ -52,10 +52,10 @@ class FixedSizeExchange:
     """What transformers' EPImplementation leaves open; `register_ep` adds it as the base class and sets the limits.
 
     The limits may change later, on all ranks at the same call: before it they compare them.
-    The experts module gets `ep_loras`, through which `peft` hands over low-rank pairs of the experts of all ranks. Their
-    gradient is the mean over the batches that the ranks have, the same on all of them, as if they had been averaged.
-    With a capacity_factor it gets `ep_dropped_slots`, () int64 on its device: how many slots of this
-    rank's tokens were dropped up to now. A forward that is recomputed counts them again.
+    The experts module gets `ep_loras`, by which low-rank pairs of the experts of all ranks are handed over for a call.
+    Their gradient is the mean over the batches that the ranks have, the same on all, as if it had been averaged.
+    With a capacity_factor it gets `ep_dropped_slots`, () int64 on its device: how many slots of this rank's tokens were
+    dropped up to now. A forward that is recomputed counts them again.
     """
 
     limits: Limits

@@ -59,17 +59,22 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, *args):
         out = _dispatch(*args)
         *_, ctx.group = args
+        ctx.set_materialize_grads(False)  # else zeros for each of the outputs that have none
+        ctx.forms = [(part.shape, part.dtype) for part in out[:2]]
         ctx.save_for_backward(out[-2])
         ctx.mark_non_differentiable(*out[2:])
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, saved, dx, dweights, *_):
-        needs_x, needs_weights = ctx.needs_input_grad[:2]
-        dx = sum_places(all_to_all(dx, ctx.group), *saved) if needs_x else None
-        dweights = take_slots(all_to_all(dweights, ctx.group), *saved) if needs_weights else None
-        return dx, dweights, None, None, None, None, None, None
+    def backward(ctx, saved, *grads):
+        (places,), found = saved, []
+        ways = zip(ctx.needs_input_grad, grads, ctx.forms, (sum_places, take_slots))
+        for needed, grad, (shape, dtype), add_up in ways:
+            if needed and grad is None:  # other ranks wait for it
+                grad = places.new_zeros(shape, dtype=dtype)
+            found.append(add_up(all_to_all(grad, ctx.group), places) if needed else None)
+        return (*found, None, None, None, None, None, None)
 
 
 class _Combine(torch.autograd.Function):

@@ -5,14 +5,17 @@ beforehand, out of batches of their own. Of the link's time nothing is measured.
 
 ours                the exchange of register_experts_implementation: each token once per rank, in places of a fixed size
 all_to_all          the steps of transformers' AllToAllEP, each token once per expert, with its grouped_mm
-all_to_all, ours    the same with our experts block
 bytes               what ours has to read and write, with the copies that stand in for the wire, at 4.3 TB/s; for the
                     experts the time of their products, if that is more
+
+A first run compiles the kernels of all cells, which takes minutes: `--budget` bounds it, and Triton keeps what it has
+compiled for the next one.
 """
 
 import argparse
 import gc
 import sys
+from functools import lru_cache
 from types import ModuleType
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -21,9 +24,8 @@ import torch
 from experts import Block, make_block
 from machine import DEVICE
 from problems import MAX_ERROR, OURS
-from timing import GRAPH, HOST, Call
+from timing import EAGER, GRAPH, HOST, Call
 from torch import Tensor
-from torch.nn import functional as F
 from workload import (
     BYTES_PER_SECOND,
     DEEPSEEK_V3,
@@ -65,13 +67,22 @@ class Case(NamedTuple):
 
 
 def cases(smoke: bool) -> List[Case]:
-    """Few tokens and many, with room for all or, on many ranks, for twice what comes."""
+    """Those of the same weights in a row. On more ranks than top_k there is room for twice what comes, else for all."""
     if smoke:
         return [Case(SMOKE, 4, 6, 2.0)]
     deepseek = DEEPSEEK_V3._replace(name="DeepSeek-V3", experts=256)
-    few = [Case(QWEN3_30B, ranks, 64) for ranks in (4, 8, 64)]
-    many = [Case(QWEN3_30B, 4, 8192), Case(QWEN3_30B, 8, 8192), Case(QWEN3_30B, 64, 8192, 2.0)]
-    return [*few, *many, Case(deepseek, 8, 64), Case(deepseek, 64, 4096, 2.0)]
+    return [
+        Case(layer, ranks, tokens, 2.0 if ranks > layer.top_k else None)
+        for layer in (QWEN3_30B, deepseek)
+        for ranks in (4, 8, 64)
+        for tokens in (1, 64, 1024, 8192)
+    ]
+
+
+@lru_cache(maxsize=1)
+def block_of(layer: Layer) -> Block:
+    """The experts of a rank; cells in a row share them."""
+    return make_block(layer, DEVICE)
 
 
 class Arrived(NamedTuple):
@@ -86,18 +97,16 @@ class Arrived(NamedTuple):
     counts: Tensor
 
 
-def arrive(exchange: ModuleType, case: Case, capacity: int) -> Arrived:
+def arrive(kernel: ModuleType, case: Case, capacity: int) -> Arrived:
     """The work of the other ranks."""
-    local, packed, rows, counts = case.local.experts, [], [], []
+    send, local = sys.modules[f"{kernel.__name__}.places"].send, case.local.experts
+    packed, rows, counts = [], [], []
     for _ in range(case.ranks):
         batch = case.batch()
-        ids = exchange.global_ids(batch.ids, case.layer.experts)
-        source = exchange.make_plan(ids, local, case.ranks, capacity).source[:capacity]
-        sent = F.pad(exchange.pack([batch.x.detach(), batch.weights.detach(), ids]), (0, 0, 0, 1))
-        packed.append(sent.index_select(0, source))
+        x, weights = batch.x.detach(), batch.weights.detach()
+        packed.append(send(x, weights, batch.ids, local, case.ranks, capacity, local)[0][:capacity].clone())
         here = (batch.ids.flatten() < local).sum()
-        tokens = batch.ids.flatten().argsort(stable=True)[:here] // case.layer.top_k
-        rows.append(batch.x.detach()[tokens])
+        rows.append(x[batch.ids.flatten().argsort(stable=True)[:here] // case.layer.top_k])
         counts.append(batch.ids.flatten().bincount(minlength=case.layer.experts)[:local])
     return Arrived(torch.cat(packed), torch.cat(rows), torch.stack(counts))
 
@@ -141,10 +150,8 @@ def make_ours(kernel: ModuleType, case: Case, block: Block, batch: Routed, arriv
     exchange.all_to_all = wire
 
     def dispatch(x: Tensor, weights: Tensor) -> tuple:
-        ids = exchange.global_ids(batch.ids, case.layer.experts)
-        plan = exchange.make_plan(ids, local, case.ranks, capacity)
-        rows, weights, ids = exchange.dispatch(x, weights, ids, plan, None)
-        return rows, exchange.local_ids(ids, local, 0), weights, plan
+        there = exchange.dispatch(x, weights, batch.ids, local, case.ranks, capacity, None)
+        return there.x, there.ids, there.weights, there.plan
 
     def experts(rows: Tensor, ids: Tensor, weights: Tensor, _: object) -> Tensor:
         return kernel.grouped_mm_experts(rows, ids, weights, *block.weights)
@@ -180,21 +187,17 @@ def make_all_to_all(experts: Callable, case: Case, batch: Routed, arrived: Arriv
 
 
 def make_providers(kernel: ModuleType, case: Case, block: Block, batch: Routed, capacity: int) -> Dict[str, Parts]:
-    """All of them on one batch."""
+    """Both on one batch."""
     from transformers.integrations import moe
 
-    arrived = arrive(sys.modules[f"{kernel.__name__}.exchange"], case, capacity)
+    arrived = arrive(kernel, case, capacity)
 
     def grouped(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return moe.grouped_mm_experts_forward(block.module, rows, ids, weights)
 
-    def own(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return kernel.grouped_mm_experts(rows, ids, weights, *block.weights)
-
     return {
         OURS: make_ours(kernel, case, block, batch, arrived, capacity),
         ALL_TO_ALL: make_all_to_all(grouped, case, batch, arrived),
-        f"{ALL_TO_ALL}, {OURS}": make_all_to_all(own, case, batch, arrived),
     }
 
 
@@ -207,7 +210,7 @@ def floors(case: Case, state: tuple, capacity: int) -> Dict[str, float]:
     moved = {
         "dispatch": case.tokens * row + 3 * places * row,
         "experts": int(here.any(1).sum()) * wide + used + places * wide,
-        "combine": 2 * places * wide + int((plan.sent >= 0).sum()) * wide + case.tokens * wide,
+        "combine": 2 * places * wide + int((plan.places >= 0).sum()) * wide + case.tokens * wide,
     }
     found = {part: size / BYTES_PER_SECOND * 1e3 for part, size in moved.items()}
     products = 2 * int(here.sum()) * layer.weights_per_expert / FLOPS_PER_SECOND * 1e3
@@ -251,29 +254,47 @@ def calls_of(parts: Parts, weights: Sequence[Tensor], batch: Routed) -> Dict[str
     }
 
 
-def table(cell: dict) -> str:
-    """Times in ms by measure and provider, what a rank sends in a dispatch and the peak of a step in MiB."""
-    columns = [BYTES, *cell["errors"]]
-    times = {
-        measure: {name: f"{e['median_ms']:.4f}" for name, e in row.items()} for measure, row in cell["times"].items()
-    }
-    sizes = {what: {n: f"{size:.0f}" for n, size in cell[what].items() if size} for what in ("sent_mib", "peak_mib")}
-    lines = [f"{cell['name']}, {cell['capacity']} places"]
-    lines += [f"{'':16}" + "".join(f"{name:>18}" for name in columns)]
-    for what, row in {**times, **sizes}.items():
-        lines.append(f"{what:16}" + "".join(f"{row.get(name, ''):>18}" for name in columns))
-    return "\n".join(lines)
+def line(cell: dict) -> str:
+    """A cell in us: of each part ours in a graph / its bytes, and all_to_all's eager calls in brackets."""
+    us = {measure: {n: f"{e['median_ms'] * 1e3:.0f}" for n, e in row.items()} for measure, row in cell["times"].items()}
+    said = [f"{part} {us[f'{part}, {GRAPH}'][OURS]}/{us[part][BYTES]} ({us[part][ALL_TO_ALL]})" for part in PARTS]
+    said += [f"layer in a graph {us[f'layer, {GRAPH}'][OURS]}/{us['layer'][BYTES]}"]
+    said += [f"{what} {us[what][OURS]} ({us[what][ALL_TO_ALL]})" for what in ("layer", f"layer, {HOST}", "step")]
+    return f"{cell['capacity']} places: " + "; ".join(said + [f"{name} IS WRONG" for name in cell["wrong"]])
+
+
+def measure(calls: Dict[str, Dict[str, Call]], plan: timing.Plan) -> Dict[str, Dict[str, dict]]:
+    """Times by measure and provider: layer and step eagerly, the layer by the host, parts of ours as graphs.
+
+    The parts of the other are eager. One measurement warms up the card for all.
+    """
+    times: Dict[str, Dict[str, dict]] = {name: {} for name in PARTS}
+
+    def note(what: str, found: Dict[str, List[float]]) -> None:
+        times[what] = {name: timing.described(samples) for name, samples in found.items()}
+
+    for what, way in (("layer", EAGER), ("layer", HOST), ("step", EAGER)):
+        both = {name: each[what] for name, each in calls.items()}
+        note(what if way == EAGER else f"{what}, {way}", timing.time_in_turn(both, plan, way))
+        plan = plan._replace(warm_seconds=0.0)
+    found = timing.time_in_turn({part: calls[ALL_TO_ALL][part] for part in PARTS}, plan)
+    for part, samples in found.items():
+        note(part, {ALL_TO_ALL: samples})
+    graphs = {part: timing.capture(calls[OURS][part], 1) for part in (*PARTS, "layer")}
+    for part, samples in timing.time_in_turn(graphs, plan, GRAPH).items():
+        note(f"{part}, {GRAPH}", {OURS: samples})
+    return times
 
 
 def run(kernel: ModuleType, case: Case, arguments: argparse.Namespace) -> List[dict]:
-    """The cell of a case. `layer` is measured as a graph and by the host's time, too, the parts of ours as graphs."""
+    """The cell of a case."""
     torch.manual_seed(0)
     limits = sys.modules[f"{kernel.__name__}.integrations.transformers_ep"].Limits(None, case.factor)
-    block, batch = make_block(case.local, DEVICE), case.batch()
+    block, batch = block_of(case.local), case.batch()
     capacity = limits.capacity_of(case.tokens, case.layer.top_k, case.ranks)
     providers = make_providers(kernel, case, block, batch, capacity)
-    cell = {"name": str(case), **case._asdict(), "layer": case.layer.name, "capacity": capacity, "times": {}}
-    cell.update(skipped={f"{ALL_TO_ALL}, {GRAPH}": "reads split sizes"}, errors={}, wrong=[], peak_mib={}, sent_mib={})
+    cell = {"name": str(case), **case._asdict(), "layer": case.layer.name, "capacity": capacity, "errors": {}}
+    cell.update(skipped={f"{ALL_TO_ALL}, {GRAPH}": "reads split sizes"}, wrong=[], peak_mib={}, sent_mib={})
     calls: Dict[str, Dict[str, Call]] = {}
     for name, parts in providers.items():
         with torch.no_grad():
@@ -282,8 +303,8 @@ def run(kernel: ModuleType, case: Case, arguments: argparse.Namespace) -> List[d
         cell["errors"][name] = {"out": error}
         cell["wrong"] += [name] if not error < MAX_ERROR[batch.x.dtype] else []
         if name == OURS:
-            times = floors(case, state, capacity)
-            cell["dropped_slots"] = int((state[-1].places < 0).sum())
+            bytes_of = floors(case, state, capacity)
+            cell["dropped_slots"] = int(state[-1].dropped.sum())
             sent = state[0].shape[0] * state[0].stride(0)
         else:
             sent = case.tokens * case.layer.top_k * case.layer.hidden
@@ -291,22 +312,11 @@ def run(kernel: ModuleType, case: Case, arguments: argparse.Namespace) -> List[d
         del state
         calls[name] = calls_of(parts, [*block.weights], batch)
         cell["peak_mib"][name] = timing.peak_mib(calls[name]["step"])
-    plan = timing.plan_of(arguments)
-    for measure in (*PARTS, "layer", "step"):
-        found = timing.time_in_turn({name: each[measure] for name, each in calls.items()}, plan)
-        cell["times"][measure] = {name: timing.described(samples) for name, samples in found.items()}
-        if measure in times:
-            cell["times"][measure][BYTES] = {"median_ms": times[measure]}
-    for measure in (*PARTS, "layer"):
-        call = {OURS: timing.capture(calls[OURS][measure], 1)}
-        (samples,) = timing.time_in_turn(call, plan, GRAPH).values()
-        cell["times"][f"{measure}, {GRAPH}"] = {OURS: timing.described(samples)}
-        del call
-    found = timing.time_in_turn({name: each["layer"] for name, each in calls.items()}, plan, HOST)
-    cell["times"][f"layer, {HOST}"] = {name: timing.described(samples) for name, samples in found.items()}
+    cell["times"] = measure(calls, timing.plan_of(arguments))
+    for what, time in bytes_of.items():
+        cell["times"][what][BYTES] = {"median_ms": time}
     del calls, providers
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
-    print(table(cell), flush=True)
     return [cell]

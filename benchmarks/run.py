@@ -106,7 +106,11 @@ def make_parser(description: Optional[str], budget: float = 900) -> argparse.Arg
     add("--smoke", action="store_true", help="tiny sizes, also without a GPU")
     add("--only", nargs="+", action="append", metavar="WORD", help="cells whose name has all these words; repeatable")
     add("--budget", type=float, default=budget, help=f"seconds after which no cell starts ({budget:g})")
-    add("--seconds", type=float, help="of one measurement, past all orders once (2, of linear layers and builds 1)")
+    add(
+        "--seconds",
+        type=float,
+        help="of one measurement, past all orders once (2, of linear and builds 1, of ep 0.2)",
+    )
     add("--warm-seconds", type=float, default=0.3, help="before each measurement (0.3)")
     add("--rounds", type=int, default=7, help="in which all providers take their turn (7)")
     add("--first-seconds", type=float, default=200, help="for a first call, which may compile or tune (200)")
@@ -147,7 +151,8 @@ def run_tasks(benchmark: str, build: str, tasks: List[Task], arguments: argparse
         results["seconds"] = round(time.monotonic() - begun, 1)
         write(arguments.output, results)
         for cell in cells:
-            print(f"{cell['name']}: {summary(cell)}", flush=True)
+            describe = ep.line if benchmark == "ep" and cell["times"] else summary
+            print(f"{cell['name']}: {describe(cell)}", flush=True)
     faulthandler.cancel_dump_traceback_later()
     return results
 
@@ -177,7 +182,7 @@ def main(argv: Optional[Sequence[str]] = None) -> dict:
         folder = arguments.results or (Path(tempfile.mkdtemp()) if arguments.smoke else RESULTS)
         sys.exit(run_each(arguments.names or BENCHMARKS, arguments.smoke, folder))
     (name,), kernel = arguments.names, load_kernel()
-    arguments.seconds = arguments.seconds or (1.0 if name == "linear" else 2.0)
+    arguments.seconds = arguments.seconds or {"linear": 1.0, "ep": 0.2}.get(name, 2.0)
     return run_tasks(name, build_id(kernel), tasks_of(name, kernel, arguments), arguments)
 
 

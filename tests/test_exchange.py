@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compare import assert_close
+from operations import Log
 from poison import poisoned_allocations
 
 T, E, H, INNER, TOP_K, RANKS = 40, 8, 64, 48, 3, 4
@@ -33,33 +34,48 @@ def make_leaves(device: str, dtype: torch.dtype) -> list:
 
 
 def through_places(grouped_moe, exchange, capacity: int, ids, x, weights, up, down):
-    """The layer of rank 0, to which all tokens return that it sends to anyone."""
-    ids = exchange.global_ids(ids, E)
-    plan = exchange.make_plan(ids, E // RANKS, RANKS, capacity)
-    rows, row_weights, row_ids = exchange.dispatch(x, weights, ids, plan, None)
-    row_ids = exchange.local_ids(row_ids, E // RANKS, 0)
-    return exchange.combine(grouped_moe.grouped_mm_experts(rows, row_ids, row_weights, up, down), plan, None)
+    """The layer of ranks that all have the same experts."""
+    there = exchange.dispatch(x, weights, ids, E // RANKS, RANKS, capacity, None)
+    rows = grouped_moe.grouped_mm_experts(there.x, there.ids, there.weights, up, down)
+    return exchange.combine(rows, there.plan, None)
 
 
-def ranks_of(ids) -> torch.Tensor:
-    """(T, 1): to how many ranks each token goes."""
-    owners = torch.where((ids >= 0) & (ids < E), ids * RANKS // E, RANKS)
-    return torch.zeros(T, RANKS + 1, device=ids.device).scatter_(1, owners, 1.0)[:, :RANKS].sum(1, keepdim=True)
+def kept(ids: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Ids as ranks number their own experts, found token by token; sentinels where there is none or no place."""
+    counts, found = [0] * RANKS, []
+    for row in ids.tolist():
+        owners = [expert * RANKS // E if 0 <= expert < E else -1 for expert in row]
+        places = {owner: counts[owner] for owner in owners if owner >= 0}
+        for owner in places:
+            counts[owner] += 1
+        fits = [owner >= 0 and places[owner] < capacity for owner in owners]
+        found.append([expert % (E // RANKS) if fit else -1 for expert, fit in zip(row, fits)])
+    return torch.tensor(found, device=ids.device)
 
 
+@pytest.mark.parametrize("capacity", [T, 12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_forward_and_gradients(grouped_moe, exchange, device, dtype):
-    """Rank 0's experts count as often as the token goes to a rank, but the gradients of their routing weights once."""
+def test_forward_and_gradients(grouped_moe, exchange, device, dtype, capacity):
     ids, leaves, dout = draw_ids(device), make_leaves(device, dtype), torch.randn(T, H, device=device).to(dtype)
     with poisoned_allocations():
-        out = through_places(grouped_moe, exchange, T, ids, *leaves)
+        out = through_places(grouped_moe, exchange, capacity, ids, *leaves)
         grads = torch.autograd.grad(out, leaves, dout)
-    wide, times = [leaf.detach().double().requires_grad_() for leaf in leaves], ranks_of(ids)
-    want = times * grouped_moe.reference.grouped_mm_experts(wide[0], ids, *wide[1:])
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    want = grouped_moe.reference.grouped_mm_experts(wide[0], kept(ids, capacity), *wide[1:])
     assert_close("out", out, want.detach(), dtype)
     for name, grad, right in zip(("x", "weights", "up", "down"), grads, torch.autograd.grad(want, wide, dout.double())):
-        right = right / times.clamp(min=1) if name == "weights" else right
         assert_close(name, grad, right, dtype, inner_products=name == "weights")
+
+
+def test_ops_are_what_is_called_directly(grouped_moe, exchange, device):
+    """Under a mode that sees ops, and where autograd records, the results are the same, bit by bit."""
+    ids, leaves = draw_ids(device), make_leaves(device, torch.bfloat16)
+    with torch.no_grad():
+        out = through_places(grouped_moe, exchange, 12, ids, *leaves)
+        with Log() as called:
+            assert torch.equal(through_places(grouped_moe, exchange, 12, ids, *leaves), out)
+    assert {"exchange_send", "exchange_receive", "combine_rows_forward"} <= called.names
+    assert torch.equal(through_places(grouped_moe, exchange, 12, ids, *leaves), out)
 
 
 @pytest.mark.gpu
@@ -86,11 +102,18 @@ def test_graph_replays_with_other_routing(grouped_moe, exchange, device, capacit
             assert torch.equal(got, want)
 
 
-def test_plan_is_one_place_for_each_token_and_rank(exchange, device):
-    """In token order; what finds no place is counted."""
-    ids = exchange.global_ids(torch.tensor([[0, 1, 5], [5, 0, 0], [-1, 9, E], [1, 6, 4]], device=device), E)
-    plan = exchange.make_plan(ids, 2, RANKS, 2)  # rank 0 has experts 0 and 1, rank 2 has 4 and 5, rank 3 has 6 and 7
-    assert plan.source.tolist() == [0, 1, 4, 4, 0, 1, 3, 4]
-    assert plan.sent.view(4, 3).tolist() == [[0, -1, 4], [5, 1, -1], [-1, -1, -1], [-1, 6, -1]]
-    assert plan.places.tolist() == [[0, 0, 4], [5, 1, 1], [-1, -1, -1], [-1, 6, -1]]
-    assert exchange.count_dropped(ids, plan, E).item() == 2  # token 3 at ranks 0 and 2
+def test_one_place_for_each_token_and_rank(exchange, device):
+    """In token order; what finds no place is counted, and what is not filled holds sentinels."""
+    ids = torch.tensor([[0, 1, 5], [5, 0, 0], [-1, 9, E], [1, 6, 4]], device=device)
+    x, weights = torch.arange(8.0, device=device).view(4, 2), torch.arange(12.0, device=device).view(4, 3)
+    there = exchange.dispatch(x, weights, ids, 2, RANKS, 2, None)  # rank 0 has experts 0 and 1, rank 2 has 4 and 5
+    source, places, dropped = there.plan
+    assert source.tolist() == [0, 1, -1, -1, 0, 1, 3, -1]
+    assert places.tolist() == [[0, -2, 4], [5, 1, -3], [-1, -1, -1], [-1, 6, -1]]
+    assert dropped.tolist() == [1, 0, 1, 0]  # of token 3
+    none = [2, 2, 2]
+    assert there.ids.tolist() == [[0, 1, 2], [2, 0, 0], none, none, [2, 2, 1], [1, 2, 2], [2, 0, 2], none]
+    filled = source >= 0
+    for got, given in ((there.x, x), (there.weights, weights)):
+        assert torch.equal(got[filled], given[source[filled]]) and not got[~filled].any()
+    assert there.fits

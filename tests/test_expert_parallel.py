@@ -1,5 +1,6 @@
-"""Expert parallelism on gloo ranks: expert_parallel.py and expert_parallel_models.py have the checks that they run."""
+"""Expert parallelism on gloo ranks: expert_parallel.py, _models.py and _lora.py have the checks that they run."""
 
+import importlib.util
 import sys
 
 import pytest
@@ -7,11 +8,14 @@ import ranks
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="needs a transformers with EPImplementation")
 
+MODULES = ["expert_parallel", "expert_parallel_models"]
+MODULES += ["expert_parallel_lora"] if importlib.util.find_spec("peft") else []
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_compute_what_one_process_computes(size):
-    errors = ranks.start(size, "expert_parallel", "expert_parallel_models")
+    errors = ranks.start(size, *MODULES)
     said = [f"{check}, rank {rank}: {e}" for check, found in errors.items() for rank, e in enumerate(found) if e]
     assert errors and not said, "\n".join(said)
 

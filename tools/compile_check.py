@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from compiled_kernel import code_bytes, resource_usage, stray_barriers, waits_for_stream  # noqa: E402
+from compiled_kernel import NamedDriver, code_bytes, resource_usage, stray_barriers, waits_for_stream  # noqa: E402
 from machine import write  # noqa: E402
 from workload import DEEPSEEK_V3, GPT_OSS, NEMOTRON, QWEN3_30B, Layer  # noqa: E402
 
@@ -124,22 +124,6 @@ class Row:
     spilled: int
     code: int = 0
     error: str = ""
-
-
-class NamedDriver:
-    """Stands in for Triton's driver: answers which target to compile for, and can launch nothing."""
-
-    def __init__(self, gpu: GPUTarget):
-        self.gpu = gpu
-
-    def get_current_target(self) -> GPUTarget:
-        return self.gpu
-
-    def get_current_device(self) -> str:
-        return f"{self.gpu.backend} {self.gpu.arch}"  # Triton keeps compiled kernels per device
-
-    def get_current_stream(self, device: str) -> int:
-        return 0
 
 
 class Package:
@@ -271,6 +255,7 @@ class Calls:
         out = kernels.combine(gathered, weights, rows)
         if weights is None:
             return
+        self.exchange(weights)
         needs = self.needs(bias_scales=False, up_bias=bias, down_bias=bias)
         self.both_ways(self.x, rows, weights, None, needs)
         for y, needs_dy in ((gathered, True), (gathered, False), (None, True)):
@@ -279,6 +264,16 @@ class Calls:
             kernels.decode(self.block, self.x[:1], ids[:1], weights[:1])
             for adapted in (self.adapted, self.scaled):
                 kernels.decode(adapted, self.x[:1], ids[:1], weights[:1])
+
+    def exchange(self, weights: torch.Tensor) -> None:
+        """What expert-parallel ranks send, receive and send back; the experts are those of two ranks."""
+        kernels, x, ids, num_local = self.kernels, self.x, self.ids, self.layer.experts
+        source, places, _ = kernels.plan_exchange(ids, num_local, 2, ids.shape[0])
+        rows = kernels.pack_rows(x, weights, ids, source, num_local, ids.shape[0], num_local)
+        row = self.package["packed"].PackedRow(x.shape[1], x.dtype, ids.shape[1], weights.dtype)
+        received, *_ = kernels.unpack_rows(rows, row, ids.shape[0], -1)
+        kernels.place_rows(x, source)
+        kernels.take_slots(received, places)
 
     def linear(self) -> None:
         """`grouped_linear`, `main_grad` of every dtype, and `grouped_dbias_dscales`."""

@@ -1,4 +1,7 @@
-"""What a compiled kernel uses, and what its code holds: read from the texts and the binary that Triton keeps."""
+"""Kernels for GPUs that are not here: a driver that names one, and what a compiled kernel uses and its code holds.
+
+That is read from the texts and the binary that Triton keeps.
+"""
 
 import re
 import struct
@@ -10,6 +13,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class NamedDriver:
+    """Stands in for Triton's driver: answers which target to compile for, and can launch nothing."""
+
+    def __init__(self, gpu: GPUTarget):
+        self.gpu = gpu
+
+    def get_current_target(self) -> GPUTarget:
+        return self.gpu
+
+    def get_current_device(self) -> str:
+        return f"{self.gpu.backend} {self.gpu.arch}"  # Triton keeps compiled kernels per device
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
 
 
 def resource_usage(kernel) -> tuple:

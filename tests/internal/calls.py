@@ -1,5 +1,8 @@
 """Calls of every kind, which between them launch all kernels of the package."""
 
+import sys
+from unittest import mock
+
 import torch
 
 BF16 = torch.bfloat16
@@ -92,6 +95,17 @@ def parts(package, tokens):
     differentiate(package.combine_rows(rows, weights, routing), x, weights)
 
 
+def exchanged(package, tokens):
+    """A step of the layer of two ranks, of which this one gets what it sends; without its experts."""
+    exchange = sys.modules[f"{package.__name__}.exchange"]
+    (x,), (weights,) = tensors((tokens, HIDDEN)), tensors((tokens, TOP_K), dtype=torch.float32)
+    ids = torch.zeros(tokens, TOP_K, dtype=torch.int64)
+    with mock.patch.object(exchange, "all_to_all", lambda rows, group: rows.clone()):
+        there = exchange.dispatch(x, weights, ids, EXPERTS, 2, tokens, None)
+        out = exchange.combine(there.x.clone() * there.weights.sum(), there.plan, None)
+        differentiate(out, x, weights)
+
+
 def sums(package, rows):
     """Gradients of a bias and its scales, made and added to."""
     dy, bias, scales = torch.zeros(rows, 256, dtype=BF16), torch.zeros(4, 256, dtype=BF16), torch.zeros(rows)
@@ -124,7 +138,8 @@ KINDS = {
     "scaled-w8a16": (scaled, 2048, "w8a16"),
     "mlp-64": (mlp, 64), "mlp-2048": (mlp, 2048), "mlp-plain": (mlp, 2048, False, False, True),
     "parts-40": (parts, 40), "parts-2048": (parts, 2048),
-    "sums": (sums, 256), "main_grads-64": (main_grads, 64), "main_grads-2048": (main_grads, 2048),
+    "exchanged-40": (exchanged, 40), "sums": (sums, 256),
+    "main_grads-64": (main_grads, 64), "main_grads-2048": (main_grads, 2048),
 }  # fmt: skip
 
 

@@ -86,6 +86,23 @@ MODELS = {
 }  # fmt: skip
 
 
+def test_later_exchanges_compile_nothing(grouped_moe, compiles, monkeypatch):
+    """Experts with `ep_loras` are those that an exchange reaches."""
+    exchange, model = compiles.module("exchange"), qwen3()
+    experts, forward = experts_of(model), compiles.module("integrations.transformers").experts_forward
+    experts.ep_loras = {}
+    monkeypatch.setattr(exchange, "all_to_all", lambda rows, group: rows.clone(memory_format=torch.contiguous_format))
+    count = grouped_moe.warm_up(model, (1, 600), backward=True, progress=False)
+    for tokens, grad in ((1, False), (7, True), (150, False), (150, True)):
+        x, weights = (torch.zeros(tokens, n, dtype=BF16, requires_grad=grad) for n in (256, 8))
+        with torch.set_grad_enabled(grad):
+            there = exchange.dispatch(x, weights, torch.zeros(tokens, 8, dtype=torch.int64), 64, 4, tokens, None)
+            out = exchange.combine(forward(experts, there.x, there.ids, there.weights), there.plan, None)
+        if grad:
+            torch.autograd.grad(out, (x, weights, *experts.parameters()), torch.zeros_like(out))
+        assert len(compiles.variants) == count, f"{tokens} tokens: {compiles.names()[count:]}"
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_later_calls_compile_nothing(grouped_moe, compiles, name):
     make, top_k = MODELS[name]

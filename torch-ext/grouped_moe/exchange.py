@@ -9,69 +9,31 @@ bitwise.
 
 from __future__ import annotations  # PyTorch may be built without torch.distributed
 
-from typing import Dict, Iterator, NamedTuple, Sequence, Tuple
+from typing import Dict, NamedTuple, Optional, Tuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
-from ._ops import ops
 from .common import _compat
-from .common.autograd import once_differentiable
-from .routing import route
-
-# Ids that travel are those of the experts of all ranks plus 1; others stand for no expert. Places without a token are 0
-# in all bytes, those from a rank with too many tokens are -1.
-NO_EXPERT, TOO_MANY = 0, -1
-_ALIGNMENT = 16  # bytes: where hidden states, weights and ids start in a row that travels
+from .common.autograd import needs_autograd, once_differentiable
+from .packed import PackedRow
+from .places import Plan, place_rows, receive, send, sum_places, take_slots
 
 
-class Plan(NamedTuple):
-    """Where tokens go. There are ranks * capacity places, those for each rank in a row.
+class Arrived(NamedTuple):
+    """What ranks have for this one, in ranks * capacity places.
 
-    source: (places,) the token in each place; T in those that are not filled. sent: (S,) int32, the place that a slot's
-    token takes, said at the first of its slots for that rank; -1 at all others. places: (T, top_k) the same at every
-    slot; -1 where the token goes nowhere.
+    x: (places, H). weights: (places, top_k). ids: (places, top_k) int64, as the rank numbers its own experts; E for
+    those of others and in places that are not filled. fits: () int32, 0 if any rank has too many tokens. plan: of what
+    was sent.
     """
 
-    source: Tensor
-    sent: Tensor
-    places: Tensor
-
-
-def global_ids(top_k_index: Tensor, num_experts: int) -> Tensor:
-    """Ids of the num_experts experts of all ranks as they travel, int32 from 1 on; sentinels are 0 or one too many."""
-    return (top_k_index.clamp(-1, num_experts) + 1).to(torch.int32)
-
-
-def local_ids(ids: Tensor, num_local: int, rank: int) -> Tensor:
-    """`global_ids` as those of the rank's own experts, int64 as routers have them; E = num_local for all others."""
-    ids = ids - (1 + rank * num_local)
-    return (ids & 0x7FFFFFFF).clamp(max=num_local).long()  # without its sign a negative number is a large one
-
-
-def make_plan(ids: Tensor, num_local: int, ranks: int, capacity: int) -> Plan:
-    """The plan of a rank that holds the tokens with these `global_ids` (T, top_k); num_local: E.
-
-    Tokens past the capacity for a rank are dropped there.
-    """
-    num_tokens, top_k = ids.shape
-    owner = (ids - 1) // num_local  # of sentinels -1 or `ranks`: none
-    first = (owner[:, :, None] == owner[:, None, :]).to(torch.uint8).argmax(2)  # of several equal ones the first
-    sent_to = torch.where(first == torch.arange(top_k, device=ids.device), owner, -1)
-    routing = route(sent_to, ranks)
-    place = routing.slot_to_row.view(num_tokens, top_k) - routing.expert_offsets[sent_to]
-    fits = (place >= 0) & (place < capacity)
-    sent = torch.where(fits, sent_to * capacity + place, -1)
-    source = ids.new_full((ranks * capacity + 1,), num_tokens)
-    source[sent.flatten()] = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device) // top_k  # -1: the last
-    return Plan(source[:-1], sent.flatten(), sent.gather(1, first))
-
-
-def count_dropped(ids: Tensor, plan: Plan, num_experts: int) -> Tensor:
-    """() int64: slots with one of the num_experts experts of all ranks whose tokens have found no place."""
-    return ((ids > 0) & (ids <= num_experts) & (plan.places < 0)).sum()
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    fits: Tensor
+    plan: Plan
 
 
 def all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -81,83 +43,67 @@ def all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-def _words(columns: int, dtype: torch.dtype) -> int:
-    return -(-columns * dtype.itemsize // _ALIGNMENT) * (_ALIGNMENT // 8)
+def _dispatch(x, weights, ids, num_local, ranks, capacity, empty, group) -> Tuple[Tensor, ...]:
+    rows, *plan = send(x, weights, ids, num_local, ranks, capacity, empty)
+    row = PackedRow(x.shape[1], x.dtype, weights.shape[1], weights.dtype)
+    rows = all_to_all(rows, group)
+    return row.hidden_states(rows), *receive(rows, capacity, *row), *plan
 
 
-def _as_words(part: Tensor) -> Tensor:
-    more = _words(part.shape[1], part.dtype) * 8 // part.dtype.itemsize - part.shape[1]
-    if more:
-        part = F.pad(part, (0, more))
-    elif not torch.compiler.is_compiling() and part.storage_offset() * part.dtype.itemsize % 8:
-        part = part.clone(memory_format=torch.contiguous_format)  # a view that starts within a word
-    return part.contiguous().view(torch.int64)
-
-
-def pack(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors (T, n) of any dtypes side by side, as (T, words) int64; `_ALIGNMENT` divides where each starts."""
-    return torch.cat([_as_words(part) for part in parts], 1)
-
-
-def unpack(rows: Tensor, layout: Sequence[Tuple[int, torch.dtype]]) -> Iterator[Tensor]:
-    """What `pack` has packed, as views; layout: columns and dtype of each tensor."""
-    start = 0
-    for columns, dtype in layout:
-        end = start + _words(columns, dtype)
-        yield rows[:, start:end].view(dtype)[:, :columns]
-        start = end
-
-
-def _sum_of_places(rows: Tensor, sent: Tensor, top_k: int) -> Tensor:
-    """(T, H): the rows (places, H) of each token, added up in fp32 (fp64 for fp64) in the order of its slots."""
-    return ops.combine_rows_forward.default(rows, None, sent[:0], sent[:0], sent, top_k)
+def _combine(rows, source, places, group) -> Tensor:
+    return sum_places(all_to_all(rows, group), places)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weights, ids, source, sent, places, empty, group):
-        ctx.group = group
-        ctx.save_for_backward(sent, places)
-        parts = x, weights, ids
-        rows = F.pad(pack(parts), (0, 0, 0, 1), value=empty).index_select(0, source)
-        x, weights, ids = unpack(all_to_all(rows, group), [(part.shape[1], part.dtype) for part in parts])
-        ctx.mark_non_differentiable(ids)
-        return x, weights, ids
+    def forward(ctx, *args):
+        out = _dispatch(*args)
+        *_, ctx.group = args
+        ctx.set_materialize_grads(False)  # else zeros for each of the outputs that have none
+        ctx.forms = [(part.shape, part.dtype) for part in out[:2]]
+        ctx.save_for_backward(out[-2])
+        ctx.mark_non_differentiable(*out[2:])
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, saved, dx, dweights, _):
-        (sent, places), (needs_x, needs_weights) = saved, ctx.needs_input_grad[:2]
-        dx = _sum_of_places(all_to_all(dx, ctx.group), sent, places.shape[1]) if needs_x else None
-        if needs_weights:
-            returned = all_to_all(dweights, ctx.group)
-            dweights = returned.gather(0, places.clamp(min=0).long()).masked_fill(places < 0, 0)
-        return dx, dweights if needs_weights else None, None, None, None, None, None, None
+    def backward(ctx, saved, *grads):
+        (places,), found = saved, []
+        ways = zip(ctx.needs_input_grad, grads, ctx.forms, (sum_places, take_slots))
+        for needed, grad, (shape, dtype), add_up in ways:
+            if needed and grad is None:  # other ranks wait for it
+                grad = places.new_zeros(shape, dtype=dtype)
+            found.append(add_up(all_to_all(grad, ctx.group), places) if needed else None)
+        return (*found, None, None, None, None, None, None)
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, source, sent, top_k, group):
+    def forward(ctx, rows, source, places, group):
         ctx.group = group
         ctx.save_for_backward(source)
-        return _sum_of_places(all_to_all(rows, group), sent, top_k)
+        return _combine(rows, source, places, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, dout):
-        rows = F.pad(dout, (0, 0, 0, 1)).index_select(0, saved[0])
-        return all_to_all(rows, ctx.group), None, None, None, None
+        return all_to_all(place_rows(dout, *saved), ctx.group), None, None, None
 
 
 def dispatch(
-    x: Tensor, top_k_weights: Tensor, ids: Tensor, plan: Plan, group: dist.ProcessGroup, empty: int = NO_EXPERT
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """What ranks have for this one: hidden states (places, H), routing weights and `global_ids` (places, top_k).
+    x: Tensor, top_k_weights: Tensor, top_k_index: Tensor, num_local: int, ranks: int, capacity: int,
+    group: dist.ProcessGroup, empty: Optional[int] = None,
+) -> Arrived:  # fmt: skip
+    """Sends each token once to every rank that has one of its experts; tokens past the capacity of a rank are dropped.
 
-    x: (T, H). top_k_weights, ids: (T, top_k). empty: the id in places that are not filled, NO_EXPERT or TOO_MANY.
+    x: (T, H). top_k_weights, top_k_index: (T, top_k), ids over all ranks' experts, of which each has num_local; others
+    are sentinels. empty: the id in places that are not filled, num_local by default; TOO_MANY tells of too many tokens.
     Differentiable once in x and top_k_weights; every rank has to take part in forward and backward.
     """
-    return _Dispatch.apply(x, top_k_weights, ids, *plan, empty, group)
+    arguments = top_k_index, num_local, ranks, capacity, num_local if empty is None else empty, group
+    recorded = torch.compiler.is_compiling() or needs_autograd(x, top_k_weights)
+    x, weights, ids, fits, *plan = (_Dispatch.apply if recorded else _dispatch)(x, top_k_weights, *arguments)
+    return Arrived(x, weights, ids, fits, Plan(*plan))
 
 
 def combine(rows: Tensor, plan: Plan, group: dist.ProcessGroup) -> Tensor:
@@ -165,26 +111,27 @@ def combine(rows: Tensor, plan: Plan, group: dist.ProcessGroup) -> Tensor:
 
     Differentiable once; every rank has to take part in forward and backward.
     """
-    return _Combine.apply(rows, plan.source, plan.sent, plan.places.shape[1], group)
+    recorded = torch.compiler.is_compiling() or needs_autograd(rows)
+    return (_Combine.apply if recorded else _combine)(rows, plan.source, plan.places, group)
 
 
-def check_counts(ids: Tensor, capacity: int) -> None:
-    """Fails, on an accelerator at the next sync, if a rank has sent TOO_MANY among the ids (places, top_k)."""
+def check_counts(fits: Tensor) -> None:
+    """Fails, on an accelerator at the next sync, if a rank has sent TOO_MANY."""
     if _compat.has_device_assertions():
         message = "ep_max_tokens: another rank of the expert group has more tokens, and says how many"
-        _compat.assert_on_device((ids[::capacity, 0] != TOO_MANY).all(), message)
+        _compat.assert_on_device(fits, message)
 
 
 class _OwnPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, whole, group):
-        ctx.group = group
-        return _part(whole, group).clone()
+    def forward(ctx, whole, group, batches):
+        ctx.group, ctx.batches = group, batches
+        return _part(whole, group).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, _, dpart):
-        return _gather(dpart, ctx.group), None
+        return _gather(dpart if ctx.batches == 1 else dpart / ctx.batches, ctx.group), None, None
 
 
 class _AllParts(torch.autograd.Function):
@@ -211,9 +158,12 @@ def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-def own_part(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rank's share of rows that all ranks of the group have. The gradient is that of all rows, on each rank."""
-    return _OwnPart.apply(whole, group)
+def own_part(whole: Tensor, group: dist.ProcessGroup, batches: int = 1) -> Tensor:
+    """The rank's share of rows that all ranks of the group have.
+
+    The gradient is that of all rows, on each rank, divided by `batches`.
+    """
+    return _OwnPart.apply(whole, group, batches)
 
 
 def all_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -79,7 +79,9 @@ class _CombineRows(torch.autograd.Function):
 
 
 define_op("gather_rows_forward", f"(Tensor x, {_ROUTING}) -> Tensor", _gather, _gather_fake)
-define_op("combine_rows_forward", f"(Tensor y, Tensor? weights, {_ROUTING}) -> Tensor", _combine, _combine_fake)
+sum_rows = define_op(
+    "combine_rows_forward", f"(Tensor y, Tensor? weights, {_ROUTING}) -> Tensor", _combine, _combine_fake
+)
 define_op(
     "combine_rows_backward",
     f"(Tensor dout, Tensor? y, Tensor weights, {_ROUTING}, bool needs_dy) -> (Tensor dy, Tensor dweights)",

@@ -18,6 +18,8 @@ from .integrations.transformers_load import share_of
 from .nn import GroupedLinear
 from .nn.main_grad import buffer_of
 from .nn.packing import as_one
+from .packed import PackedRow
+from .places import place_rows, receive, send, sum_places, take_slots
 from .tuning.heuristic import choose_block_m, quantizing_pays, rows_per_group, wide_pays
 
 # What modules and their configs call the number of experts that a token takes.
@@ -51,7 +53,8 @@ def warm_up(
 
     target: a module with experts as transformers lays them out, or with `GroupedLinear` layers, on the device and in
     the dtype of later calls. num_tokens: the first and the last number of tokens of a call; those of a `GroupedLinear`
-    are its rows, and with top_k so many times as many, too. backward: also compiles what training needs, the gradients
+    are its rows, and with top_k so many times as many, too; those of experts that the package's exchange reaches under
+    expert parallelism are the places of all ranks. backward: also compiles what training needs, the gradients
     of hidden states, of routing weights and of the parameters that require one. top_k: experts of a token, by default
     as the experts module or a config says. progress: whether to show a bar, which needs tqdm.
 
@@ -215,6 +218,7 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
 
     top_k = _top_k_of(name, module, target) if top_k is None else top_k
     gated, transposed = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
+    exchanged = hasattr(module, "ep_loras")
     interleaved, share = gated and not getattr(module, "is_concatenated", True), share_of(module)
     up, down = map(local_part, (module.gate_up_proj if gated else module.up_proj, module.down_proj))
     activation = fused_activation(module, interleaved) if post_expert(module) is None else None
@@ -247,11 +251,28 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
         for weights_dtype in {own_dtype, dtype, torch.float32}:
             x = _random(up, num_tokens, h, dtype=own_dtype)
             weights = _random(up, num_tokens, top_k, dtype=weights_dtype)
+            if exchanged:
+                x, ids, weights = _sent_to_itself(x, ids, weights, e)
             out = experts_forward(twin, x, ids, weights, share)
             _differentiate(out, (x, weights, *twin._parameters.values()))
 
     flags = type(module), gated, interleaved, transposed, getattr(module, "has_bias", False), activation, top_k, share
+    flags += (exchanged,)
     return _Layer((*flags, _describe(module)), choice, run)
+
+
+def _sent_to_itself(x: Tensor, ids: Tensor, weights: Tensor, num_local: int) -> Tuple[Tensor, Tensor, Tensor]:
+    """x, ids and weights as expert-parallel ranks get them; the way back is compiled as well."""
+    num_tokens, trains = x.shape[0], torch.is_grad_enabled()
+    row = PackedRow(x.shape[1], x.dtype, ids.shape[1], weights.dtype)
+    with torch.no_grad():
+        rows, source, places, _ = send(x, weights, ids, num_local, 1, num_tokens, num_local)
+        x, (weights, ids, _) = row.hidden_states(rows), receive(rows, num_tokens, *row)
+        sum_places(x, places)
+        if trains:
+            place_rows(x.contiguous(), source)
+            take_slots(weights, places)
+    return x.requires_grad_(trains), ids, weights.requires_grad_(trains)
 
 
 def _linear_layer(module: GroupedLinear, target: nn.Module, top_k: int, trains: bool) -> _Layer:

@@ -4,6 +4,7 @@ Each backend is a module with these functions, whose docstrings there say what t
     routes and groups   route, split_rows                          -> `rows.Rows`
     products            gemm, up_proj, down_dgrad, wgrad, project
     passes over rows    combine, combine_grad, gather_rows, bias_grads, sum_dots, num_bias_dots
+    between ranks       plan_exchange, pack_rows, unpack_rows, place_rows, take_slots
     few tokens          is_decode, decode
     8-bit rows          quantizes
 On Hopper the Triton backend takes a product from the Gluon kernels in `hopper` where these support it: a table beside

@@ -16,12 +16,23 @@ _TWICE = "grouped_moe: differentiable once, but a derivative of a gradient was a
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
-def define_op(name: str, schema: str, implementation: Callable, fake: Callable) -> None:
-    """Defines an op with one implementation for all devices, and one that makes results of the right shapes alone."""
+def define_op(name: str, schema: str, implementation: Callable, fake: Callable) -> Callable:
+    """Defines an op with one implementation for all devices, and one that makes results of the right shapes alone.
+
+    Returns what calls it below autograd: the op or, where nothing watches, traces or transforms the call, the
+    implementation itself, which spares the op's dispatch.
+    """
     qualified = add_op_namespace_prefix(name)
     torch.library.define(qualified, schema, tags=_TAGS)
     torch.library.impl(qualified, "CompositeExplicitAutograd")(implementation)
     torch.library.register_fake(qualified)(fake)
+    op = getattr(ops, name).default
+
+    def call(*args):
+        watched = torch.compiler.is_compiling() or _compat.is_watched() or _compat.in_transform()
+        return op(*args) if watched else implementation(*args)
+
+    return call
 
 
 def define_differentiable_op(

@@ -61,13 +61,33 @@ def _subclass(kind: type) -> type:
             lora = _lora_of(self, kwargs)
             if lora is None:
                 return super().forward(x, *args, **kwargs)
-            return self.base_layer(x, *args, **kwargs, **lora)
+            with _handed_over(self.base_layer, lora, kwargs) as arguments:
+                return self.base_layer(x, *args, **arguments)
 
         def __reduce_ex__(self, protocol):
             return (_new_wrapper, (kind,), *super().__reduce_ex__(protocol)[2:])
 
     FusedWrapper.__name__, FusedWrapper.__qualname__ = kind.__name__, kind.__qualname__
     return FusedWrapper
+
+
+@contextlib.contextmanager
+def _handed_over(
+    base_layer: nn.Module, lora: Dict[str, LoRA], arguments: Dict[str, object]
+) -> Iterator[Dict[str, object]]:
+    """Yields what to call the base layer with: `arguments` and the LoRA, but not those that its `ep_loras` hold then.
+
+    It has these where an exchange between ranks stands before the experts, which passes no other arguments on.
+    """
+    arguments, given = {**arguments, **lora}, getattr(base_layer, "ep_loras", None)
+    if given is None:
+        yield arguments
+        return
+    given.update((name, arguments.pop(name)) for name in _ARGUMENTS.values() if name in arguments)
+    try:
+        yield arguments
+    finally:
+        given.clear()
 
 
 def _new_wrapper(kind: type) -> nn.Module:
@@ -134,11 +154,15 @@ def _obstacle(wrapper: nn.Module, adapters: List[str]) -> Optional[str]:
         return "the experts have another forward, which takes no factors"
     if not _has_factors_alone(wrapper, adapters[0]):
         return "the adapter has more than two factors and a scaling"
-    a, b = wrapper.lora_A[adapters[0]].weight, wrapper.lora_B[adapters[0]].weight
+    a, b, weight = wrapper.lora_A[adapters[0]].weight, wrapper.lora_B[adapters[0]].weight, wrapper.get_param()
+    spread = getattr(weight, "placements", None) is not None  # of a DTensor
+    if spread and not hasattr(wrapper.get_base_layer(), "ep_loras"):
+        return "the weight is sharded, and no ep_implementation of this package brings tokens to its rank"
+    plain = (a, b) if spread else (a, b, weight)
     weight_dtypes = (*_DTYPES, CODES) if is_fp8(wrapper.get_base_layer()) else _DTYPES
-    for tensor, dtypes in ((wrapper.get_param(), weight_dtypes), (a, _DTYPES), (b, _DTYPES)):
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in dtypes:
-            return "the weight or a factor is sharded, quantized or of a dtype that the block does not compute in"
+    known = weight.dtype in weight_dtypes and a.dtype in _DTYPES and b.dtype in _DTYPES
+    if not known or any(type(tensor) not in (Tensor, nn.Parameter) for tensor in plain):
+        return "the weight or a factor is sharded, quantized or of a dtype that the block does not compute in"
     if a.shape[0] > MAX_RANK * wrapper.num_experts:
         return f"the rank is above {MAX_RANK}"
     return None

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import exchange
+from ..operands import LoRA
+from ..places import TOO_MANY
 
-FORMAT = 1  # of what ranks send to each other
+FORMAT = 2  # of what ranks send to each other
 
 
 class Limits(NamedTuple):
@@ -50,8 +52,10 @@ class FixedSizeExchange:
     """What transformers' EPImplementation leaves open; `register_ep` adds it as the base class and sets the limits.
 
     The limits may change later, on all ranks at the same call: before it they compare them.
-    With a capacity_factor the experts module gets `ep_dropped_slots`, () int64 on its device: how many slots of this
-    rank's tokens were dropped up to now. A forward that is recomputed counts them again.
+    The experts module gets `ep_loras`, by which low-rank pairs of the experts of all ranks are handed over for a call.
+    Their gradient is the mean over the batches that the ranks have, the same on all, as if it had been averaged.
+    With a capacity_factor it gets `ep_dropped_slots`, () int64 on its device: how many slots of this rank's tokens were
+    dropped up to now. A forward that is recomputed counts them again.
     """
 
     limits: Limits
@@ -59,6 +63,7 @@ class FixedSizeExchange:
     def __init__(self, experts: torch.nn.Module, ep_mesh: dist.DeviceMesh, tp_mesh: dist.DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
+        experts.ep_loras = {}
         self._agree_on_limits()
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -71,14 +76,13 @@ class FixedSizeExchange:
         sharing, num_tokens = self.tp_mesh.size(), hidden_states.shape[0]
         if self.agreed != self.limits:
             self._agree_on_limits()
-        ids = exchange.global_ids(top_k_index, self.num_local_experts * self.ep_mesh.size())
         if self.limits.max_tokens is not None and num_tokens > self.limits.max_tokens:
-            self._refuse(hidden_states, ids, top_k_weights)
+            self._refuse(hidden_states, top_k_index, top_k_weights)
         if sharing == 1:
-            return self._exchange(hidden_states, ids, top_k_weights)
+            return self._exchange(hidden_states, top_k_index, top_k_weights)
         more, group = -num_tokens % sharing, self.tp_mesh.get_group()
         x, weights = (F.pad(whole, (0, 0, 0, more)) for whole in (hidden_states, top_k_weights))
-        ids = F.pad(ids, (0, 0, 0, more), value=exchange.NO_EXPERT)
+        ids = F.pad(top_k_index, (0, 0, 0, more), value=-1)
         out = self._exchange(*(exchange.own_part(whole, group) for whole in (x, ids, weights)))
         return exchange.all_parts(out, group)[:num_tokens]
 
@@ -110,16 +114,22 @@ class FixedSizeExchange:
 
     def _exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """(T, H), of this rank's part of the tokens."""
-        group, num_local, ranks = self.ep_mesh.get_group(), self.num_local_experts, self.ep_mesh.size()
-        capacity = self._capacity(x, ids)
-        plan = exchange.make_plan(ids, num_local, ranks, capacity)
+        group = self.ep_mesh.get_group()
+        sizes = self.num_local_experts, self.ep_mesh.size(), self._capacity(x, ids)
+        arrived = exchange.dispatch(x, weights, ids, *sizes, group)
         if self.limits.capacity_factor is not None:
-            self.experts.ep_dropped_slots.add_(exchange.count_dropped(ids, plan, ranks * num_local))
-        rows, weights, ids = exchange.dispatch(x, weights, ids, plan, group)
+            self.experts.ep_dropped_slots.add_(arrived.plan.dropped.sum())
         if self.limits.max_tokens is not None:
-            exchange.check_counts(ids, capacity)
-        ids = exchange.local_ids(ids, num_local, self.ep_mesh.get_local_rank())
-        return exchange.combine(self.experts_forward(rows, ids, weights), plan, group)
+            exchange.check_counts(arrived.fits)
+        loras = {name: self._own(lora) for name, lora in self.experts.ep_loras.items()}
+        rows = self.experts_forward(arrived.x, arrived.ids, arrived.weights, **loras)
+        return exchange.combine(rows, arrived.plan, group)
+
+    def _own(self, lora: LoRA) -> LoRA:
+        """The pairs of this rank's experts."""
+        batches = self.ep_mesh.size() // self.tp_mesh.size()
+        a, b = (exchange.own_part(factor, self.ep_mesh.get_group(), batches) for factor in lora[:2])
+        return LoRA(a, b, lora.scaling)
 
     def _capacity(self, x: Tensor, ids: Tensor) -> int:
         """The same on all ranks of the expert group."""
@@ -136,11 +146,10 @@ class FixedSizeExchange:
 
     def _refuse(self, x: Tensor, ids: Tensor, weights: Tensor) -> NoReturn:
         """Tells the other ranks, which wait for this one's tokens, that it has too many, and raises ValueError."""
-        none, most = ids[:0], self.limits.max_tokens
-        capacity = self._capacity(x, ids)
-        plan = exchange.make_plan(none, self.num_local_experts, self.ep_mesh.size(), capacity)
-        group, empty = self.ep_mesh.get_group(), exchange.TOO_MANY
-        exchange.dispatch(x[:0].detach(), weights[:0].detach(), none, plan, group, empty)
+        most, sizes = self.limits.max_tokens, (self.num_local_experts, self.ep_mesh.size(), self._capacity(x, ids))
+        with torch.no_grad():
+            none = x[:0], weights[:0], ids[:0]
+            exchange.dispatch(*none, *sizes, self.ep_mesh.get_group(), TOO_MANY)
         raise ValueError(f"hidden_states: expected at most ep_max_tokens = {most} tokens, got {x.shape[0]}")
 
 

@@ -14,10 +14,15 @@ from ..triton import (
     gather_rows,
     gemm,
     num_bias_dots,
+    pack_rows,
+    place_rows,
+    plan_exchange,
     project,
     quantizes,
     split_rows,
     sum_dots,
+    take_slots,
+    unpack_rows,
     up_proj,
     wgrad,
 )
@@ -26,7 +31,8 @@ from .routing import route
 
 __all__ = [
     "bias_grads", "combine", "combine_grad", "decode", "down_dgrad", "gather_rows", "gemm", "is_decode",
-    "num_bias_dots", "project", "quantizes", "route", "split_rows", "sum_dots", "up_proj", "wgrad",
+    "num_bias_dots", "pack_rows", "place_rows", "plan_exchange", "project", "quantizes", "route", "split_rows",
+    "sum_dots", "take_slots", "unpack_rows", "up_proj", "wgrad",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from .decode import decode, is_decode
 from .down_dgrad import down_dgrad
+from .exchange import pack_rows, place_rows, plan_exchange, take_slots, unpack_rows
 from .gemm import gemm
 from .low_rank import project
 from .permute import combine, combine_grad, gather_rows
@@ -12,5 +13,6 @@ from .wgrad import wgrad
 
 __all__ = [
     "bias_grads", "combine", "combine_grad", "decode", "down_dgrad", "gather_rows", "gemm", "is_decode",
-    "num_bias_dots", "project", "quantizes", "route", "split_rows", "sum_dots", "up_proj", "wgrad",
+    "num_bias_dots", "pack_rows", "place_rows", "plan_exchange", "project", "quantizes", "route", "split_rows",
+    "sum_dots", "take_slots", "unpack_rows", "up_proj", "wgrad",
 ]  # fmt: skip

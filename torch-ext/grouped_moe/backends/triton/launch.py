@@ -18,7 +18,9 @@ from ...common import _compat
 ALIGNMENT = 16  # bytes: the alignment of pointers that Triton compiles variants for
 # Parameters that change with the number of rows, which fits 32 bits, and the scaling of low-rank pairs: every kernel
 # marks those it has `do_not_specialize`.
-VARYING = frozenset(("total_rows", "num_slots", "num_rows", "num_chunks", "stride_pn", "scaling"))
+VARYING = frozenset(
+    ("total_rows", "num_slots", "num_rows", "num_chunks", "num_tokens", "capacity", "stride_pn", "scaling")
+)
 COMPILED = set()  # the variants that were ever launched, which `warm_up` counts
 
 _log = logging.getLogger("grouped_moe")

@@ -1,0 +1,93 @@
+"""Places for tokens in the buffers of other ranks: the ops that fill them, read them and add up what returns."""
+
+from typing import NamedTuple, Tuple
+
+import torch
+from torch import Tensor
+
+from .backends import backend_of
+from .common.autograd import define_op
+from .common.device import on_device
+from .packed import WORD, PackedRow
+from .permute import sum_rows
+
+TOO_MANY = -1  # the id in the places of a rank that has more tokens than there may be
+
+
+class Plan(NamedTuple):
+    """Where tokens go. There are ranks * capacity places, those for each rank in a row. All int32.
+
+    source: (ranks * capacity,) the token in each place, -1 in those that are not filled. places: (T, top_k) the place
+    that a slot's token takes at its expert's rank, said at the first of its slots for that rank; -2 minus it at the
+    others; -1 where the token goes nowhere. dropped: (ranks,) slots whose token has found no place.
+    """
+
+    source: Tensor
+    places: Tensor
+    dropped: Tensor
+
+
+def _send(x, weights, ids, num_local, ranks, capacity, empty) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(rows, *Plan)"""
+    with on_device(x):
+        kernels, weights, ids = backend_of(x), weights.contiguous(), ids.contiguous()
+        plan = kernels.plan_exchange(ids, num_local, ranks, capacity)
+        return kernels.pack_rows(x, weights, ids, plan[0], num_local, capacity, empty), *plan
+
+
+def _send_fake(x, weights, ids, num_local, ranks, capacity, empty):
+    words = PackedRow(x.shape[1], x.dtype, weights.shape[1], weights.dtype).starts[-1] // WORD
+    plan = (ids.new_empty(shape, dtype=torch.int32) for shape in (ranks * capacity, ids.shape, ranks))
+    return ids.new_empty((ranks * capacity, words), dtype=torch.int64), *plan
+
+
+def _receive(rows, capacity, *row) -> Tuple[Tensor, Tensor, Tensor]:
+    """(weights, ids, fits)"""
+    with on_device(rows):
+        return backend_of(rows).unpack_rows(rows, PackedRow(*row), capacity, TOO_MANY)
+
+
+def _receive_fake(rows, capacity, *row):
+    row, places = PackedRow(*row), rows.shape[0]
+    weights = rows.new_empty((places, row.top_k), dtype=row.weights_dtype)
+    return weights, rows.new_empty((places, row.top_k)), rows.new_empty((), dtype=torch.int32)
+
+
+def _place(x, source) -> Tensor:
+    with on_device(x):
+        return backend_of(x).place_rows(x, source)
+
+
+def _take(values, places) -> Tensor:
+    with on_device(values):
+        return backend_of(values).take_slots(values.contiguous(), places)
+
+
+send = define_op(
+    "exchange_send",
+    "(Tensor x, Tensor weights, Tensor ids, SymInt num_local, SymInt ranks, SymInt capacity, SymInt empty)"
+    " -> (Tensor rows, Tensor source, Tensor places, Tensor dropped)",
+    _send,
+    _send_fake,
+)
+receive = define_op(
+    "exchange_receive",
+    "(Tensor rows, SymInt capacity, SymInt hidden, ScalarType dtype, SymInt top_k, ScalarType weights_dtype)"
+    " -> (Tensor weights, Tensor ids, Tensor fits)",
+    _receive,
+    _receive_fake,
+)
+place_rows = define_op(
+    "exchange_place_rows", "(Tensor x, Tensor source) -> Tensor", _place,
+    lambda x, source: x.new_empty((source.shape[0], x.shape[1])),
+)  # fmt: skip
+take_slots = define_op(
+    "exchange_take_slots", "(Tensor values, Tensor places) -> Tensor", _take,
+    lambda values, places: values.new_empty(places.shape),
+)  # fmt: skip
+
+
+def sum_places(rows: Tensor, places: Tensor) -> Tensor:
+    """(T, H): the rows (places, H) of each token, added up in fp32 (fp64 for fp64) in the order of its slots."""
+    flat = places.reshape(-1)
+    return sum_rows(rows, None, flat[:0], flat[:0], flat, places.shape[1])

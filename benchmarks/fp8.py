@@ -65,8 +65,11 @@ def dense_products(case: Case) -> Dict[str, Call]:
     operands = []
     for n, k in ((layer.preact_width, layer.hidden), (layer.hidden, layer.intermediate)):
         codes = [torch.randn(extent, k, device=DEVICE).to(torch.float8_e4m3fn) for extent in (rows, n)]
-        scales = [torch.rand(k // 128, extent, device=DEVICE).T for extent in (rows, n // 128)]
-        operands.append((codes[0], codes[1].T, scales[0], recipes.BlockWise1x128, scales[1], recipes.BlockWise128x128))
+        of_rows, of_blocks = (
+            torch.rand(k // 128, rows, device=DEVICE).T,
+            torch.rand(n // 128, k // 128, device=DEVICE).T,
+        )
+        operands.append((codes[0], codes[1].T, of_rows, recipes.BlockWise1x128, of_blocks, recipes.BlockWise128x128))
 
     def multiply(_: int) -> List[Tensor]:
         return [torch.nn.functional.scaled_mm(*each, output_dtype=torch.bfloat16) for each in operands]

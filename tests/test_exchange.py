@@ -30,6 +30,7 @@ def make_leaves(device: str, dtype: torch.dtype) -> list:
     local = E // RANKS
     shapes = (T, H), (T, TOP_K), (local, 2 * INNER, H), (local, H, INNER)
     leaves = [torch.randn(shape, device=device) / (shape[2] ** 0.5 if len(shape) == 3 else 1) for shape in shapes]
+    leaves[1].abs_()  # two of one token may be of the same expert, and are not to cancel
     return [leaf.to(torch.float32 if leaf.shape == (T, TOP_K) else dtype).requires_grad_() for leaf in leaves]
 
 

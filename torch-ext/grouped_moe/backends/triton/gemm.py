@@ -117,10 +117,9 @@ def quantized_launcher(
         return None
     layout = "nk" if transposed else weight_layout(weight.data, False)
     problem = _problem_of(weight, rows, num_rows, dtype, layout, transposed, low_rank, zero_rest)
-    if transposed:
-        scales = problem.scales._replace(n_parts=1, k_parts=1)  # parts end where blocks do
-        problem = problem._replace(transposed=False, scales=scales)
-    return find_launcher("quantized_gemm", problem)
+    if can_transpose(weight):  # parts end where blocks do
+        problem = problem._replace(scales=problem.scales._replace(n_parts=1, k_parts=1))
+    return find_launcher("quantized_gemm", problem._replace(transposed=False))
 
 
 def _problem_of(

@@ -14,7 +14,7 @@ from ..kernels.hopper_quantized import hopper_quantized_gemm_kernel
 from ..problems import GemmProblem
 from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel
-from ..triton.quantize import QuantizedRows
+from ..triton.quantize import BLOCK, QuantizedRows
 from ..triton.scales import scale_arguments
 from .descriptors import RaggedTmaBlock, TmaBlock, describe_low_rank
 
@@ -25,12 +25,15 @@ def supports(problem: GemmProblem) -> bool:
     """Weights (E, N, K) that can be read by descriptor; results leave by a ragged one."""
     p = problem
     extents = p.scales.n_parts == 1 and p.n % 8 == 0 and p.k % 16 == 0
-    return takes_ranks(p.low_rank) and p.layout == "nk" and extents and not p.many_rows
+    return takes_ranks(p.low_rank, p.k) and p.layout == "nk" and extents and not p.many_rows
 
 
-def takes_ranks(low_rank: FactorLayout) -> bool:
-    """Whether a product can have this low-rank part, whose steps see the operands' shared memory as another dtype."""
-    return low_rank.rank == 0 or reinterpret is not None
+def takes_ranks(low_rank: FactorLayout, k: int) -> bool:
+    """Whether a product can have this low-rank part, whose steps see the operands' shared memory as another dtype.
+
+    A single step of K is no loop: ptxas then mixes it with those of the ranks, and spills.
+    """
+    return low_rank.rank == 0 or (reinterpret is not None and k > BLOCK)
 
 
 class Launcher:

@@ -54,12 +54,12 @@ def test_waits_for_stream(target, ptx, waits):
 @pytest.mark.parametrize("changes, problem", [
     ({}, ""),
     ({"shared": 232449}, "shared memory"),
-    ({"spilled": 33}, "spills"),
+    ({"spilled": 65}, "spills"),
     ({"code": (128 << 10) + 16}, "code"),
     ({"target": "sm100", "code": (128 << 10) + 16}, ""),  # not seen there
 ])  # fmt: skip
 def test_problems(changes, problem):
-    row = compile_check.Row("sm90", "layer", "bf16", 128, "kernel", 12, 3, 168, 232448, 32, 128 << 10)
+    row = compile_check.Row("sm90", "layer", "bf16", 128, "kernel", 12, 3, 168, 232448, 64, 128 << 10)
     kernel = SimpleNamespace(asm={"ptx": "griddepcontrol.wait;"})
     found = compile_check.problem_of(dataclasses.replace(row, **changes), kernel)
     assert found.startswith(problem) and bool(found) is bool(problem)

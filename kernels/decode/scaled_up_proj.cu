@@ -6,7 +6,7 @@ namespace {
 
 template <typename Element, bool GATED>
 cudaError_t launch_kernel(const DecodeArgs &a, bool dependent, cudaStream_t stream) {
-  constexpr int COLUMNS = GATED ? 2 : 4, PIECES = 2;  // 8 pieces in the registers of a lane: 16 take longer
+  constexpr int COLUMNS = GATED ? 2 : 4, PIECES = 2;  // 8 pieces in the registers of a lane
   const dim3 grid((a.intermediate + COLUMNS - 1) / COLUMNS, a.num_tokens * a.top_k);
   return launch(scaled_up_proj_kernel<Element, GATED, COLUMNS, PIECES>, grid, WARP, 0, stream, {dependent}, a);
 }

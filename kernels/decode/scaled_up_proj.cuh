@@ -9,7 +9,7 @@
 // As `up_proj_kernel`, with pieces of 16 codes: the COLUMNS columns of a block share their scales, gate and up apart.
 // Grid: (I / COLUMNS, S). COLUMNS divides parts of rows.
 template <typename Element, bool GATED, int COLUMNS, int PIECES>
-__global__ void __launch_bounds__(WARP, 16) scaled_up_proj_kernel(const DecodeArgs a) {
+__global__ void __launch_bounds__(WARP, 24) scaled_up_proj_kernel(const DecodeArgs a) {
   constexpr int HALVES = GATED ? 2 : 1, ROWS = HALVES * COLUMNS;  // gate rows, then up rows
   wait_for_stream();
   const int slot = blockIdx.y, token = slot / a.top_k, expert = load_expert(a, token, slot - token * a.top_k);

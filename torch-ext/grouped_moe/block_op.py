@@ -39,7 +39,10 @@ _ARGUMENTS = f"Tensor x, Tensor index, {_TENSORS}, {BLOCK_SCHEMA}"
 def _make_rows(
     kernels: ModuleType, index: Tensor, block: Block, x: Tensor, adapters: Optional[Tensor], infers: bool
 ) -> Rows:
-    """infers: no backward follows, which transposes weights where tiles are tall."""
+    """The rows of all products.
+
+    infers: no backward follows, which would have the same tiles: tall ones, of few rows each, do not pay there.
+    """
     (num_rows, num_experts), routed = (x.shape[0], block.num_experts), index.dim() == 2
     if routed:
         num_rows = block.num_rows(index.numel())

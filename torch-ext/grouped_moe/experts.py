@@ -65,9 +65,9 @@ def grouped_mm_experts(
     gradient in place and goes before down_proj's gradient comes. Up to there it is S P more if it is recomputed, or
     must stay as it is: where the backward keeps the graph, under torch.compile or a profiler, and behind hooks that
     move what is saved. Whoever keeps it beyond the backward, as hooks that hand it on or `grad_fn.saved_tensors` allow,
-    is left without its memory, and has to copy it before. With `BlockScaled` weights an accelerator has T H + S I bytes
-    of codes, and their scales, in place of S I numbers where it rounds rows. Where it does not, from 65 slots per
-    expert on, it makes one weight at a time plain, for the time of its product; docs/fp8.md says when.
+    is left without its memory, and has to copy it before. With `BlockScaled` weights an accelerator has T H + S I
+    bytes of codes, and their scales, in place of S I numbers in a forward that rounds rows. Where it does not, from 65
+    slots per expert on, it makes one weight at a time plain, for the time of its product; docs/fp8.md says when.
 
     capacity: a promise that at most so many slots (1 or more) are routed to local experts; it sizes buffers. If more
     are, nothing is accessed out of bounds, and an error comes instead of a wrong result: on CPU RuntimeError with both

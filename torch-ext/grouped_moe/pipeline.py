@@ -79,6 +79,11 @@ def backward(
             more_dots=num_bias_dots(kernels, block, rows, needs, dout.shape[1]),
             overwrite=overwrite or block.recompute, low_rank=low_rank,
         )  # fmt: skip
+    owns_preact = overwrite and not block.recompute and preact is not None
+    if dpreact is None:  # else it may be in the memory of preact
+        if owns_preact:
+            preact.untyped_storage().resize_(0)
+        preact = None
     scale_grads = scale_and_bias_grads(kernels, block, dout, rows, act_scales, bias_scales, dots, needs)
     del dots
     ddown_a = ddown_b = dup_a = dup_b = None
@@ -108,7 +113,7 @@ def backward(
         dup = torch.empty_like(block.up)
         kernels.wgrad(dpreact, x, rows, _as_nk(dup, block), rhs_of_tokens=routed)
     del dpreact
-    if overwrite and not block.recompute and preact is not None:
+    if owns_preact and preact is not None:
         preact.untyped_storage().resize_(0)
     del preact
     if needs.down:

@@ -115,7 +115,7 @@ class FixedSizeExchange:
     def _exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """(T, H), of this rank's part of the tokens."""
         group = self.ep_mesh.get_group()
-        sizes = self.num_local_experts, self.ep_mesh.size(), self._capacity(x, ids)
+        sizes = self.num_local_experts, self.ep_mesh.size(), self._capacity(x, ids, weights)
         arrived = exchange.dispatch(x, weights, ids, *sizes, group)
         if self.limits.capacity_factor is not None:
             self.experts.ep_dropped_slots.add_(arrived.plan.dropped.sum())
@@ -131,7 +131,7 @@ class FixedSizeExchange:
         a, b = (exchange.own_part(factor, self.ep_mesh.get_group(), batches) for factor in lora[:2])
         return LoRA(a, b, lora.scaling)
 
-    def _capacity(self, x: Tensor, ids: Tensor) -> int:
+    def _capacity(self, x: Tensor, ids: Tensor, weights: Tensor) -> int:
         """The same on all ranks of the expert group."""
         tokens, top_k = ids.shape
         if self.shares_batch:  # as many tokens on each rank
@@ -140,13 +140,19 @@ class FixedSizeExchange:
             tokens = -(-self.limits.max_tokens // self.tp_mesh.size())
         else:
             self._check_eager("without it")
-            same = {"hidden size": x.shape[1], "top_k": top_k, "bytes of a hidden state": x.element_size()}
+            same = {
+                "hidden size": x.shape[1], "top_k": top_k, "bytes of a hidden state": x.element_size(),
+                "bytes of a routing weight": weights.element_size(),
+            }  # fmt: skip
             tokens = exchange.agree(same, self.ep_mesh.get_group(), self.ep_mesh.device_type, tokens)
         return self.limits.capacity_of(tokens, top_k, self.ep_mesh.size())
 
     def _refuse(self, x: Tensor, ids: Tensor, weights: Tensor) -> NoReturn:
         """Tells the other ranks, which wait for this one's tokens, that it has too many, and raises ValueError."""
-        most, sizes = self.limits.max_tokens, (self.num_local_experts, self.ep_mesh.size(), self._capacity(x, ids))
+        most, sizes = (
+            self.limits.max_tokens,
+            (self.num_local_experts, self.ep_mesh.size(), self._capacity(x, ids, weights)),
+        )
         with torch.no_grad():
             none = x[:0], weights[:0], ids[:0]
             exchange.dispatch(*none, *sizes, self.ep_mesh.get_group(), TOO_MANY)

@@ -26,7 +26,7 @@ def store_twice(plain_ptr, codes_ptr, scale_ptr, value, first_row, row_mask, fir
 
 
 @triton.jit
-def quantizing_epilogue(
+def quantizing_grad_epilogue(
     grad, gate, up, weights, dpreact_ptr, codes_ptr, scale_ptr, act_ptr, first_row, row_mask, first_column,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +97,7 @@ def activation_grad_kernel(
             weights = load_scales(weights_ptr, load_slots(row_to_slot_ptr, rows))
         grad = grad.to(tl.float32)
         if codes_ptr is not None:
-            inner = quantizing_epilogue(
+            inner = quantizing_grad_epilogue(
                 grad, gate, up, weights, dpreact_ptr, codes_ptr, scale_ptr, scaled_act_ptr, row, row_mask, column,
                 OPTIONS,
             )  # fmt: skip

@@ -67,7 +67,7 @@ def locate_scales(scales, tile, source, BLOCKS: gl.constexpr, RIGHT: gl.constexp
 
 
 @gluon.jit
-def multiply_step(sums, ring, slot, FIRST_ROW: gl.constexpr, FIRST_COLUMN: gl.constexpr):
+def multiply_codes(sums, ring, slot, FIRST_ROW: gl.constexpr, FIRST_COLUMN: gl.constexpr):
     """x @ w of a step, for half of the rows and half of the columns of a tile; waits for it.
 
     sums: of the step before, whose registers are written. Not to name them lets the compiler keep both, and spill.
@@ -134,7 +134,7 @@ def multiply_promoted(
     """x @ w over the next slots for half GROUP of the rows of a tile: (left half, right half, slot, phase).
 
     ranks: the ring as the low-rank part has it. scales: TileScales. stride_k: from one block of a weight's K to the
-    next. lead_barrier, lead_phase: as in `multiply_half`.
+    next. lead_barrier, lead_phase: as in `multiply_half`; steps of ranks come before and only make a tile longer.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     STEPS: gl.constexpr = num_steps(PRODUCT.K, 0, ring.lhs.shape[2])
@@ -158,9 +158,9 @@ def multiply_promoted(
         if lead_barrier is not None and GROUP == 1:
             mbarrier.wait(lead_barrier, lead_phase, pred=k == STEPS - STAGES // 2)
         mbarrier.wait(ring.full.index(slot), phase)
-        sums = multiply_step(sums, ring, slot, FIRST_ROW, 0)
+        sums = multiply_codes(sums, ring, slot, FIRST_ROW, 0)
         left += sums * (of_rows * of_left)[:, None]
-        sums = multiply_step(sums, ring, slot, FIRST_ROW, HALF)
+        sums = multiply_codes(sums, ring, slot, FIRST_ROW, HALF)
         mbarrier.arrive(ring.empty.index(slot), count=1)
         right += sums * (of_rows * of_right)[:, None]
         slot, phase = next_slot(slot, phase, STAGES)

@@ -26,7 +26,7 @@ from ..triton import (
     up_proj,
     wgrad,
 )
-from .decode import CODE_BYTES, decode_experts
+from .decode import CODE_BYTES, decode_experts, takes_scales
 from .routing import route
 
 __all__ = [
@@ -37,8 +37,10 @@ __all__ = [
 
 
 def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
-    """As of the Triton backend, which takes longer to widen codes."""
-    return triton.is_decode(block, num_tokens, top_k, CODE_BYTES)
+    """As of the Triton backend, which takes longer to widen codes: those that the op takes count less."""
+    if block.up_lora is None and block.down_lora is None and takes_scales(block.up, block.down):
+        return triton.is_decode(block, num_tokens, top_k, CODE_BYTES)
+    return triton.is_decode(block, num_tokens, top_k)
 
 
 def decode(

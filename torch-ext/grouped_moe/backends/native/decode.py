@@ -85,6 +85,8 @@ def decode_directly(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, k
     scales = ()
     if isinstance(up, BlockScaled) and isinstance(down, BlockScaled):
         up, down, scales = up.data, down.data, (up.scale_inv, down.scale_inv)
+        if any(map(_requires_grad, (up, down, *scales))):  # an error, with gradients enabled or not
+            return None
     tensors = x, ids, weights, up, down, *scales
     if up_bias is not None or down_bias is not None:
         tensors += tuple(bias for bias in (up_bias, down_bias) if bias is not None)

@@ -54,7 +54,7 @@ def unpack_rows(rows: Tensor, row: PackedRow, capacity: int, refusal: int) -> Tu
     fits: 0 if the first id of any rank's places is `refusal`, else 1.
     """
     _, weights, ids = row.parts(rows)
-    return weights.contiguous(), ids.long(), (ids[::capacity, 0] != refusal).all().int()
+    return weights.clone(memory_format=torch.contiguous_format), ids.long(), (ids[::capacity, 0] != refusal).all().int()
 
 
 def place_rows(x: Tensor, source: Tensor) -> Tensor:

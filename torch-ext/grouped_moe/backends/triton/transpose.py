@@ -6,7 +6,7 @@ import torch
 
 from ...block_scaled import BlockScaled
 from ..kernels.transpose import transpose_kernel
-from .launch import Kernel
+from .launch import ALIGNMENT, Kernel
 from .scales import nk_strides
 
 _TILE = 128  # bytes of either dimension
@@ -22,13 +22,13 @@ def can_transpose(weight: BlockScaled) -> bool:
 def transpose_codes(weight: BlockScaled) -> BlockScaled:
     """The weight (E, K, N) of a weight (E, N, K), any strides: codes are contiguous, scales are a view.
 
-    Codes that lie so already are not copied. Raises ValueError unless `can_transpose`.
+    Codes that lie so already, and begin at 16 bytes, are not copied. Raises ValueError unless `can_transpose`.
     """
     if not can_transpose(weight):
         raise ValueError(f"weight: expected blocks that fill each of {weight.parts} parts, got {weight.block}")
     data, scales, (block_n, block_k), _, products = weight
     codes = data.transpose(1, 2)
-    if not codes.is_contiguous():
+    if not codes.is_contiguous() or codes.data_ptr() % ALIGNMENT:  # descriptors do not take others
         num_experts, n, k = data.shape
         codes = data.new_empty((num_experts, k, n))
         given, grid = data.view(torch.uint8), (-(-n // _TILE), -(-k // _TILE), num_experts)

@@ -62,17 +62,21 @@ def experts(
     differentiate(call(), x, weights, up, down, up_bias, down_bias, *factors)
 
 
-def scaled(package, tokens, kind=""):
-    """A forward without gradients, and a step, with weights in FP8. kind: one that rows of 8-bit floats are not for."""
-    up, down = map(package.quantize_blocks, tensors((EXPERTS, 2 * HIDDEN, HIDDEN), (EXPERTS, HIDDEN, HIDDEN)))
-    options = {"interleaved": True} if kind == "interleaved" else {}
+def scaled(package, tokens, kind="", extent=HIDDEN):
+    """A forward without gradients, and a step, with weights in FP8. kind: of the block. extent: H, and I as well."""
+    up, down = map(package.quantize_blocks, tensors((EXPERTS, 2 * extent, extent), (EXPERTS, extent, extent)))
+    options, factors = {"interleaved": True} if kind == "interleaved" else {}, []
     if kind == "w8a16":
         up = up._replace(products="w8a16")
-    (x,), (weights,) = tensors((tokens, HIDDEN)), tensors((tokens, TOP_K), dtype=torch.float32)
+    for name, n in (("gate_up_lora", 2 * extent), ("down_lora", extent)):
+        if kind in (name, "loras"):
+            options[name] = package.LoRA(*tensors((EXPERTS, 16, extent), (EXPERTS, n, 16)))
+            factors += options[name][:2]
+    (x,), (weights,) = tensors((tokens, extent)), tensors((tokens, TOP_K), dtype=torch.float32)
     ids = torch.zeros(tokens, TOP_K, dtype=torch.int64)
     with torch.no_grad():
         package.grouped_mm_experts(x, ids, weights, up, down, **options)
-    differentiate(package.grouped_mm_experts(x, ids, weights, up, down, **options), x, weights)
+    differentiate(package.grouped_mm_experts(x, ids, weights, up, down, **options), x, weights, *factors)
 
 
 def mlp(package, rows, gated=True, bias=True, transposed=False):

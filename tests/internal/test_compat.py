@@ -109,6 +109,17 @@ def test_results_without_a_private_name(grouped_moe, module, monkeypatch, remove
     assert all(map(torch.equal, found, expected))
 
 
+def test_shared_memory_as_another_dtype(module, monkeypatch):
+    """By the public name, else by the private one; `test_launch` has what runs without either."""
+    gluon = pytest.importorskip("triton.experimental.gluon.language")
+    compat, descriptor = module("common._compat"), gluon.shared_memory_descriptor
+    assert compat.reinterpret_method() is not None
+    for public, private in (("public", "private"), (None, "private"), (None, None)):
+        monkeypatch.setattr(descriptor, "reinterpret", public, raising=False)
+        monkeypatch.setattr(descriptor, "_reinterpret", private, raising=False)
+        assert compat.reinterpret_method() == (public or private)
+
+
 def test_versions_are_0_where_there_are_none(module):
     assert module("common._compat").version_of(object()) == 0
 

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from calls import BF16, KINDS, make, scaled
+from driver_stub import _forget
 
 pytest_plugins = ["driver_stub"]
 
@@ -90,11 +91,34 @@ def test_the_kinds_launch_all_kernels(grouped_moe, stub):
     assert {*stub.names()} == {*kernels_of(stub)}
 
 
+def rounds_rows(stub):
+    """Whether all products of the latest calls are of rows of 8-bit floats; else none of them may be."""
+    names = {*stub.names()}
+    rounded = {name for name in names if name.startswith(("quantize", "hopper_quantized"))}
+    others = {name for name in names if name.endswith(("gemm_kernel", "up_proj_kernel", "dgrad_kernel"))} - rounded
+    assert names and not (rounded and others), names
+    return bool(rounded)
+
+
 @pytest.mark.parametrize("kind", ["interleaved", "w8a16"])
 def test_rows_stay_as_they_are(grouped_moe, stub, kind):
-    """Of both products, where either of them is not for rows of 8-bit floats."""
+    """Of all products, where one of them is not for rows of 8-bit floats."""
     scaled(grouped_moe, 2048, kind)
-    assert stub.names() and not [name for name in stub.names() if name.startswith(("quantize", "hopper_quantized"))]
+    assert not rounds_rows(stub)
+
+
+@pytest.mark.parametrize("kind", ["gate_up_lora", "down_lora", "loras"])
+def test_rows_become_codes_beside_pairs(grouped_moe, stub, monkeypatch, kind):
+    """Forward and backward; not where Gluon cannot see shared memory as another dtype, nor for a single step of K."""
+    scaled(grouped_moe, 2048, kind, extent=256)
+    assert rounds_rows(stub)
+    for extent in (128, 256):
+        _forget(grouped_moe.__name__)
+        del stub.variants[:]
+        if extent == 256:
+            monkeypatch.setattr(stub.module("backends.hopper.quantized_gemm"), "reinterpret", None)
+        scaled(grouped_moe, 2048, kind, extent=extent)
+        assert not rounds_rows(stub)
 
 
 def test_varying_parameters_are_those_not_specialized(stub):

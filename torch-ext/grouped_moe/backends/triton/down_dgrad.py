@@ -20,7 +20,7 @@ from .launch import Kernel
 from .permute import sort_rows
 from .quantize import BLOCK, QuantizedRows, quantize_rows
 from .scales import for_rows, nk_strides
-from .up_proj import block_constants, problem_of, weight_by_tma
+from .up_proj import block_constants, problem_of, quantizes, weight_by_tma
 
 
 def supports(problem: BlockProblem) -> bool:
@@ -99,10 +99,8 @@ def down_dgrad(
 
 
 def _is_quantized(block: Block, dout: Tensor, rows: Rows, low_rank: Optional[LowRank]) -> bool:
-    """Whether this product and that with the up-projection's transpose are made with rows of 8-bit floats."""
-    if isinstance(block.down, Tensor) or isinstance(block.up, Tensor):
-        return False
-    if not block.gated or block.interleaved or block.intermediate % BLOCK:
+    """Whether the backward's products are made with rows of 8-bit floats: all can be, and the forward's are."""
+    if block.intermediate % BLOCK or not quantizes(block, dout, rows.num_rows, rows.top_k):
         return False
     weights = (block.down, low_rank_layout(low_rank)), (block.up, backward_layout(block.up_lora, block.num_experts))
     return all(

@@ -97,6 +97,7 @@ def activation_grad_kernel(
             weights = load_scales(weights_ptr, load_slots(row_to_slot_ptr, rows))
         grad = grad.to(tl.float32)
         if codes_ptr is not None:
+            tl.static_assert(N % BLOCK_N == 0, "gate and up share blocks of dpreact")
             inner = quantizing_grad_epilogue(
                 grad, gate, up, weights, dpreact_ptr, codes_ptr, scale_ptr, scaled_act_ptr, row, row_mask, column,
                 OPTIONS,

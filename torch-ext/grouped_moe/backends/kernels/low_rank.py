@@ -82,6 +82,7 @@ def project_kernel(
         x_ptrs = x_ptr + sources[:, None] * stride_xr + k.to(tl.int64)[None, :] * stride_xk
         w_ptrs = factor_ptrs(factor_ptr, expert, k[:, None], columns[None, :], FACTOR)
         if x_scale_ptr is not None:
+            tl.static_assert(not OF_TOKENS and BLOCK % BLOCK_K == 0, "codes are rows in place, a step has one scale")
             scale_ptrs = x_scale_ptr + sources * ((K + BLOCK - 1) // BLOCK)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, length, BLOCK_K):

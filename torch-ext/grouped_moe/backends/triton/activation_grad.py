@@ -27,7 +27,6 @@ def activation_grad(
     read nor written.
     """
     num_rows, n = dact.shape
-    assert not needs_codes or n % BLOCK == 0, f"needs_codes: expected I to be a multiple of {BLOCK}, got {n}"
     dpreact = (preact if overwrite else torch.empty_like(preact)) if needs_dpreact else None
     codes = empty_rows(num_rows, preact.shape[1], preact) if needs_codes else None
     act = torch.empty_like(dact) if needs_act else None

@@ -83,7 +83,6 @@ def project(x: Union[Tensor, QuantizedRows], factor: Tensor, rows: Rows, *, scal
     unwritten.
     """
     layout, k, is_quantized = layout_of(factor), x.shape[1], isinstance(x, QuantizedRows)
-    assert not (is_quantized and of_tokens), "x: expected rows in place"
     values, x_scales = x[:2] if is_quantized else (x, None)
     z = values.new_empty((rows.num_rows, layout.padded_rank), dtype=x.dtype)
     if rows.num_rows:

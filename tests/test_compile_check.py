@@ -55,6 +55,8 @@ def test_waits_for_stream(target, ptx, waits):
     ({}, ""),
     ({"shared": 232449}, "shared memory"),
     ({"spilled": 65}, "spills"),
+    ({"spilled": 33, "num_warps": 8}, "spills"),
+    ({"spilled": 32, "num_warps": 8}, ""),
     ({"code": (128 << 10) + 16}, "code"),
     ({"target": "sm100", "code": (128 << 10) + 16}, ""),  # not seen there
 ])  # fmt: skip

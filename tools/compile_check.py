@@ -5,9 +5,9 @@
 The Triton backend itself runs, on unwritten CPU tensors of real layers, with Triton's driver replaced by one that only
 names a target: what is compiled is what would be launched there. The layers of `EVERY` take, at the largest number of
 tokens, every signature that a launcher can produce: each dtype of indices and scales, biases or none, each set of
-gradients. Exit status 1 if a kernel fails to compile, exceeds the shared memory of its target, spills more than 64
-bytes, has more than 128 KB of code (sm90), leaves a barrier that no partition uses, or touches memory before it has
-waited for the stream where launches are dependent. Needs a build (make build) and Triton; no GPU.
+gradients. Exit status 1 if a kernel fails to compile, exceeds the shared memory of its target, spills more than 32
+bytes (64 in two warp groups), has more than 128 KB of code (sm90), leaves a barrier that no partition uses, or touches
+memory before it has waited for the stream where launches are dependent. Needs a build (make build) and Triton; no GPU.
 """
 
 import argparse
@@ -37,9 +37,10 @@ from compiled_kernel import NamedDriver, code_bytes, resource_usage, stray_barri
 from machine import write  # noqa: E402
 from workload import DEEPSEEK_V3, GPT_OSS, NEMOTRON, QWEN3_30B, Layer  # noqa: E402
 
-# ptxas parks up to this much in local memory when the warp groups of a kernel use every register: values that each of
-# them reads once a tile, outside its K loop, as the disassembly shows. More is a spill.
-SPILL_ALLOWANCE = 64
+# ptxas parks up to this much in local memory when a kernel uses every register: values that a tile reads once, outside
+# its K loop, as the disassembly shows. More is a spill. The two consumers of a specialised kernel park theirs apart.
+SPILL_ALLOWANCE = 32
+SPECIALISED_WARPS = 12  # of two consumers and as many producers as either, or one that Triton makes up to as many
 # Bytes of code on sm90, of which a tile runs most. 160 KB took 1.8 to 1.9 times as long as 96 KB that did the same, 124
 # KB as long as 76 (H200; benchmarks/NOTES.md).
 CODE_LIMIT = 128 << 10
@@ -318,7 +319,7 @@ def problem_of(row: Row, kernel) -> str:
     target = TARGETS[row.target]
     if row.shared > target.shared_memory:
         return f"shared memory {row.shared} > {target.shared_memory}"
-    if row.spilled > SPILL_ALLOWANCE:
+    if row.spilled > SPILL_ALLOWANCE * (2 if row.num_warps == SPECIALISED_WARPS else 1):
         return f"spills {row.spilled} bytes"
     if row.target == "sm90" and row.code > CODE_LIMIT:
         return f"code {row.code} > {CODE_LIMIT}"

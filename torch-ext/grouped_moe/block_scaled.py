@@ -39,8 +39,8 @@ class BlockScaled(NamedTuple):
     parts: how many equal parts of N have blocks of their own: 2 where gate and up were scaled apart, with
     (E, 2 ceil(N / 2 / n), ...) scales. Blocks are multiples of 16 or span K, and N or a part of it: (N, K) stands for
     one scale per expert.
-    products: "w8a16" never rounds rows; "auto", the default, makes products with rows of 8-bit floats, each times the
-    scale of its 128 columns, where that takes less time (W8A8).
+    products: "w8a16" never rounds rows or their gradients; "auto", the default, makes products with rows of 8-bit
+    floats, each times the scale of its 128 columns, where that takes less time (W8A8).
 
     So are the experts of DeepSeek-V3 and its kin stored. Source: DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report",
     section 3.3.2.

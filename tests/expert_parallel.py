@@ -1,4 +1,4 @@
-"""What every expert-parallel rank computes is what one process computes: checks that `ranks` runs on gloo ranks."""
+"""What every expert-parallel rank computes is what one process computes: checks that `ranks` runs."""
 
 import os
 import sys
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from compare import assert_bitwise, assert_close
 from conftest import ROOT, read_hub
 from poison import poisoned_allocations
+from ranks import device
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed import get_rank as rank
@@ -37,7 +38,7 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 @lru_cache(maxsize=None)
 def meshes_of_their_own() -> Sequence[DeviceMesh]:
     """Of EP and TP, for ranks with batches of their own."""
-    mesh = init_device_mesh("cpu", (size(), 1), mesh_dim_names=("ep", "tp"))
+    mesh = init_device_mesh(device(), (size(), 1), mesh_dim_names=("ep", "tp"))
     return mesh["ep"], mesh["tp"]
 
 
@@ -70,7 +71,7 @@ class Result(NamedTuple):
 def make_weights(dtype: torch.dtype = torch.float32) -> List[Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = (E, 2 * INNER, H), (E, H, INNER)
-    return [(torch.randn(shape, generator=generator) / shape[2] ** 0.5).to(dtype) for shape in shapes]
+    return [(torch.randn(shape, generator=generator) / shape[2] ** 0.5).to(device(), dtype) for shape in shapes]
 
 
 def make_batches(
@@ -82,7 +83,8 @@ def make_batches(
         x, dout = (torch.randn((count, H), generator=generator).to(dtype) for _ in range(2))
         chosen = torch.rand((count, E), generator=generator).topk(TOP_K).indices
         weights = torch.rand((count, TOP_K), generator=generator) + 0.1
-        batches.append(Batch(x, chosen if ids is None else ids.repeat(count, 1), weights, dout))
+        batch = x, chosen if ids is None else ids.repeat(count, 1), weights, dout
+        batches.append(Batch(*(tensor.to(device()) for tensor in batch)))
     return batches
 
 
@@ -91,7 +93,7 @@ def make_module(name: str, meshes: Sequence[DeviceMesh] = (), dtype: torch.dtype
     config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=INNER, num_experts=E)
     config._experts_implementation = name if name in (WITH_MOST, SMALL, PROMISED) else OURS
     root = torch.nn.Module()
-    root.experts = Qwen3MoeExperts(config).to(dtype)
+    root.experts = Qwen3MoeExperts(config).to(device(), dtype)
     for weight, value in zip(WEIGHTS, make_weights(dtype)):
         getattr(root.experts, weight).data.copy_(value)
     apply_expert_parallelism(root, *(meshes or meshes_of_their_own()), PLAN, name)
@@ -166,14 +168,14 @@ def check_batches_of_their_own():
 
 def check_shared_batches():
     """Ranks that all have the same tokens, which they can share evenly or not; on four ranks pairs that do."""
-    together = init_device_mesh("cpu", (size(),), mesh_dim_names=("tp",))
+    together = init_device_mesh(device(), (size(),), mesh_dim_names=("tp",))
     for name in (OURS, WITH_MOST, "all_reduce", "all_to_all"):
         experts = make_module(name, (together, together))
         for tokens in (8, 7, 1, 0):
             batches = make_batches([tokens])
             compare(f"{name}, {tokens} tokens", run(experts, batches[0]), expected(batches, 0))
     if size() == 4:
-        pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        pairs = init_device_mesh(device(), (2, 2), mesh_dim_names=("dp", "tp"))
         for name in (OURS, WITH_MOST, "all_to_all"):
             experts, batches = make_module(name, (meshes_of_their_own()[0], pairs["tp"])), make_batches([7, 4])
             compare(f"{name}, pairs", run(experts, batches[rank() // 2]), expected(batches, rank() // 2))
@@ -212,7 +214,7 @@ def raised(kind: type, call: Callable) -> str:
 
 
 def check_too_many_tokens():
-    """An error on every rank, in every call, and the next call is right."""
+    """An error on every rank, in every call, and the next call is right. (On GPUs it is an assertion of the device.)"""
     experts, tokens = make_module(WITH_MOST), [MOST + 1, 5, 9, 1][: size()]
     for _ in range(2):
         call = partial(run, experts, make_batches(tokens)[rank()])
@@ -222,6 +224,9 @@ def check_too_many_tokens():
             assert "ep_max_tokens: another rank of the expert group has more" in raised(RuntimeError, call)
         batches = make_batches(UNEVEN[: size()])
         compare("after the error", run(experts, batches[rank()]), expected(batches, rank()))
+
+
+check_too_many_tokens.devices = ("cpu",)
 
 
 def check_ranks_that_disagree():
@@ -265,8 +270,8 @@ def check_experts_that_cannot_be_shared():
 
 
 def check_dtypes():
-    """bf16 with fp32 routing weights; fp64; int32 ids; hidden states that autograd does not record."""
-    for dtype in (torch.bfloat16, torch.float64):
+    """bf16 with fp32 routing weights; fp64 on CPUs; int32 ids; hidden states that autograd does not record."""
+    for dtype in (torch.bfloat16, torch.float64)[: 2 if device() == "cpu" else 1]:
         batches = make_batches(UNEVEN[: size()], dtype=dtype)
         mine = batches[rank()]._replace(ids=batches[rank()].ids.int())
         got = run(make_module(OURS, dtype=dtype), mine)
@@ -292,7 +297,7 @@ def check_rows_of_any_width():
     """Hidden states whose rows do not end where the next part may start, in memory that begins within a word."""
     for columns, dtype in ((1, torch.bfloat16), (32, torch.bfloat16), (31, torch.bfloat16), (5, torch.float32)):
         batch = make_batches([6])[0]
-        x = torch.empty(6 * columns + 1, dtype=dtype)[1:].view(6, columns).copy_(batch.x[:, :columns])
+        x = torch.empty(6 * columns + 1, dtype=dtype, device=device())[1:].view(6, columns).copy_(batch.x[:, :columns])
         there = exchange.dispatch(x, batch.weights, batch.ids, E // size(), size(), 6, dist.group.WORLD)
         mine = batch.ids - rank() * E // size()
         mine = torch.where((mine >= 0) & (mine < E // size()), mine, E // size())
@@ -325,7 +330,7 @@ def check_fp8():
 
 def check_compile():
     """Fullgraph, forward and backward, one compilation for all numbers of tokens; not without ep_max_tokens."""
-    together = init_device_mesh("cpu", (size(),), mesh_dim_names=("tp",))
+    together = init_device_mesh(device(), (size(),), mesh_dim_names=("tp",))
     for name, meshes, backend in ((WITH_MOST, (), "aot_eager"), (OURS, 2 * (together,), "eager")):
         torch.compiler.reset()
         counter, experts = CompileCounterWithBackend(backend), make_module(name, meshes)
@@ -342,6 +347,37 @@ def check_compile():
 
 
 check_compile.sizes = (2,)
+
+
+def check_graphs():
+    """A captured step gives for other tokens and routings, bit by bit, what an eager one gives."""
+    experts = make_module(WITH_MOST)
+    static = make_batches([9] * size())[rank()]
+    static.x.requires_grad_(), static.weights.requires_grad_()
+    leaves = static.x, static.weights, *(getattr(experts, name) for name in WEIGHTS)
+
+    def step() -> Result:
+        out = experts(static.x, static.ids, static.weights)
+        return Result(out.detach(), *map(local, torch.autograd.grad(out, leaves, static.dout)))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = step()
+    for ids in (None, torch.tensor([-1, 6, E]), torch.tensor([5, 5, 5])):
+        batch = make_batches([9] * size(), ids)[-1 - rank()]
+        for tensor, value in zip(static, batch):
+            tensor.detach().copy_(value)
+        graph.replay()
+        for name, got, want in zip(Result._fields, found, step()):
+            assert_bitwise(f"replay, {name}", got, want)
+
+
+check_graphs.devices = ("cuda",)
 
 
 def check_strict_determinism():

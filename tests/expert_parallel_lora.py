@@ -1,4 +1,4 @@
-"""LoRA by peft on experts that are spread over ranks, next to one process: checks that `ranks` runs on gloo ranks."""
+"""LoRA by peft on experts that are spread over ranks, next to one process: checks that `ranks` runs."""
 
 import warnings
 from typing import Dict, Sequence

@@ -1,4 +1,4 @@
-"""Whole models whose experts are spread over ranks, next to one process: checks that `ranks` runs on gloo ranks."""
+"""Whole models whose experts are spread over ranks, next to one process: checks that `ranks` runs."""
 
 import math
 import tempfile
@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from expert_parallel import OURS, grouped_moe
 from poison import poisoned_allocations
+from ranks import device
 from torch import Tensor
 from torch.distributed import get_rank as rank
 from torch.distributed import get_world_size as size
@@ -73,7 +74,8 @@ def own() -> Dict[str, int]:
 
 
 def load_whole(folder: str, **options) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", **options).train()
+    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", **options)
+    return model.to(device()).train()
 
 
 def batches(steps: int) -> Iterator[List[Tensor]]:
@@ -83,7 +85,7 @@ def batches(steps: int) -> Iterator[List[Tensor]]:
         start = torch.randint(0, VOCABULARY, (size() * BATCH, 1), generator=generator) + torch.arange(CONTEXT)
         noise = torch.randint(0, VOCABULARY, start.shape, generator=generator)
         ids = torch.where(torch.rand(start.shape, generator=generator) < 0.3, noise, start % VOCABULARY)
-        yield list(ids.chunk(size()))
+        yield list(ids.to(device()).chunk(size()))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -149,7 +151,7 @@ def choose_by_token(model: PreTrainedModel) -> None:
         return output[0], scores / scores.sum(1, keepdim=True), chosen
 
     for layer in model.model.layers:
-        table = torch.rand((VOCABULARY, CONFIG["num_experts"]), generator=generator).topk(3).indices
+        table = torch.rand((VOCABULARY, CONFIG["num_experts"]), generator=generator).topk(3).indices.to(device())
         layer.mlp.gate.register_forward_hook(lambda _, __, output, table=table: route(table, output))
 
 
@@ -220,7 +222,7 @@ def check_trainer():
     arguments = transformers.TrainingArguments(
         shared_folder(), max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=rate, adam_epsilon=epsilon,
         lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to=[],
-        use_cpu=True, disable_tqdm=True,
+        use_cpu=device() == "cpu", disable_tqdm=True,
     )  # fmt: skip
     trainer = Recording(load(folder, WITH_MOST, own()), arguments, train_dataset=rows)
     trainer.train()

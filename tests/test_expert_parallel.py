@@ -1,10 +1,11 @@
-"""Expert parallelism on gloo ranks: expert_parallel.py, _models.py and _lora.py have the checks that they run."""
+"""Expert parallelism on ranks: expert_parallel.py, _models.py and _lora.py have the checks that they run."""
 
 import importlib.util
 import sys
 
 import pytest
 import ranks
+import torch
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="needs a transformers with EPImplementation")
 
@@ -13,9 +14,13 @@ MODULES += ["expert_parallel_lora"] if importlib.util.find_spec("peft") else []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_compute_what_one_process_computes(size):
-    errors = ranks.start(size, *MODULES)
+@pytest.mark.parametrize(
+    "device, size", [("cpu", 2), ("cpu", 4), *(pytest.param("cuda", n, marks=pytest.mark.gpu) for n in (2, 4))]
+)
+def test_ranks_compute_what_one_process_computes(device, size):
+    if device == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    errors = ranks.start(device, size, *MODULES)
     said = [f"{check}, rank {rank}: {e}" for check, found in errors.items() for rank, e in enumerate(found) if e]
     assert errors and not said, "\n".join(said)
 

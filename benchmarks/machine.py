@@ -48,7 +48,8 @@ def build_id(kernel: ModuleType) -> str:
 def describe_machine() -> dict:
     """Machine, versions and date: what a result needs to be compared with another."""
     cuda = torch.cuda.is_available()
-    installed = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
+    found = [(package.metadata["Name"], package.version) for package in importlib.metadata.distributions()]
+    installed = dict(reversed(found))  # of several on the path, the first is the one that is imported
     driver = command_output("nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader")
     return {
         "date_utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),

@@ -175,6 +175,18 @@ def test_smoke(name, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == results
 
 
+@pytest.mark.slow
+def test_smoke_of_ranks(tmp_path):
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    output, script = tmp_path / "out.json", ROOT / "benchmarks" / "ep_ranks.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--smoke", "--output", str(output)], env=environment, check=True, timeout=200)
+    results = json.loads(output.read_text(encoding="utf-8"))
+    check_smoke(results)
+    assert [cell["shared"] for cell in results["cells"]] == [False, True]
+
+
 def test_smoke_of_training(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("peft", minversion="0.21")

@@ -138,7 +138,8 @@ class _AllParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part, group):
         ctx.group = group
-        return _gather(part, group)
+        whole = _gather(part, group)
+        return whole.view_as(whole)  # under torch.compile, PyTorch 2.11 drops the gradient of what is filled in place
 
     @staticmethod
     @once_differentiable

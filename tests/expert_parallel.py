@@ -241,9 +241,10 @@ def check_ranks_that_disagree():
     shim.FORMAT += rank()
     assert "format of grouped_moe's exchange" in raised(ValueError, lambda: make_module(WITH_MOST))
     shim.FORMAT -= rank()
-    experts, batch = make_module(OURS), make_batches([4])[0]
-    columns = H if rank() else H - 1
-    assert "hidden size" in raised(ValueError, lambda: experts(batch.x[:, :columns], batch.ids, batch.weights))
+    batch, columns = make_batches([4])[0], H if rank() else H - 1
+    for name in (OURS, WITH_MOST):
+        experts = make_module(name)
+        assert "hidden size" in raised(ValueError, lambda: experts(batch.x[:, :columns], batch.ids, batch.weights))
 
 
 def check_limits_that_change():

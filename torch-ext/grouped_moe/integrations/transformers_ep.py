@@ -63,6 +63,7 @@ class FixedSizeExchange:
     def __init__(self, experts: torch.nn.Module, ep_mesh: dist.DeviceMesh, tp_mesh: dist.DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
+        self.agreed_row: Optional[tuple] = None
         experts.ep_loras = {}
         self._agree_on_limits()
 
@@ -103,10 +104,14 @@ class FixedSizeExchange:
                 zero = torch.zeros((), dtype=torch.int64, device=self.ep_mesh.device_type)
                 self.experts.ep_dropped_slots = zero
 
+    def _is_eager(self) -> bool:
+        """Whether the host can wait for other ranks."""
+        capturing = self.ep_mesh.device_type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return not (torch.compiler.is_compiling() or capturing)
+
     def _check_eager(self, when: str) -> None:
         """Raises RuntimeError where the host cannot wait for other ranks."""
-        capturing = self.ep_mesh.device_type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if torch.compiler.is_compiling() or capturing:
+        if not self._is_eager():
             raise RuntimeError(
                 f"ep_max_tokens: {when} ranks compare their numbers, for which the host waits, so that the call cannot "
                 "be in torch.compile or CUDA graph capture"
@@ -138,14 +143,22 @@ class FixedSizeExchange:
             pass
         elif self.limits.max_tokens is not None:
             tokens = -(-self.limits.max_tokens // self.tp_mesh.size())
+            row = x.shape[1], x.dtype, top_k, weights.dtype
+            if self._is_eager() and row != self.agreed_row:
+                self._agree_on_row(x, top_k, weights)
+                self.agreed_row = row
         else:
             self._check_eager("without it")
-            same = {
-                "hidden size": x.shape[1], "top_k": top_k, "bytes of a hidden state": x.element_size(),
-                "bytes of a routing weight": weights.element_size(),
-            }  # fmt: skip
-            tokens = exchange.agree(same, self.ep_mesh.get_group(), self.ep_mesh.device_type, tokens)
+            tokens = self._agree_on_row(x, top_k, weights, tokens)
         return self.limits.capacity_of(tokens, top_k, self.ep_mesh.size())
+
+    def _agree_on_row(self, x: Tensor, top_k: int, weights: Tensor, tokens: int = 0) -> int:
+        """The most tokens of any rank. Raises ValueError on all ranks unless their rows have the same parts."""
+        same = {
+            "hidden size": x.shape[1], "top_k": top_k, "bytes of a hidden state": x.element_size(),
+            "bytes of a routing weight": weights.element_size(),
+        }  # fmt: skip
+        return exchange.agree(same, self.ep_mesh.get_group(), self.ep_mesh.device_type, tokens)
 
     def _refuse(self, x: Tensor, ids: Tensor, weights: Tensor) -> NoReturn:
         """Tells the other ranks, which wait for this one's tokens, that it has too many, and raises ValueError."""

@@ -9,6 +9,19 @@ import triton.language as tl
 from .dependent import wait_for_stream
 
 
+@triton.jit
+def owners_of(
+    ids_ptr, tokens, num_tokens, ranks, NUM_LOCAL: tl.constexpr, TOP_K: tl.constexpr, TOP_K_POW2: tl.constexpr
+):
+    """(slots of some tokens, whether there are such, the ranks of their experts and -1 for sentinels)."""
+    columns = tl.arange(0, TOP_K_POW2)[None, :]
+    slots = tokens.to(tl.int64)[:, None] * TOP_K + columns
+    inside = (tokens < num_tokens)[:, None] & (columns < TOP_K)
+    ids = tl.load(ids_ptr + slots, mask=inside, other=-1)
+    owner = tl.where((ids >= 0) & (ids < ranks * NUM_LOCAL), ids, -NUM_LOCAL).to(tl.int32) // NUM_LOCAL
+    return slots, inside, owner
+
+
 @triton.jit(do_not_specialize=["num_tokens", "capacity"])
 def plan_exchange_kernel(
     ids_ptr,  # (T, top_k) int32 or int64, over the experts of all ranks
@@ -23,36 +36,44 @@ def plan_exchange_kernel(
 
     places: that place at the first of a token's slots for the rank, -2 - place at the others, -1 where there is no such
     place or the slot is a sentinel. dropped: the slots with an expert of the rank whose position is past the capacity.
-    Grid: (ranks,). A program goes through all tokens in order; sentinels are those of the first one.
+    Grid: (ranks, chunks of BLOCK_T tokens, at least 1). A program counts the rank's tokens of all earlier chunks, and
+    then places those of its own. Sentinels are those of the first rank; the last chunk sees what is dropped or free.
     """
     wait_for_stream()
-    rank, end = tl.program_id(0), tl.num_programs(0) * NUM_LOCAL
-    columns = tl.arange(0, TOP_K_POW2)[None, :]
+    rank, ranks, chunk = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    is_last = chunk == tl.num_programs(1) - 1
     count = tl.zeros((), tl.int32)
     dropped = tl.zeros((), tl.int32)
-    for start in range(0, num_tokens, BLOCK_T):
+    for start in range(0, chunk * BLOCK_T, BLOCK_T):
         tokens = start + tl.arange(0, BLOCK_T)
-        slots = tokens.to(tl.int64)[:, None] * TOP_K + columns
-        inside = (tokens < num_tokens)[:, None] & (columns < TOP_K)
-        ids = tl.load(ids_ptr + slots, mask=inside, other=-1)
-        owner = tl.where((ids >= 0) & (ids < end), ids, -NUM_LOCAL).to(tl.int32) // NUM_LOCAL
+        _, _, owner = owners_of(ids_ptr, tokens, num_tokens, ranks, NUM_LOCAL, TOP_K, TOP_K_POW2)
         mine = (owner == rank).to(tl.int32)
         goes = tl.max(mine, 1)
-        position = count + tl.cumsum(goes, 0) - goes
-        count += tl.sum(goes, 0)
-        fits = position < capacity
-        place = rank * capacity + position
-        tl.store(source_ptr + place, tokens, mask=fits & (goes > 0))
-        is_first = tl.cumsum(mine, 1) == mine
-        value = tl.where(is_first, place[:, None], -2 - place[:, None])
-        value = tl.where(fits[:, None] & (mine > 0), value, -1)
-        tl.store(places_ptr + slots, value, mask=inside & (tl.maximum(owner, 0) == rank))
-        dropped += tl.sum(tl.sum(tl.where(fits[:, None], 0, mine), 1), 0)
-    tl.store(dropped_ptr + rank, dropped)
-    for start in range(tl.minimum(count, capacity), capacity, BLOCK_T):
-        position = start + tl.arange(0, BLOCK_T)
-        none = tl.full((BLOCK_T,), -1, tl.int32)
-        tl.store(source_ptr + rank * capacity + position, none, mask=position < capacity)
+        passed = count + tl.sum(goes, 0)
+        if is_last & (passed > capacity):
+            position = count + tl.cumsum(goes, 0) - goes
+            dropped += tl.sum(tl.where(position < capacity, 0, tl.sum(mine, 1)), 0)
+        count = passed
+
+    tokens = chunk * BLOCK_T + tl.arange(0, BLOCK_T)
+    slots, inside, owner = owners_of(ids_ptr, tokens, num_tokens, ranks, NUM_LOCAL, TOP_K, TOP_K_POW2)
+    mine = (owner == rank).to(tl.int32)
+    goes = tl.max(mine, 1)
+    position = count + tl.cumsum(goes, 0) - goes
+    fits = position < capacity
+    place = rank * capacity + position
+    tl.store(source_ptr + place, tokens, mask=fits & (goes > 0))
+    is_first = tl.cumsum(mine, 1) == mine
+    value = tl.where(is_first, place[:, None], -2 - place[:, None])
+    value = tl.where(fits[:, None] & (mine > 0), value, -1)
+    tl.store(places_ptr + slots, value, mask=inside & (tl.maximum(owner, 0) == rank))
+    if is_last:
+        dropped += tl.sum(tl.where(fits, 0, tl.sum(mine, 1)), 0)
+        tl.store(dropped_ptr + rank, dropped)
+        for start in range(tl.minimum(count + tl.sum(goes, 0), capacity), capacity, BLOCK_T):
+            position = start + tl.arange(0, BLOCK_T)
+            none = tl.full((BLOCK_T,), -1, tl.int32)
+            tl.store(source_ptr + rank * capacity + position, none, mask=position < capacity)
 
 
 @triton.jit(do_not_specialize=["capacity"])

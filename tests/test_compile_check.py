@@ -51,6 +51,12 @@ def test_waits_for_stream(target, ptx, waits):
     assert compile_check.waits_for_stream(kernel, compile_check.TARGETS[target].gpu) is waits
 
 
+@pytest.mark.parametrize("access, waits", [("ld", True), ("st", False)])
+def test_kernels_launched_beside_another_may_read_before_they_wait(access, waits):
+    kernel = SimpleNamespace(asm={"ptx": f"{access}.global.b32 %r1, [%rd1]; griddepcontrol.wait;"})
+    assert compile_check.waits_for_stream(kernel, compile_check.TARGETS["sm90"].gpu, beside=True) is waits
+
+
 @pytest.mark.parametrize("changes, problem", [
     ({}, ""),
     ({"shared": 232449}, "shared memory"),

@@ -75,11 +75,15 @@ def stray_barriers(kernel) -> list:
     return [name for name in allocated if name not in used]
 
 
-def waits_for_stream(kernel, target: GPUTarget) -> bool:
-    """Whether a kernel waits before it touches memory, as dependent launches need; where there are none, does not."""
+def waits_for_stream(kernel, target: GPUTarget, beside: bool = False) -> bool:
+    """Whether a kernel waits before it touches memory, as dependent launches need; where there are none, does not.
+
+    beside: it is launched beside the kernel before it, so that it may read before it waits, but not write.
+    """
     if target.backend != "cuda":
         return True
     before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
     if target.arch < 90:
         return not wait
-    return bool(wait) and not re.search(r"\b(?:ld|st)\.global|\bcp\.async|\bmbarrier\.", before)
+    touched = r"\bst\.global" if beside else r"\b(?:ld|st)\.global|\bcp\.async|\bmbarrier\."
+    return bool(wait) and not re.search(touched, before)

@@ -89,9 +89,10 @@ def slot_up_proj_kernel(
 ):  # fmt: skip
     """act[s] = activation(W[e] x[token of s] + bias[e]), e being the expert of slot s, with the low-rank part in W.
 
-    Grid: (n tiles, S).
+    Grid: (n tiles, S). With a low-rank part it is launched after `slot_project_kernel`, which has waited for x and ids.
     """
-    wait_for_stream()
+    if projected_ptr is None:
+        wait_for_stream()
     OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     slot = tl.program_id(1)
     expert = tl.load(ids_ptr + slot).to(tl.int64)
@@ -115,6 +116,7 @@ def slot_up_proj_kernel(
             )
         gate += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows, n_mask)
         if projected_ptr is not None:
+            wait_for_stream()
             adapter, has_adapter = find_adapter(adapters_ptr, slot // TOP_K, NUM_ADAPTERS)
             has_pair = columns < tl.where(has_adapter, N, 0)
             row_ptrs = projected_ptr + slot.to(tl.int64) * R + 0 * columns
@@ -139,6 +141,8 @@ def slot_up_proj_kernel(
             up = None
         value = glu(gate, up, OPTIONS)
         tl.store(act_ptr + slot.to(tl.int64) * N + columns, value.to(act_ptr.dtype.element_ty), mask=n_mask)
+    elif projected_ptr is not None:
+        wait_for_stream()  # or this kernel could end before the one that it was launched beside
 
 
 @triton.jit
@@ -161,9 +165,10 @@ def slot_down_proj_kernel(
 
     Nothing of a sentinel is read. The rows of a tile are BLOCK_N columns of the token's first choice, then those of its
     second one, and so on, so that the weights of all choices are loaded together.
-    Grid: (n tiles, T).
+    Grid: (n tiles, T). With a low-rank part it is launched after `slot_project_kernel`, which has waited for act.
     """
-    wait_for_stream()
+    if projected_ptr is None:
+        wait_for_stream()
     row = tl.arange(0, TOP_K_POW2 * BLOCK_N)
     choice = row // BLOCK_N
     column = tl.program_id(0) * BLOCK_N + row % BLOCK_N
@@ -191,6 +196,7 @@ def slot_down_proj_kernel(
         bias_ptrs = bias_ptr + expert * stride_be + column.to(tl.int64) * stride_bn
         y += tl.load(bias_ptrs, mask=routed, other=0.0).to(tl.float32)
     if projected_ptr is not None:
+        wait_for_stream()
         adapter, has_adapter = find_adapter(adapters_ptr, tl.program_id(1) + 0 * choice, NUM_ADAPTERS)
         factor_ptrs = factor_ptr + adapter * stride_fl + expert * stride_fe + column.to(tl.int64) * stride_fn
         row_ptrs = projected_ptr + slot.to(tl.int64) * R

@@ -1,14 +1,15 @@
 """Programmatic dependent launch: a kernel starts while the stores of the one before it on the stream are flushed.
 
 Every kernel of the package begins with `wait_for_stream`, so launchers may launch any of them this way, which hides the
-launch latency between kernels. No kernel triggers its dependents early: programs of the next kernel that only wait made
-kernels that stream weights up to 10 % slower. Source: CUDA programming guide, programmatic dependent launch.
+launch latency between kernels. A kernel whose results the next one needs only at its end says `let_next_start`, and the
+next one waits there. No other kernel triggers its dependents early: programs that only wait made kernels that stream
+weights up to 10 % slower. Source: CUDA programming guide, programmatic dependent launch.
 """
 
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
 
@@ -23,3 +24,13 @@ def wait_for_stream():
     """Waits until all earlier kernels of the stream have ended and their stores are visible."""
     if has_dependent_launches():
         gdc_wait()
+
+
+@triton.jit
+def let_next_start():
+    """Lets the stream's next kernel start once all programs have come here or ended.
+
+    The caller has waited: what kernels before it wrote is there for the next one, what it writes itself is not.
+    """
+    if has_dependent_launches():
+        gdc_launch_dependents()

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .dependent import wait_for_stream
+from .dependent import let_next_start, wait_for_stream
 from .quantize import BLOCK, widen_codes
 from .tiles import expert_rows, expert_tiles, find_expert, load_slots, num_row_tiles, tile_rows, tokens_of
 
@@ -145,9 +145,10 @@ def slot_project_kernel(
 ):  # fmt: skip
     """z[s] = scaling A[l, e] x[token of s] or x[s], l and e being the adapter and the expert of slot s; 0 without one.
 
-    Grid: (rank blocks, S).
+    Grid: (rank blocks, S). The next kernel may start beside it: the caller guarantees that it waits before it reads z.
     """
     wait_for_stream()
+    let_next_start()
     slot = tl.program_id(1)
     token = slot // TOP_K
     expert = tl.load(ids_ptr + slot).to(tl.int64)

@@ -115,13 +115,6 @@ def slot_up_proj_kernel(
                 x_row_ptr, w_ptrs, scale_ptrs, stride_sk, n_mask, N, K, K_BLOCK, BLOCK_N, BLOCK_K
             )
         gate += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows, n_mask)
-        if projected_ptr is not None:
-            wait_for_stream()
-            adapter, has_adapter = find_adapter(adapters_ptr, slot // TOP_K, NUM_ADAPTERS)
-            has_pair = columns < tl.where(has_adapter, N, 0)
-            row_ptrs = projected_ptr + slot.to(tl.int64) * R + 0 * columns
-            factor_ptrs = factor_ptr + adapter * stride_fl + expert * stride_fe + gate_rows.to(tl.int64) * stride_fn
-            gate += inner_ranks(row_ptrs, factor_ptrs, stride_fr, has_pair, R, R_POW2)
         if GATED:
             TO_UP: tl.constexpr = 1 if INTERLEAVED else N
             up_ptrs = w_ptrs + tl.cast(stride_wn, tl.int64) * TO_UP
@@ -134,11 +127,18 @@ def slot_up_proj_kernel(
                     x_row_ptr, up_ptrs, scale_ptrs, stride_sk, n_mask, N, K, K_BLOCK, BLOCK_N, BLOCK_K
                 )
             up += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows + TO_UP, n_mask)
-            if projected_ptr is not None:
-                factor_ptrs += tl.cast(stride_fn, tl.int64) * TO_UP
-                up += inner_ranks(row_ptrs, factor_ptrs, stride_fr, has_pair, R, R_POW2)
         else:
             up = None
+        if projected_ptr is not None:
+            wait_for_stream()
+            adapter, has_adapter = find_adapter(adapters_ptr, slot // TOP_K, NUM_ADAPTERS)
+            has_pair = columns < tl.where(has_adapter, N, 0)
+            row_ptrs = projected_ptr + slot.to(tl.int64) * R + 0 * columns
+            factor_ptrs = factor_ptr + adapter * stride_fl + expert * stride_fe + gate_rows.to(tl.int64) * stride_fn
+            gate += inner_ranks(row_ptrs, factor_ptrs, stride_fr, has_pair, R, R_POW2)
+            if GATED:
+                factor_ptrs += tl.cast(stride_fn, tl.int64) * TO_UP
+                up += inner_ranks(row_ptrs, factor_ptrs, stride_fr, has_pair, R, R_POW2)
         value = glu(gate, up, OPTIONS)
         tl.store(act_ptr + slot.to(tl.int64) * N + columns, value.to(act_ptr.dtype.element_ty), mask=n_mask)
     elif projected_ptr is not None:

@@ -5,6 +5,7 @@
 #include "../../torch-ext/torch_binding.h"
 #include "../common/tensors.h"
 #include "decode.h"
+#include "grouped.h"
 
 using torch::headeronly::ScalarType;
 
@@ -79,8 +80,6 @@ bool describe_rows(const Tensor &x, const Tensor &ids, const Tensor &weights, De
   a->stride_wk = weights.stride(1);
   return true;
 }
-
-constexpr int64_t MAX_EXPERTS = 1024;  // as of grouped_mm_experts, for any number of tokens
 
 // piece: elements of 16 bytes of either weight.
 bool describe_experts(const Tensor &x, const Tensor &up, const Tensor &down, int64_t piece, DecodeArgs *a) {
@@ -158,7 +157,7 @@ Tensor decode_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weigh
   DecodeArgs a{};
   a.gated = kind & 2;
   a.interleaved = kind & 1;
-  a.activation = {static_cast<ActivationKind>(kind / 8), static_cast<float>(alpha), static_cast<float>(limit),
+  a.activation = {static_cast<ActivationKind>(kind / 16), static_cast<float>(alpha), static_cast<float>(limit),
                   static_cast<float>(up_offset)};
   const bool scaled = up_scales.has_value();
   if (scaled != down_scales.has_value() || !describe_rows(x, ids, weights, &a) ||
@@ -168,12 +167,23 @@ Tensor decode_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weigh
                  !describe_scales(*down_scales, down, 1, &a.down_scales)))
     return Tensor();
   const int32_t device = x.get_device_index(), dtype = dtype_code(x);
+  const int capability = capability_of(device), num_sms = device_attribute(cudaDevAttrMultiProcessorCount, device);
+  const bool by_slot = kind & 8;
+  GroupedPlan plan;
+  if (!by_slot && (scaled || !plan_grouped(a, num_sms, capability, &plan))) return Tensor();
   const OnDevice guard(device);
-  const Scratch act(sizeof(uint16_t) * a.num_tokens * a.top_k * a.intermediate);
+  const Scratch scratch(by_slot ? sizeof(uint16_t) * a.num_tokens * a.top_k * a.intermediate : plan.bytes);
   Tensor out = empty({a.num_tokens, a.hidden}, dtype, device);
-  a.act = act.get();
+  a.act = scratch.get();
   a.out = out.data_ptr();
-  check_launch("decode_experts", decode_experts(a, capability_of(device) >= 9, current_stream(device)));
+  const cudaStream_t stream = current_stream(device);
+  const cudaError_t error = by_slot ? decode_experts(a, capability >= 9, stream)
+                                    : grouped_experts(a, plan, scratch.get(), stream);
+  if (error == cudaErrorCooperativeLaunchTooLarge) {  // where others limit the multiprocessors of this process
+    cudaGetLastError();
+    return Tensor();
+  }
+  check_launch("decode_experts", error);
   return out;
 }
 

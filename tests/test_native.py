@@ -28,6 +28,7 @@ CODED_CASES = [
     CODED._replace(id="coded-not-gated", gated=False, activation=RELU2, bias=""),
     CODED._replace(id="coded-steps", top_k=9, H=2320, I=1072),
     CODED._replace(id="coded-one-choice", top_k=1, H=16, I=16, bias=""),
+    CODED._replace(id="coded-many", T=40, sentinels=0.0),
     WHOLE._replace(id="coded-whole", sentinels=0.0),
 ]
 BLOCKS = [Blocks(), Blocks(apart=True), Blocks(dtype=torch.float8_e8m0fnu), Blocks(dtype=torch.bfloat16, apart=True)]
@@ -101,7 +102,7 @@ def poison_scaled(inputs, num_experts: int):
 @pytest.mark.parametrize("case", CODED_CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("blocks", BLOCKS, ids=range(len(BLOCKS)))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_scaled_weights(native, grouped_moe, device, case, blocks, dtype):
+def test_scaled_weights(native, grouped_moe, device, case, blocks, dtype, way):
     case, inputs, wide = with_scales(grouped_moe, case, make_inputs(case, dtype, device), blocks)
     want = run_reference(grouped_moe, case, wide).out
     poisoned = poison_scaled(inputs, case.E)
@@ -112,7 +113,7 @@ def test_scaled_weights(native, grouped_moe, device, case, blocks, dtype):
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_nan_codes(native, grouped_moe, device, name, code):
+def test_nan_codes(native, grouped_moe, device, name, code, way):
     """One in the weights of an expert: in the outputs of its tokens alone, of one row of down in that column alone."""
     case, inputs, _ = with_scales(grouped_moe, CODED, make_inputs(CODED, torch.bfloat16, device), Blocks())
     ids = torch.arange(case.T * case.top_k, device=device).view(case.T, case.top_k)
@@ -134,7 +135,7 @@ def test_nan_codes(native, grouped_moe, device, name, code):
     lambda i: i._replace(down_proj=i.down_proj._replace(data=i.down_proj.data.view(torch.float8_e5m2))),
     lambda i: i._replace(gate_up_proj=i.gate_up_proj._replace(data=strided(i.gate_up_proj.data))),
 ], ids=range(8))  # fmt: skip
-def test_scaled_weights_the_op_does_not_take(native, grouped_moe, device, change):
+def test_scaled_weights_the_op_does_not_take(native, grouped_moe, device, change, way):
     case, inputs, _ = with_scales(grouped_moe, CODED, make_inputs(CODED, torch.bfloat16, device), Blocks())
     assert decode(native, grouped_moe, case, inputs) is not None
     assert decode(native, grouped_moe, case, change(inputs)) is None
@@ -219,9 +220,10 @@ def test_who_is_taken(native, grouped_moe, device, taken):
         assert taken == [(True, tokens <= native.MAX_TOKENS)]
 
 
-def test_scaled_weights_are_taken(grouped_moe, device, taken):
+@pytest.mark.parametrize("tokens", [2, 30])
+def test_scaled_weights_are_taken(grouped_moe, device, taken, tokens):
     """At once, and where the package's own op comes first; other blocks are handed over."""
-    case = FEW._replace(T=2, H=256, I=144)
+    case = FEW._replace(T=tokens, H=256, I=144)
     given = make_inputs(case, torch.bfloat16, device)
     _, inputs, wide = with_scales(grouped_moe, case, given, Blocks(apart=True))
     plain = call(grouped_moe, case, inputs)

@@ -6,10 +6,10 @@
 namespace {
 
 // The rows of a tile: twice those that an expert gets on average if every slot is routed, so that few experts have a
-// second tile. Past the last of them weights are read again.
-int choose_block_m(int slots, int experts) {
-  const int average = (slots + experts - 1) / experts;
-  return average <= 4 ? 8 : average <= 8 ? 16 : 32;
+// second tile, for which weights are read again. Kernels of weights with scales have no taller ones than 16.
+int choose_block_m(const DecodeArgs &a) {
+  const int slots = a.num_tokens * a.top_k, average = (slots + a.num_experts - 1) / a.num_experts;
+  return average <= 4 ? 8 : average <= 8 || a.up_scales.data ? 16 : 32;
 }
 
 // Gives parts of scratch away, each at a multiple of 256 bytes. With no memory it counts their bytes.
@@ -57,7 +57,7 @@ bool has_near_rows(const DecodeArgs &a) {
 bool plan_grouped(const DecodeArgs &args, int num_sms, int capability, GroupedPlan *plan) {
   const int slots = args.num_tokens * args.top_k, with_rows = std::min(slots, args.num_experts);
   if (!has_near_rows(args) || !plan_route(slots, args.num_experts, num_sms, capability, &plan->route)) return false;
-  plan->block_m = choose_block_m(slots, args.num_experts);
+  plan->block_m = choose_block_m(args);
   plan->max_tiles = (slots + with_rows * (plan->block_m - 1)) / plan->block_m;  // the last tile of each is not full
   plan->dependent = capability >= 9;
   GroupedArgs a{args};
@@ -80,8 +80,11 @@ cudaError_t grouped_experts(const DecodeArgs &args, const GroupedPlan &plan, voi
   r.num_experts = a.num_experts;
   r.wide_ids = a.wide_ids;
   cudaError_t error = route_slots(r, plan.route, stream);
-  if (error == cudaSuccess) error = launch_grouped_up_proj(a, plan.dependent, stream);
-  if (error == cudaSuccess) error = launch_grouped_down_proj(a, plan.dependent, stream);
+  const bool scaled = a.up_scales.data;
+  const auto up_proj = scaled ? launch_scaled_grouped_up_proj : launch_grouped_up_proj;
+  const auto down_proj = scaled ? launch_scaled_grouped_down_proj : launch_grouped_down_proj;
+  if (error == cudaSuccess) error = up_proj(a, plan.dependent, stream);
+  if (error == cudaSuccess) error = down_proj(a, plan.dependent, stream);
   if (error == cudaSuccess) error = launch_combine(a, plan.dependent, stream);
   return error;
 }

@@ -27,7 +27,9 @@ bool plan_grouped(const DecodeArgs &args, int num_sms, int capability, GroupedPl
 // As `decode_experts`, in four launches. act of args is not used. S up to 65535.
 cudaError_t grouped_experts(const DecodeArgs &args, const GroupedPlan &plan, void *scratch, cudaStream_t stream);
 
-// The last three of them, in this order. The first one, routing, has been made.
+// The last three of them, in this order, of plain weights or of those with scales. Routing comes before.
 cudaError_t launch_grouped_up_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
 cudaError_t launch_grouped_down_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
+cudaError_t launch_scaled_grouped_up_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
+cudaError_t launch_scaled_grouped_down_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
 cudaError_t launch_combine(const GroupedArgs &args, bool dependent, cudaStream_t stream);

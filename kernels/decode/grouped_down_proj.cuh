@@ -2,6 +2,32 @@
 
 #include "tiles.cuh"
 
+// Rows g of all eights of a tile, in pieces of act, or -1.
+template <int EIGHTS>
+__device__ __forceinline__ void find_act_rows(const GroupedArgs &a, Tile *tile, int g, int (&rows)[EIGHTS]) {
+  wait_for_stream();
+  find_rows(a, tile);
+#pragma unroll
+  for (int i = 0; i < EIGHTS; ++i) {
+    const int row = i * EIGHT + g;
+    rows[i] = row < tile->rows ? (tile->first_row + row) * (a.intermediate / PIECE) : -1;
+  }
+}
+
+// y of weight row n of both fragments of a row of a tile.
+template <typename Element>
+__device__ __forceinline__ void store_y_row(const GroupedArgs &a, const Tile &tile, int row, int column, int n,
+                                            const float (&sums)[2]) {
+  Element *y = static_cast<Element *>(a.y) + int64_t(tile.first_row + row) * a.hidden;
+#pragma unroll
+  for (int f = 0; f < 2; ++f) {
+    const int at = column + f * FRAGMENT + n;
+    if (at >= a.hidden) continue;
+    const float bias = load_bias<Element>(a.down_bias, tile.expert * a.stride_dbe + at * a.stride_dbn);
+    y[at] = from_float<Element>(sums[f] + bias);
+  }
+}
+
 // y[r] = down[e] act[r] + down_bias[e] for every row r, with expert e.
 // As `grouped_up_proj_kernel` if not gated. The first weights are on their way before the wait for act.
 // Grid: (H / columns of a block, tiles at most). The caller guarantees that it launches this after
@@ -20,27 +46,11 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_down_pr
   for (int f = 0; f < 2; ++f)
 #pragma unroll
     for (int r = 0; r < 2; ++r) w.wanted[f][r] = mine + r * EIGHT + f * FRAGMENT < a.hidden;
-  const int length = a.intermediate / PIECE;
-  const auto locate = [&](int (&rows)[Shape::EIGHTS]) {
-    wait_for_stream();
-    find_rows(a, &tile);
-#pragma unroll
-    for (int i = 0; i < Shape::EIGHTS; ++i) {
-      const int row = i * EIGHT + g;
-      rows[i] = row < tile.rows ? (tile.first_row + row) * length : -1;
-    }
-  };
+  const auto locate = [&](int (&rows)[Shape::EIGHTS]) { find_act_rows(a, &tile, g, rows); };
   float acc[2][Shape::EIGHTS][4] = {};
-  const uint4 *act = row_at<Element>(a.act, 0);
-  multiply_tile<Element, Shape>(w, act, column < a.hidden ? length : 0, warp % Shape::SPLITS, locate, acc);
+  const int length = column < a.hidden ? a.intermediate / PIECE : 0;
+  multiply_tile<Element, Shape>(w, row_at<Element>(a.act, 0), length, warp % Shape::SPLITS, locate, acc);
   add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {
-    Element *y = static_cast<Element *>(a.y) + int64_t(tile.first_row + row) * a.hidden;
-#pragma unroll
-    for (int f = 0; f < 2; ++f) {
-      const int at = column + f * FRAGMENT + n;
-      if (at >= a.hidden) continue;
-      const float bias = load_bias<Element>(a.down_bias, tile.expert * a.stride_dbe + at * a.stride_dbn);
-      y[at] = from_float<Element>(sums[f] + bias);
-    }
+    store_y_row<Element>(a, tile, row, column, n, sums);
   });
 }

@@ -10,8 +10,8 @@ cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t str
   return launch(grouped_up_proj_kernel<Element, GATED, Shape>, grid, Shape::THREADS, 0, stream, {dependent}, a);
 }
 
-// As many pieces of weights as leave registers for those of the rows, in 12 to 16 warps of a multiprocessor. Groups share
-// rows through L1, so that more rows have more of them.
+// As many pieces of weights as leave registers for those of the rows, in 12 to 16 warps of a multiprocessor. Groups
+// share rows through L1: of more rows there are more groups.
 template <typename Element, bool GATED>
 cudaError_t choose_shape(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
   switch (a.block_m) {

@@ -15,7 +15,7 @@ from ..._ops import ops
 from ...block_scaled import PRODUCTS, BlockScaled, Weight
 from ...common import _compat
 from ...common.activation import ACTIVATION_NAMES, Activation
-from ...tuning.heuristic import decode_pays
+from ...tuning.heuristic import decode_pays, quantizing_pays
 from .fakes import IS_BUILT
 
 MAX_TOKENS = 128  # up to which the op takes calls whose slots do not read weights themselves
@@ -57,7 +57,8 @@ def decode_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, ki
     """out (T, H) of the experts block, None if the op is not for these tensors: torch_binding.h says what it takes.
 
     The first weight is (E, 2 I, H), or (E, I, H) if not gated, the second one (E, H, I). Slots read weights themselves
-    where `decode_pays`, else an expert's are read once for several of them, of up to MAX_TOKENS tokens.
+    where `decode_pays`, else an expert's are read once for several of them, of up to MAX_TOKENS tokens, unless rows of
+    8-bit floats pay.
     """
     (up, down, up_bias, down_bias), (activation, gated, interleaved) = experts, kind
     code = _CODES[activation[0]] + 2 * gated + interleaved
@@ -71,7 +72,7 @@ def decode_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, ki
     num_tokens, top_k = ids.shape
     if decode_pays(num_tokens, top_k, up, down, _CODE_BYTES):
         code += 8
-    elif num_tokens > MAX_TOKENS:
+    elif num_tokens > MAX_TOKENS or (up_scales is not None and quantizing_pays(num_tokens * top_k, up.shape[0])):
         return None
     if up_scales is None and up_bias is None and down_bias is None and activation[1:] == _NO_PARAMETERS:
         return _DECODE_PLAIN(x, ids, weights, up, down, code)

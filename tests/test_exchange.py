@@ -69,14 +69,17 @@ def test_forward_and_gradients(grouped_moe, exchange, device, dtype, capacity):
 
 
 def test_ops_are_what_is_called_directly(grouped_moe, exchange, device):
-    """Under a mode that sees ops, and where autograd records, the results are the same, bit by bit."""
+    """Under a mode that sees ops, and where autograd records, the results are the same, bit by bit.
+
+    There is room for so many tokens that no kernel for few of them is taken.
+    """
     ids, leaves = draw_ids(device), make_leaves(device, torch.bfloat16)
     with torch.no_grad():
-        out = through_places(grouped_moe, exchange, 12, ids, *leaves)
+        out = through_places(grouped_moe, exchange, T, ids, *leaves)
         with Log() as called:
-            assert torch.equal(through_places(grouped_moe, exchange, 12, ids, *leaves), out)
+            assert torch.equal(through_places(grouped_moe, exchange, T, ids, *leaves), out)
     assert {"exchange_send", "exchange_receive", "combine_rows_forward"} <= called.names
-    assert torch.equal(through_places(grouped_moe, exchange, 12, ids, *leaves), out)
+    assert torch.equal(through_places(grouped_moe, exchange, T, ids, *leaves), out)
 
 
 @pytest.mark.gpu

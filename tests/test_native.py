@@ -28,6 +28,7 @@ CODED_CASES = [
     CODED._replace(id="coded-not-gated", gated=False, activation=RELU2, bias=""),
     CODED._replace(id="coded-steps", top_k=9, H=2320, I=1072),
     CODED._replace(id="coded-one-choice", top_k=1, H=16, I=16, bias=""),
+    CODED._replace(id="coded-many", T=40, sentinels=0.0),
     WHOLE._replace(id="coded-whole", sentinels=0.0),
 ]
 BLOCKS = [Blocks(), Blocks(apart=True), Blocks(dtype=torch.float8_e8m0fnu), Blocks(dtype=torch.bfloat16, apart=True)]
@@ -38,6 +39,13 @@ def native(module):
     if not module("backends.native.fakes").IS_BUILT:
         pytest.skip("not the CUDA build")
     return module("backends.native.decode")
+
+
+@pytest.fixture(params=["by-slot", "by-expert"])
+def way(native, monkeypatch, request):
+    """Whether slots read weights themselves, or those of an expert are read once for several slots."""
+    monkeypatch.setattr(native, "decode_pays", lambda *_: request.param == "by-slot")
+    return request.param
 
 
 def decode(native, grouped_moe, case, inputs):
@@ -52,8 +60,9 @@ def decode(native, grouped_moe, case, inputs):
 
 @pytest.mark.parametrize("case", [*ALIGNED, STEPS, WHOLE], ids=lambda case: case.id)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tokens", [1, 2, 7])
-def test_against_the_reference(native, grouped_moe, device, case, dtype, tokens):
+@pytest.mark.parametrize("tokens", [1, 2, 7, 100])
+def test_against_the_reference(native, grouped_moe, device, case, dtype, tokens, way):
+    """By expert in tiles of all heights, and of an expert in several tiles."""
     case = case._replace(T=tokens, transposed=False)
     kinds = ((torch.int64, torch.float32), (torch.int32, dtype), (torch.int64, torch.float16))
     for index_dtype, weights_dtype in kinds:
@@ -63,6 +72,19 @@ def test_against_the_reference(native, grouped_moe, device, case, dtype, tokens)
         out = decode(native, grouped_moe, case, poisoned)
         assert_close("out", out, want, dtype)
         assert_bitwise("once more", decode(native, grouped_moe, case, poisoned), out)
+
+
+@pytest.mark.parametrize("ids", [0, 3, 40, -1], ids=["first", "one", "none", "negative"])
+def test_one_expert_or_none(native, grouped_moe, device, ids, way):
+    """All slots on one expert, and no slot on any: its tokens are zeros, whatever is in memory that nobody wrote."""
+    case = FEW._replace(T=70, H=136, I=72, bias="both")
+    inputs = make_inputs(case, torch.bfloat16, device)
+    inputs = inputs._replace(top_k_index=torch.full_like(inputs.top_k_index, ids))
+    want = run_reference(grouped_moe, case, inputs).out
+    poisoned = poison_sentinels(inputs, case.E)
+    scratch = [torch.full((1 << 16,), float("nan"), device=device) for _ in range(32)]
+    del scratch  # it is made of this memory
+    assert_close("out", decode(native, grouped_moe, case, poisoned), want, torch.bfloat16)
 
 
 def poison_scaled(inputs, num_experts: int):
@@ -80,7 +102,7 @@ def poison_scaled(inputs, num_experts: int):
 @pytest.mark.parametrize("case", CODED_CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("blocks", BLOCKS, ids=range(len(BLOCKS)))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_scaled_weights(native, grouped_moe, device, case, blocks, dtype):
+def test_scaled_weights(native, grouped_moe, device, case, blocks, dtype, way):
     case, inputs, wide = with_scales(grouped_moe, case, make_inputs(case, dtype, device), blocks)
     want = run_reference(grouped_moe, case, wide).out
     poisoned = poison_scaled(inputs, case.E)
@@ -91,7 +113,7 @@ def test_scaled_weights(native, grouped_moe, device, case, blocks, dtype):
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_nan_codes(native, grouped_moe, device, name, code):
+def test_nan_codes(native, grouped_moe, device, name, code, way):
     """One in the weights of an expert: in the outputs of its tokens alone, of one row of down in that column alone."""
     case, inputs, _ = with_scales(grouped_moe, CODED, make_inputs(CODED, torch.bfloat16, device), Blocks())
     ids = torch.arange(case.T * case.top_k, device=device).view(case.T, case.top_k)
@@ -113,7 +135,7 @@ def test_nan_codes(native, grouped_moe, device, name, code):
     lambda i: i._replace(down_proj=i.down_proj._replace(data=i.down_proj.data.view(torch.float8_e5m2))),
     lambda i: i._replace(gate_up_proj=i.gate_up_proj._replace(data=strided(i.gate_up_proj.data))),
 ], ids=range(8))  # fmt: skip
-def test_scaled_weights_the_op_does_not_take(native, grouped_moe, device, change):
+def test_scaled_weights_the_op_does_not_take(native, grouped_moe, device, change, way):
     case, inputs, _ = with_scales(grouped_moe, CODED, make_inputs(CODED, torch.bfloat16, device), Blocks())
     assert decode(native, grouped_moe, case, inputs) is not None
     assert decode(native, grouped_moe, case, change(inputs)) is None
@@ -125,7 +147,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=tensor.dtype, device=tensor.device)[..., :-8].copy_(tensor)
 
 
-def test_strides(native, grouped_moe, device):
+def test_strides(native, grouped_moe, device, way):
     """Rows with room between them, transposed weights that were laid out so, and biases, ids and weights of any."""
     case = STEPS._replace(sentinels=0.3)
     inputs = make_inputs(case, torch.bfloat16, device)
@@ -150,7 +172,7 @@ def test_strides(native, grouped_moe, device):
     lambda i: i._replace(top_k_index=i.top_k_index.repeat(1, 5), top_k_weights=i.top_k_weights.repeat(1, 5)),
     lambda i: i.take(torch.zeros(0, dtype=torch.int64, device=i.dout.device)),
 ], ids=range(9))  # fmt: skip
-def test_what_the_op_does_not_take(native, grouped_moe, device, change):
+def test_what_the_op_does_not_take(native, grouped_moe, device, change, way):
     inputs = make_inputs(STEPS, torch.bfloat16, device)
     assert decode(native, grouped_moe, STEPS, inputs) is not None
     assert decode(native, grouped_moe, STEPS, change(inputs)) is None
@@ -172,7 +194,7 @@ def taken(native, monkeypatch, module) -> list:
     return found
 
 
-def test_who_is_taken(grouped_moe, device, taken):
+def test_who_is_taken(native, grouped_moe, device, taken):
     """Few tokens without gradients; at once unless somebody watches."""
     inputs = make_inputs(FEW, torch.bfloat16, device)
     plain = call(grouped_moe, FEW, inputs)
@@ -189,14 +211,19 @@ def test_who_is_taken(grouped_moe, device, taken):
     with torch.no_grad():
         assert_bitwise("no_grad", call(grouped_moe, FEW, leaf), plain)
     assert taken == [(True, True)]
-    many = FEW._replace(T=30)
-    call(grouped_moe, many, make_inputs(many, torch.bfloat16, device))
-    assert len(taken) == 1
+    for tokens in (30, native.MAX_TOKENS, native.MAX_TOKENS + 1):
+        del taken[:]
+        case = FEW._replace(T=tokens)
+        inputs = make_inputs(case, torch.bfloat16, device)
+        want = run_reference(grouped_moe, case, inputs).out
+        assert_close("out", call(grouped_moe, case, inputs), want, torch.bfloat16)
+        assert taken == [(True, tokens <= native.MAX_TOKENS)]
 
 
-def test_scaled_weights_are_taken(grouped_moe, device, taken):
+@pytest.mark.parametrize("tokens", [2, 30])
+def test_scaled_weights_are_taken(grouped_moe, device, taken, tokens):
     """At once, and where the package's own op comes first; other blocks are handed over."""
-    case = FEW._replace(T=2, H=256, I=144)
+    case = FEW._replace(T=tokens, H=256, I=144)
     given = make_inputs(case, torch.bfloat16, device)
     _, inputs, wide = with_scales(grouped_moe, case, given, Blocks(apart=True))
     plain = call(grouped_moe, case, inputs)
@@ -229,7 +256,9 @@ def test_what_is_handed_over(grouped_moe, device, taken):
         call(grouped_moe, FEW, inputs._replace(hidden_states=None))
 
 
-@pytest.mark.parametrize("case", [FEW, FEW._replace(T=1, bias="both", interleaved=True, activation=GPT_OSS)], ids=str)
+@pytest.mark.parametrize("case", [
+    FEW, FEW._replace(T=1, bias="both", interleaved=True, activation=GPT_OSS), FEW._replace(T=100, sentinels=0.3),
+], ids=str)  # fmt: skip
 def test_compiled_and_captured(grouped_moe, device, case, taken):
     """Compiled and in a graph it is what it is without, and of the same kernels."""
     inputs = make_inputs(case, torch.bfloat16, device)

@@ -3,9 +3,8 @@
 
 #include <cuda_fp16.h>
 
-// The values of four e4m3 codes, the lowest byte first, exactly; NaN codes stay NaN.
-__device__ __forceinline__ void widen_codes(unsigned codes, float2 &low, float2 &high) {
-  unsigned halves[2];
+// The values of four e4m3 codes, the lowest byte first, as two pairs of fp16, exactly; NaN codes stay NaN.
+__device__ __forceinline__ void widen_codes(unsigned codes, unsigned (&halves)[2]) {
 #if __CUDA_ARCH__ >= 890
   asm("{\n"
       "  .reg .b16 low, high;\n"
@@ -26,6 +25,12 @@ __device__ __forceinline__ void widen_codes(unsigned codes, float2 &low, float2 
     halves[i] = *reinterpret_cast<const unsigned *>(&scaled);
   }
 #endif
+}
+
+// The same in fp32.
+__device__ __forceinline__ void widen_codes(unsigned codes, float2 &low, float2 &high) {
+  unsigned halves[2];
+  widen_codes(codes, halves);
   low = __half22float2(*reinterpret_cast<const __half2 *>(&halves[0]));
   high = __half22float2(*reinterpret_cast<const __half2 *>(&halves[1]));
 }

@@ -1,179 +1,37 @@
-#include <algorithm>
 #include <limits>
 #include <optional>
 
 #include "../../torch-ext/torch_binding.h"
 #include "../common/tensors.h"
-#include "decode.h"
-
-using torch::headeronly::ScalarType;
-
-namespace {
-
-constexpr int64_t PIECE = 8;          // elements of 16 bytes
-constexpr int64_t CODES = 16;         // the same, of 8-bit floats
-constexpr int64_t SCALE_BLOCK = 128;  // both extents of the block of a scale
-constexpr int64_t MAX_SLOTS = 65535;  // of a grid's second dimension
-
-bool as_scalar(ScalarType type, Scalar *scalar) {
-  switch (type) {
-    case ScalarType::BFloat16:
-      *scalar = Scalar::bfloat16;
-      return true;
-    case ScalarType::Half:
-      *scalar = Scalar::float16;
-      return true;
-    case ScalarType::Float:
-      *scalar = Scalar::float32;
-      return true;
-    default:
-      return false;
-  }
-}
-
-bool has_shape(const Tensor &tensor, std::initializer_list<int64_t> shape) {
-  const auto sizes = tensor.sizes();
-  return std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end());
-}
-
-// Whether rows lie along the last dimension, and begin at multiples of 16 bytes, which are so many elements.
-bool has_pieces(const Tensor &tensor, int64_t piece = PIECE) {
-  const auto strides = tensor.strides();
-  if (strides.back() != 1 || reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16) return false;
-  return std::all_of(strides.begin(), strides.end() - 1, [=](int64_t stride) { return stride % piece == 0; });
-}
-
-bool is_like(const Tensor &tensor, const Tensor &x) {
-  return tensor.scalar_type() == x.scalar_type() && tensor.get_device_index() == x.get_device_index();
-}
-
-// Whether a weight (., ., K) is of so many elements to a piece, in whole pieces: plain ones as x, or codes.
-bool is_weight(const Tensor &weight, const Tensor &x, int64_t piece) {
-  const ScalarType type = piece == CODES ? ScalarType::Float8_e4m3fn : x.scalar_type();
-  return weight.scalar_type() == type && weight.get_device_index() == x.get_device_index() &&
-         weight.size(2) % piece == 0 && has_pieces(weight, piece);
-}
-
-// The sizes and the tensors of a call but its biases; false if the kernels are not for it.
-bool describe_rows(const Tensor &x, const Tensor &ids, const Tensor &weights, DecodeArgs *a) {
-  if (x.dim() != 2 || ids.dim() != 2 || !as_scalar(x.scalar_type(), &a->dtype) || a->dtype == Scalar::float32)
-    return false;
-  const int64_t tokens = x.size(0), top_k = ids.size(1);
-  const ScalarType id_type = ids.scalar_type();
-  a->wide_ids = id_type == ScalarType::Long;
-  if (tokens < 1 || top_k < 1 || top_k > MAX_TOP_K || tokens * top_k > MAX_SLOTS || x.size(1) % PIECE ||
-      !(a->wide_ids || id_type == ScalarType::Int) || !has_shape(ids, {tokens, top_k}) ||
-      !has_shape(weights, {tokens, top_k}) || !as_scalar(weights.scalar_type(), &a->weights_dtype) || !has_pieces(x) ||
-      ids.get_device_index() != x.get_device_index() || weights.get_device_index() != x.get_device_index())
-    return false;
-  a->num_tokens = static_cast<int>(tokens);
-  a->top_k = static_cast<int>(top_k);
-  a->hidden = static_cast<int>(x.size(1));
-  a->x = x.data_ptr();
-  a->stride_xt = x.stride(0);
-  a->ids = ids.data_ptr();
-  a->stride_it = ids.stride(0);
-  a->stride_ik = ids.stride(1);
-  a->weights = weights.data_ptr();
-  a->stride_wt = weights.stride(0);
-  a->stride_wk = weights.stride(1);
-  return true;
-}
-
-constexpr int64_t MAX_EXPERTS = 1024;  // as of grouped_mm_experts, for any number of tokens
-
-// piece: elements of 16 bytes of either weight.
-bool describe_experts(const Tensor &x, const Tensor &up, const Tensor &down, int64_t piece, DecodeArgs *a) {
-  if (up.dim() != 3 || down.dim() != 3) return false;
-  const int64_t experts = up.size(0), intermediate = down.size(2), hidden = a->hidden;
-  if (experts < 1 || experts > MAX_EXPERTS || hidden < 1 || intermediate < 1 ||
-      !has_shape(up, {experts, a->gated ? 2 * intermediate : intermediate, hidden}) ||
-      !has_shape(down, {experts, hidden, intermediate}) || !is_weight(up, x, piece) || !is_weight(down, x, piece))
-    return false;
-  a->num_experts = static_cast<int>(experts);
-  a->intermediate = static_cast<int>(intermediate);
-  a->up = up.data_ptr();
-  a->stride_ue = up.stride(0);
-  a->stride_un = up.stride(1);
-  a->down = down.data_ptr();
-  a->stride_de = down.stride(0);
-  a->stride_dn = down.stride(1);
-  return true;
-}
-
-// Of a weight (E, rows, K) in so many parts with blocks of their own.
-bool describe_scales(const Tensor &scales, const Tensor &weight, int64_t parts, Scales *s) {
-  const auto blocks = [](int64_t extent) { return (extent + SCALE_BLOCK - 1) / SCALE_BLOCK; };
-  const int64_t part_rows = weight.size(1) / parts;
-  switch (scales.scalar_type()) {
-    case ScalarType::Float:
-      s->type = ScaleType::float32;
-      break;
-    case ScalarType::BFloat16:
-      s->type = ScaleType::bfloat16;
-      break;
-    case ScalarType::Byte:  // exponents: the stable ABI has no name for their dtype
-      s->type = ScaleType::exponent;
-      break;
-    default:
-      return false;
-  }
-  if (!has_shape(scales, {weight.size(0), parts * blocks(part_rows), blocks(weight.size(2))}) ||
-      weight.size(1) % parts || scales.get_device_index() != weight.get_device_index())
-    return false;
-  const int64_t bytes = static_cast<int64_t>(s->type);
-  s->data = scales.data_ptr();
-  s->stride_e = bytes * scales.stride(0);
-  s->stride_n = bytes * scales.stride(1);
-  s->stride_k = bytes * scales.stride(2);
-  s->part_rows = static_cast<int>(part_rows);
-  return true;
-}
-
-bool describe_biases(const Tensor &x, const std::optional<Tensor> &up, const std::optional<Tensor> &down,
-                     DecodeArgs *a) {
-  if (a->gated && up.has_value() != down.has_value()) return false;
-  if (up) {
-    if (!has_shape(*up, {a->num_experts, a->gated ? 2 * a->intermediate : a->intermediate}) || !is_like(*up, x))
-      return false;
-    a->up_bias = up->data_ptr();
-    a->stride_ube = up->stride(0);
-    a->stride_ubn = up->stride(1);
-  }
-  if (down) {
-    if (!has_shape(*down, {a->num_experts, a->hidden}) || !is_like(*down, x)) return false;
-    a->down_bias = down->data_ptr();
-    a->stride_dbe = down->stride(0);
-    a->stride_dbn = down->stride(1);
-  }
-  return true;
-}
-
-}  // namespace
+#include "describe.h"
+#include "grouped.h"
 
 Tensor decode_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weights, const Tensor &up,
                          const Tensor &down, int64_t kind, const std::optional<Tensor> &up_scales,
                          const std::optional<Tensor> &down_scales, const std::optional<Tensor> &up_bias,
                          const std::optional<Tensor> &down_bias, double alpha, double limit, double up_offset) {
   DecodeArgs a{};
-  a.gated = kind & 2;
-  a.interleaved = kind & 1;
-  a.activation = {static_cast<ActivationKind>(kind / 8), static_cast<float>(alpha), static_cast<float>(limit),
-                  static_cast<float>(up_offset)};
-  const bool scaled = up_scales.has_value();
-  if (scaled != down_scales.has_value() || !describe_rows(x, ids, weights, &a) ||
-      !describe_experts(x, up, down, scaled ? CODES : PIECE, &a) || !describe_biases(x, up_bias, down_bias, &a))
-    return Tensor();
-  if (scaled && (!describe_scales(*up_scales, up, kind & 4 ? 2 : 1, &a.up_scales) ||
-                 !describe_scales(*down_scales, down, 1, &a.down_scales)))
+  if (!describe(x, ids, weights, up, down, kind, up_scales, down_scales, up_bias, down_bias, alpha, limit, up_offset,
+                &a))
     return Tensor();
   const int32_t device = x.get_device_index(), dtype = dtype_code(x);
+  const int capability = capability_of(device), num_sms = device_attribute(cudaDevAttrMultiProcessorCount, device);
+  const bool by_slot = kind & 8;
+  GroupedPlan plan;
+  if (!by_slot && !plan_grouped(a, num_sms, capability, &plan)) return Tensor();
   const OnDevice guard(device);
-  const Scratch act(sizeof(uint16_t) * a.num_tokens * a.top_k * a.intermediate);
+  const Scratch scratch(by_slot ? sizeof(uint16_t) * a.num_tokens * a.top_k * a.intermediate : plan.bytes);
   Tensor out = empty({a.num_tokens, a.hidden}, dtype, device);
-  a.act = act.get();
+  a.act = scratch.get();
   a.out = out.data_ptr();
-  check_launch("decode_experts", decode_experts(a, capability_of(device) >= 9, current_stream(device)));
+  const cudaStream_t stream = current_stream(device);
+  const cudaError_t error = by_slot ? decode_experts(a, capability >= 9, stream)
+                                    : grouped_experts(a, plan, scratch.get(), stream);
+  if (error == cudaErrorCooperativeLaunchTooLarge) {  // where others limit the multiprocessors of this process
+    cudaGetLastError();
+    return Tensor();
+  }
+  check_launch("decode_experts", error);
   return out;
 }
 

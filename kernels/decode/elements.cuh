@@ -36,6 +36,20 @@ __device__ __forceinline__ float2 unpack<__half>(unsigned pair) {
   return __half22float2(*reinterpret_cast<const __half2 *>(&pair));
 }
 
+// Back into a pair.
+template <typename Element>
+__device__ __forceinline__ unsigned pack(float2 values);
+template <>
+__device__ __forceinline__ unsigned pack<__nv_bfloat16>(float2 values) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(values.x, values.y);
+  return *reinterpret_cast<const unsigned *>(&pair);
+}
+template <>
+__device__ __forceinline__ unsigned pack<__half>(float2 values) {
+  const __half2 pair = __floats2half2_rn(values.x, values.y);
+  return *reinterpret_cast<const unsigned *>(&pair);
+}
+
 template <typename Element>
 __device__ __forceinline__ float dot_pair(unsigned a, unsigned b, float acc) {
   const float2 x = unpack<Element>(a), y = unpack<Element>(b);
@@ -81,6 +95,21 @@ __device__ __forceinline__ uint4 load_once(const uint4 *address, bool wanted) {
       "  .reg .pred wanted;\n"
       "  setp.ne.u32 wanted, %5, 0;\n"
       "  @wanted ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(address), "r"(static_cast<unsigned>(wanted))
+      : "memory");
+  return v;
+}
+
+// The same of what other blocks of the multiprocessor read as well.
+__device__ __forceinline__ uint4 load_cached(const uint4 *address, bool wanted) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  asm volatile(
+      "{\n"
+      "  .reg .pred wanted;\n"
+      "  setp.ne.u32 wanted, %5, 0;\n"
+      "  @wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
       "}\n"
       : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
       : "l"(address), "r"(static_cast<unsigned>(wanted))

@@ -30,6 +30,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route_rows_op(const Tensor &ids, int6
   Tensor slot_to_row = empty({a.num_slots}, int32, device);
   Tensor num_routed = empty({num_rows < a.num_slots ? 1 : 0}, int32, device);
   a.ids = ids.data_ptr();
+  a.stride_it = a.top_k = 1;  // as slots of tokens with one each
   a.counts = static_cast<int *>(counts.get());
   a.schedule = static_cast<int *>(schedule.data_ptr());
   a.row_to_slot = static_cast<int *>(row_to_slot.data_ptr());

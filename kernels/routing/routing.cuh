@@ -24,7 +24,9 @@ struct RouteMemory {
 
 __device__ __forceinline__ int load_expert(const RouteArgs &a, int slot) {  // -1 for a sentinel and past the last slot
   if (slot >= a.num_slots) return -1;
-  const int64_t id = a.wide_ids ? static_cast<const int64_t *>(a.ids)[slot] : static_cast<const int *>(a.ids)[slot];
+  const int token = slot / a.top_k;
+  const int64_t at = token * a.stride_it + (slot - token * a.top_k) * a.stride_ik;
+  const int64_t id = a.wide_ids ? static_cast<const int64_t *>(a.ids)[at] : static_cast<const int *>(a.ids)[at];
   return id >= 0 && id < a.num_experts ? static_cast<int>(id) : -1;
 }
 

@@ -3,8 +3,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+
 struct RouteArgs {
-  const void *ids;   // (S,) int32 or int64, contiguous; outside of [0, num_experts): a sentinel
+  const void *ids;   // (S / top_k, top_k) int32 or int64; outside of [0, num_experts): a sentinel
+  int64_t stride_it, stride_ik;
+  int top_k;
   int *counts;       // scratch: `RoutePlan::scratch` entries
   int *schedule;     // out: expert offsets (E + 1,), tile offsets (E + 1,), the expert of each tile
   int *row_to_slot;  // (num_rows,) out: the first R are written

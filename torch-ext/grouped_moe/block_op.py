@@ -60,7 +60,9 @@ def _inference(x, index, act_scales, bias_scales, adapters, *arguments) -> Tenso
     block, kernels = make_block(*arguments), backend_of(x)
     with on_device(x):
         if index.dim() == 2 and index.shape[0] and kernels.is_decode(block, *index.shape):
-            return kernels.decode(block, x, index, act_scales, adapters)
+            out = kernels.decode(block, x, index, act_scales, adapters)
+            if out is not None:
+                return out
         rows = _make_rows(kernels, index, block, x, adapters, infers=True)
         return pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=False)[0]
 

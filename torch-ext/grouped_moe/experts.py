@@ -74,7 +74,8 @@ def grouped_mm_experts(
     numbers; on an accelerator, which counts them without telling the host, an assertion on the device, in a graph's
     replay as well: CUDA reports it at the next sync and prints a message that names grouped_mm_experts and capacity.
     ROCm, whose PyTorch is built without such assertions, makes room for all slots instead.
-    Calls of a few tokens without gradients make no rows there: they are right whatever it is, and not checked.
+    Calls of a few tokens without gradients make no rows there, or one for each slot: they are right whatever it is, and
+    not checked.
 
     Raises TypeError or ValueError that names the argument, before anything is launched.
     """

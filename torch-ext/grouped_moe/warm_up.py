@@ -211,6 +211,7 @@ def _top_k_of(name: str, module: nn.Module, target: nn.Module) -> int:
 
 def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optional[int], trains: bool) -> _Layer:
     """A layer of an experts module, which is run as the implementation for transformers runs it."""
+    from .backends.native.decode import MAX_TOKENS
     from .backends.native.fakes import IS_BUILT
     from .backends.native.routing import routing_pays
     from .backends.triton import is_decode, quantizes
@@ -233,6 +234,7 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
     ]
     block = Block(*weights, *[None] * 4, activation or Activation(), gated, interleaved, transposed, False)
     quantized = quantizes(block, torch.empty((1, h), device=up.device, dtype=dtype), 1, top_k)
+    native = IS_BUILT and up.is_cuda
     products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, dtype, trains, quantized)
 
     def num_rows(num_slots: int) -> int:
@@ -241,8 +243,9 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
     def choice(num_tokens: int) -> Hashable:
         slots = num_tokens * top_k
         rows, decode = num_rows(slots), activation is not None and is_decode(block, num_tokens, top_k)
-        routed = launches_of(slots), IS_BUILT and up.is_cuda and routing_pays(slots, e)
-        return decode if decode and not trains else (decode, *routed, rows < slots, products(rows, slots))
+        routed = launches_of(slots), native and routing_pays(slots, e)
+        by_op = native and not trains and num_tokens <= MAX_TOKENS  # which may take the call, and compiles nothing
+        return decode if decode and not trains else (decode, by_op, *routed, rows < slots, products(rows, slots))
 
     def run(num_tokens: int) -> None:
         twin, generator = _twin(module, module.__dict__), torch.Generator(up.device).manual_seed(0)

@@ -26,7 +26,7 @@ from ..triton import (
     up_proj,
     wgrad,
 )
-from .decode import CODE_BYTES, decode_experts, takes_scales
+from .decode import MAX_TOKENS, decode_experts
 from .routing import route
 
 __all__ = [
@@ -37,20 +37,23 @@ __all__ = [
 
 
 def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
-    """As of the Triton backend, which takes longer to widen codes: those that the op takes count less."""
-    if block.up_lora is None and block.down_lora is None and takes_scales(block.up, block.down):
-        return triton.is_decode(block, num_tokens, top_k, CODE_BYTES)
-    return triton.is_decode(block, num_tokens, top_k)
+    """Whether the op may take a call, or the Triton backend's kernels for a few tokens are for it."""
+    return num_tokens <= MAX_TOKENS or triton.is_decode(block, num_tokens, top_k)
 
 
 def decode(
     block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor, adapters: Optional[Tensor] = None
-) -> Tensor:  # fmt: skip
-    """As of the Triton backend, which takes LoRAs, other blocks of FP8 and rows that do not begin at 16 bytes."""
+) -> Optional[Tensor]:
+    """As of the Triton backend, which takes LoRAs, other blocks of FP8 and rows that do not begin at 16 bytes.
+
+    None if neither is for the call.
+    """
     if block.up_lora is None and block.down_lora is None:
         up, down = (weight.mT if block.transposed else weight for weight in (block.up, block.down))
         experts, kind = (up, down, block.up_bias, block.down_bias), (block.activation, block.gated, block.interleaved)
         out = decode_experts(x, top_k_index, weights, experts, kind)
         if out is not None:
             return out
-    return triton.decode(block, x, top_k_index, weights, adapters)
+    if triton.is_decode(block, *top_k_index.shape):
+        return triton.decode(block, x, top_k_index, weights, adapters)
+    return None

@@ -15,14 +15,15 @@ from ..._ops import ops
 from ...block_scaled import PRODUCTS, BlockScaled, Weight
 from ...common import _compat
 from ...common.activation import ACTIVATION_NAMES, Activation
-from ...tuning.heuristic import decode_pays
+from ...tuning.heuristic import decode_pays, quantizing_pays
 from .fakes import IS_BUILT
 
-CODE_BYTES = 2  # take as long to read as the op takes to widen an 8-bit code
+MAX_TOKENS = 128  # up to which the op takes calls whose slots do not read weights themselves
+_CODE_BYTES = 2  # take as long to read as the op takes to widen an 8-bit code
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _requires_grad = attrgetter("requires_grad")
 _NO_PARAMETERS = (1.0, None, 0.0)
-_CODES = {name: 8 * code for code, name in enumerate(ACTIVATION_NAMES)}
+_CODES = {name: 16 * code for code, name in enumerate(ACTIVATION_NAMES)}
 # Their attributes take the host half a microsecond to find.
 _DECODE, _DECODE_PLAIN = (ops.decode_experts.default, ops.decode_plain_experts.default) if IS_BUILT else (None, None)
 
@@ -55,7 +56,9 @@ def _scales_of(weight: BlockScaled) -> Tensor:
 def decode_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, kind: Kind) -> Optional[Tensor]:
     """out (T, H) of the experts block, None if the op is not for these tensors: torch_binding.h says what it takes.
 
-    The first weight is (E, 2 I, H), or (E, I, H) if not gated, the second one (E, H, I).
+    The first weight is (E, 2 I, H), or (E, I, H) if not gated, the second one (E, H, I). Slots read weights themselves
+    where `decode_pays`, else an expert's are read once for several of them, of up to MAX_TOKENS tokens, unless rows of
+    8-bit floats pay.
     """
     (up, down, up_bias, down_bias), (activation, gated, interleaved) = experts, kind
     code = _CODES[activation[0]] + 2 * gated + interleaved
@@ -66,7 +69,12 @@ def decode_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, ki
         code += 4 * (up.parts == 2)
         up_scales, down_scales = _scales_of(up), _scales_of(down)
         up, down = up.data, down.data
-    elif up_bias is None and down_bias is None and activation[1:] == _NO_PARAMETERS:
+    num_tokens, top_k = ids.shape
+    if decode_pays(num_tokens, top_k, up, down, _CODE_BYTES):
+        code += 8
+    elif num_tokens > MAX_TOKENS or (up_scales is not None and quantizing_pays(num_tokens * top_k, up.shape[0])):
+        return None
+    if up_scales is None and up_bias is None and down_bias is None and activation[1:] == _NO_PARAMETERS:
         return _DECODE_PLAIN(x, ids, weights, up, down, code)
     _, alpha, limit, up_offset = activation
     limit = inf if limit is None else limit
@@ -95,8 +103,7 @@ def decode_directly(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, k
             return None
     if torch.is_grad_enabled() and any(map(_requires_grad, tensors)) or torch.is_autocast_enabled("cuda"):
         return None
-    shape = ids.shape
-    if len(shape) != 2 or up.dim() != 3 or not decode_pays(shape[0], shape[1], up, down, CODE_BYTES):
+    if ids.dim() != 2 or up.dim() != 3:
         return None
     try:
         return decode_experts(x, ids, weights, experts, kind)

@@ -23,15 +23,15 @@ _MAX_TOP_K = 32  # sums of all choices of a token lie in the registers of one pr
 _PROJECTED_RANKS = 2  # of a program: so few that a token's are all under way at once
 
 
-def is_decode(block: Block, num_tokens: int, top_k: int, code_bytes: int = 4) -> bool:
+def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
     """Whether the kernels for a few tokens win: slots hardly ever share an expert; weights are contiguous along K.
 
-    Of wide types the sums of long rows do not fit the registers everywhere. code_bytes: as of `decode_pays`.
+    Of wide types the sums of long rows do not fit the registers everywhere.
     """
     k, (up, *_), (down, *_) = 1 if block.transposed else 2, parts_of(block.up), parts_of(block.down)
     if top_k > _MAX_TOP_K or up.dtype.itemsize > 2 or up.stride(k) != 1 or down.stride(k) != 1:
         return False
-    return decode_pays(num_tokens, top_k, up, down, code_bytes)
+    return decode_pays(num_tokens, top_k, up, down)
 
 
 class _Problem(NamedTuple):

@@ -1,0 +1,35 @@
+// The experts block for tokens that are few and yet share experts: an expert's weights are read once for several rows.
+#pragma once
+
+#include "../routing/routing.h"
+#include "decode.h"
+
+// A call with its rows. Rows are routed slots sorted by expert, as `route_slots` has them; a tile is up to block_m rows
+// of one expert.
+struct GroupedArgs : DecodeArgs {
+  int *schedule, *row_to_slot, *slot_to_row;  // scratch, as of RouteArgs
+  void *y;                                    // (S, H), scratch, as is act: the first rows are written
+  int block_m, max_tiles;                     // 8, 16 or 32 rows, and no more tiles than these
+};
+
+// How a call is made and how much scratch it takes.
+struct GroupedPlan {
+  RoutePlan route;
+  int block_m, max_tiles;
+  bool dependent;  // whether the device has dependent launches
+  uint64_t bytes;
+};
+
+// The plan for a call that is complete but for act and out; false if it has too many slots, or rows so far apart that
+// 32 bits do not count the pieces between them. capability: the major one.
+bool plan_grouped(const DecodeArgs &args, int num_sms, int capability, GroupedPlan *plan);
+
+// As `decode_experts`, in four launches. act of args is not used. S up to 65535.
+cudaError_t grouped_experts(const DecodeArgs &args, const GroupedPlan &plan, void *scratch, cudaStream_t stream);
+
+// The last three of them, in this order, of plain weights or of those with scales. Routing comes before.
+cudaError_t launch_grouped_up_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
+cudaError_t launch_grouped_down_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
+cudaError_t launch_scaled_grouped_up_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
+cudaError_t launch_scaled_grouped_down_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
+cudaError_t launch_combine(const GroupedArgs &args, bool dependent, cudaStream_t stream);

@@ -1,0 +1,31 @@
+#include "../common/launch.cuh"
+#include "grouped_down_proj.cuh"
+
+namespace {
+
+template <typename Element, typename Shape>
+cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
+  constexpr int COLUMNS = Shape::GROUPS * 2 * FRAGMENT;
+  const dim3 grid((a.hidden + COLUMNS - 1) / COLUMNS, a.max_tiles);
+  return launch(grouped_down_proj_kernel<Element, Shape>, grid, Shape::THREADS, 0, stream, {dependent}, a);
+}
+
+// As of the up-projection, with fewer pieces of a row that is shorter.
+template <typename Element>
+cudaError_t choose_shape(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
+  switch (a.block_m) {
+    case 8:
+      return launch_kernel<Element, TileShape<8, 1, 4, 3, 4>>(a, dependent, stream);
+    case 16:
+      return launch_kernel<Element, TileShape<16, 2, 4, 2, 2>>(a, dependent, stream);
+    default:
+      return launch_kernel<Element, TileShape<32, 4, 1, 3, 3>>(a, dependent, stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_grouped_down_proj(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
+  return a.dtype == Scalar::bfloat16 ? choose_shape<__nv_bfloat16>(a, dependent, stream)
+                                     : choose_shape<__half>(a, dependent, stream);
+}

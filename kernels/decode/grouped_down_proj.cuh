@@ -1,0 +1,56 @@
+#pragma once
+
+#include "tiles.cuh"
+
+// Rows g of all eights of a tile, in pieces of act, or -1.
+template <int EIGHTS>
+__device__ __forceinline__ void find_act_rows(const GroupedArgs &a, Tile *tile, int g, int (&rows)[EIGHTS]) {
+  wait_for_stream();
+  find_rows(a, tile);
+#pragma unroll
+  for (int i = 0; i < EIGHTS; ++i) {
+    const int row = i * EIGHT + g;
+    rows[i] = row < tile->rows ? (tile->first_row + row) * (a.intermediate / PIECE) : -1;
+  }
+}
+
+// y of weight row n of both fragments of a row of a tile.
+template <typename Element>
+__device__ __forceinline__ void store_y_row(const GroupedArgs &a, const Tile &tile, int row, int column, int n,
+                                            const float (&sums)[2]) {
+  Element *y = static_cast<Element *>(a.y) + int64_t(tile.first_row + row) * a.hidden;
+#pragma unroll
+  for (int f = 0; f < 2; ++f) {
+    const int at = column + f * FRAGMENT + n;
+    if (at >= a.hidden) continue;
+    const float bias = load_bias<Element>(a.down_bias, tile.expert * a.stride_dbe + at * a.stride_dbn);
+    y[at] = from_float<Element>(sums[f] + bias);
+  }
+}
+
+// y[r] = down[e] act[r] + down_bias[e] for every row r, with expert e.
+// As `grouped_up_proj_kernel` if not gated. The first weights are on their way before the wait for act.
+// Grid: (H / columns of a block, tiles at most). The caller guarantees that it launches this after
+// `grouped_up_proj_kernel`, before which routing has ended.
+template <typename Element, typename Shape>
+__global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_down_proj_kernel(const GroupedArgs a) {
+  Tile tile = {static_cast<int>(blockIdx.y)};
+  if (!find_expert(a, &tile)) return;
+  const int warp = threadIdx.x / WARP, group = warp / Shape::SPLITS, g = threadIdx.x % WARP / 4;
+  const int column = (blockIdx.x * Shape::GROUPS + group) * 2 * FRAGMENT, mine = column + g;
+  LaneRows w;
+  w.first = row_at<Element>(a.down, tile.expert * a.stride_de + mine * a.stride_dn);
+  w.to_eighth = static_cast<int>(a.stride_dn);
+  w.to_fragment = static_cast<int>(FRAGMENT / PIECE * a.stride_dn);
+#pragma unroll
+  for (int f = 0; f < 2; ++f)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) w.wanted[f][r] = mine + r * EIGHT + f * FRAGMENT < a.hidden;
+  const auto locate = [&](int (&rows)[Shape::EIGHTS]) { find_act_rows(a, &tile, g, rows); };
+  float acc[2][Shape::EIGHTS][4] = {};
+  const int length = column < a.hidden ? a.intermediate / PIECE : 0;
+  multiply_tile<Element, Shape>(w, row_at<Element>(a.act, 0), length, warp % Shape::SPLITS, locate, acc);
+  add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {
+    store_y_row<Element>(a, tile, row, column, n, sums);
+  });
+}

@@ -1,0 +1,60 @@
+#pragma once
+
+#include "columns.cuh"
+#include "tiles.cuh"
+
+// The tokens of rows g of all eights of a tile, in pieces of x, or -1.
+template <int EIGHTS>
+__device__ __forceinline__ void find_tokens(const GroupedArgs &a, Tile *tile, int g, int (&rows)[EIGHTS]) {
+  let_next_start();  // here, where it keeps what follows behind the first weights
+  find_rows(a, tile);
+#pragma unroll
+  for (int i = 0; i < EIGHTS; ++i) {
+    const int row = i * EIGHT + g;
+    rows[i] = load_index(a.row_to_slot + tile->first_row + row, row < tile->rows, -a.top_k);
+  }
+#pragma unroll
+  for (int i = 0; i < EIGHTS; ++i) {
+    const int token = rows[i] / a.top_k;
+    rows[i] = token < 0 ? -1 : token * static_cast<int>(a.stride_xt / PIECE);
+  }
+}
+
+// act of weight row n of both fragments of a row of a tile.
+template <typename Element, bool GATED>
+__device__ __forceinline__ void store_act_row(const GroupedArgs &a, const Tile &tile, int row, int column, int n,
+                                              const float (&sums)[2]) {
+  Element *act = static_cast<Element *>(a.act) + int64_t(tile.first_row + row) * a.intermediate;
+  store_act<Element, GATED>(a, act, tile.expert, column + n, sums[0], sums[1]);
+  if (!GATED) store_act<Element, GATED>(a, act, tile.expert, column + FRAGMENT + n, sums[1], 0.f);
+}
+
+// act[r] = a(up[e] x[t] + up_bias[e]) for every row r of token t, with expert e.
+// A warp has 16 columns, gate rows and up rows, or 32 if not gated; the warps of a group add up their shares of K.
+// Grid: (I / columns of a block, tiles at most). The next kernel may start once all blocks have begun: it finds routing
+// complete, but has to wait for act.
+template <typename Element, bool GATED, typename Shape>
+__global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_up_proj_kernel(const GroupedArgs a) {
+  constexpr int COLUMNS = GATED ? FRAGMENT : 2 * FRAGMENT;
+  wait_for_stream();
+  Tile tile = {static_cast<int>(blockIdx.y)};
+  if (!find_expert(a, &tile)) return;
+  const int warp = threadIdx.x / WARP, group = warp / Shape::SPLITS, g = threadIdx.x % WARP / 4;
+  const int column = (blockIdx.x * Shape::GROUPS + group) * COLUMNS, mine = column + g;
+  const int step = a.interleaved ? 2 : 1, to_up = a.interleaved ? 1 : a.intermediate;
+  LaneRows w;
+  w.first = row_at<Element>(a.up, tile.expert * a.stride_ue + int64_t(mine) * step * a.stride_un);
+  w.to_eighth = static_cast<int>(step * a.stride_un);
+  w.to_fragment = static_cast<int>((GATED ? to_up : FRAGMENT) * a.stride_un / PIECE);
+#pragma unroll
+  for (int f = 0; f < 2; ++f)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) w.wanted[f][r] = mine + r * EIGHT + (GATED ? 0 : f * FRAGMENT) < a.intermediate;
+  const auto locate = [&](int (&rows)[Shape::EIGHTS]) { find_tokens(a, &tile, g, rows); };
+  float acc[2][Shape::EIGHTS][4] = {};
+  const int length = column < a.intermediate ? a.hidden / PIECE : 0;
+  multiply_tile<Element, Shape>(w, row_at<Element>(a.x, 0), length, warp % Shape::SPLITS, locate, acc);
+  add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {
+    store_act_row<Element, GATED>(a, tile, row, column, n, sums);
+  });
+}

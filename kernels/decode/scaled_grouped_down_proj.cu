@@ -1,0 +1,26 @@
+#include "../common/launch.cuh"
+#include "scaled_grouped_down_proj.cuh"
+
+namespace {
+
+template <typename Element, typename Shape>
+cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
+  constexpr int COLUMNS = Shape::GROUPS * 2 * FRAGMENT;
+  const dim3 grid((a.hidden + COLUMNS - 1) / COLUMNS, a.max_tiles);
+  return launch(scaled_grouped_down_proj_kernel<Element, Shape>, grid, Shape::THREADS, 0, stream, {dependent}, a);
+}
+
+// One block of scales of each row under way, in 16 warps of a multiprocessor: rows and sums of taller tiles would not
+// leave the registers for it.
+template <typename Element>
+cudaError_t choose_shape(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
+  return a.block_m == 8 ? launch_kernel<Element, TileShape<8, 2, 2, 2, 4>>(a, dependent, stream)
+                        : launch_kernel<Element, TileShape<16, 2, 2, 2, 4>>(a, dependent, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_scaled_grouped_down_proj(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
+  return a.dtype == Scalar::bfloat16 ? choose_shape<__nv_bfloat16>(a, dependent, stream)
+                                     : choose_shape<__half>(a, dependent, stream);
+}

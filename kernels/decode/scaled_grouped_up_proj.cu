@@ -1,0 +1,32 @@
+#include "../common/launch.cuh"
+#include "scaled_grouped_up_proj.cuh"
+
+namespace {
+
+template <typename Element, bool GATED, typename Shape>
+cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
+  constexpr int COLUMNS = Shape::GROUPS * (GATED ? FRAGMENT : 2 * FRAGMENT);
+  const dim3 grid((a.intermediate + COLUMNS - 1) / COLUMNS, a.max_tiles);
+  return launch(scaled_grouped_up_proj_kernel<Element, GATED, Shape>, grid, Shape::THREADS, 0, stream, {dependent}, a);
+}
+
+// One block of scales of each row under way, in 16 warps of a multiprocessor: rows and sums of taller tiles would not
+// leave the registers for it.
+template <typename Element, bool GATED>
+cudaError_t choose_shape(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
+  return a.block_m == 8 ? launch_kernel<Element, GATED, TileShape<8, 1, 4, 2, 4>>(a, dependent, stream)
+                        : launch_kernel<Element, GATED, TileShape<16, 2, 4, 2, 2>>(a, dependent, stream);
+}
+
+template <typename Element>
+cudaError_t choose_gated(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
+  return a.gated ? choose_shape<Element, true>(a, dependent, stream)
+                 : choose_shape<Element, false>(a, dependent, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_scaled_grouped_up_proj(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
+  return a.dtype == Scalar::bfloat16 ? choose_gated<__nv_bfloat16>(a, dependent, stream)
+                                     : choose_gated<__half>(a, dependent, stream);
+}

@@ -1,0 +1,127 @@
+// A tile of rows of one expert times its weights: what the two products of the grouped way share.
+#pragma once
+
+#include "../common/dependent.cuh"
+#include "grouped.h"
+#include "mma.cuh"
+
+constexpr int EIGHT = 8;  // rows of tokens of an instruction, which has twice as many weight rows
+constexpr int FRAGMENT = 2 * EIGHT;
+
+// What a block makes: GROUPS groups of two fragments of weight rows each, of SPLITS warps that share K, times up to
+// ROWS rows of tokens. A warp has STEPS pieces of each row and lane under way at once. BLOCKS of them have room on a
+// multiprocessor: that bounds their registers.
+template <int ROWS_, int GROUPS_, int SPLITS_, int STEPS_, int BLOCKS_>
+struct TileShape {
+  static constexpr int ROWS = ROWS_, GROUPS = GROUPS_, SPLITS = SPLITS_, STEPS = STEPS_, BLOCKS = BLOCKS_;
+  static constexpr int EIGHTS = ROWS / EIGHT, THREADS = GROUPS * SPLITS * WARP;
+};
+
+// An entry of the schedule or of a map of rows, or `otherwise` if it is not wanted. Volatile and by a predicate, as
+// `load_once`. Past L1, as routing may have ended during this kernel.
+__device__ __forceinline__ int load_index(const int *address, bool wanted = true, int otherwise = 0) {
+  int index = otherwise;
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.cg.s32 %0, [%1]; }"
+               : "+r"(index)
+               : "l"(address), "r"(static_cast<unsigned>(wanted))
+               : "memory");
+  return index;
+}
+
+// Rows [first_row, first_row + rows) of an expert.
+struct Tile {
+  int index, expert, first_row, rows;
+};
+
+// Finds the expert of tile `index`; false past the last one. Routing has ended, but perhaps not the kernel before.
+__device__ __forceinline__ bool find_expert(const GroupedArgs &a, Tile *tile) {
+  const int *tile_offsets = a.schedule + a.num_experts + 1;
+  if (tile->index >= load_index(tile_offsets + a.num_experts)) return false;
+  tile->expert = load_index(tile_offsets + a.num_experts + 1 + tile->index);
+  return true;
+}
+
+// Finds the rows, which weights do not wait for.
+__device__ __forceinline__ void find_rows(const GroupedArgs &a, Tile *tile) {
+  const int *offsets = a.schedule + tile->expert, *tile_offsets = offsets + a.num_experts + 1;
+  const int begin = load_index(offsets), end = load_index(offsets + 1), tiles_before = load_index(tile_offsets);
+  tile->first_row = begin + (tile->index - tiles_before) * a.block_m;
+  tile->rows = min(end - tile->first_row, a.block_m);
+}
+
+// The weight rows of a lane 4 g + t: rows g and g + 8 of each of its warp's two fragments.
+struct LaneRows {
+  const uint4 *first;          // row g of the first fragment
+  int to_eighth, to_fragment;  // pieces from it to row g + 8, and to the second fragment
+  bool wanted[2][2];           // [fragment][whether g + 8]
+};
+
+// acc[f][i] += fragment f times rows [8 i, 8 i + 8) of the tile, over the warp's share of K, of `length` pieces in all:
+// every SPLITS-th run of 4 STEPS pieces. locate(rows) finds the rows g of all eights, in pieces from `tokens` on, or -1
+// for none; every warp calls it once, when its first weights are on their way.
+template <typename Element, typename Shape, typename Locate>
+__device__ __forceinline__ void multiply_tile(const LaneRows &w, const uint4 *tokens, int length, int split,
+                                              const Locate &locate, float (&acc)[2][Shape::EIGHTS][4]) {
+  constexpr int QUAD = 4, STEPS = Shape::STEPS, EIGHTS = Shape::EIGHTS;
+  int rows[EIGHTS] = {};  // not their addresses, which would take twice as many registers
+  bool located = false;
+  for (int start = split * STEPS * QUAD; start < length; start += Shape::SPLITS * STEPS * QUAD) {
+    const int mine = start + threadIdx.x % QUAD;
+    uint4 pieces[2][2][STEPS], v[EIGHTS][STEPS];
+#pragma unroll
+    for (int f = 0; f < 2; ++f)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) {
+          const int at = mine + s * QUAD;
+          const uint4 *address = w.first + f * w.to_fragment + r * w.to_eighth + at;
+          pieces[f][r][s] = load_once(address, w.wanted[f][r] && at < length);
+        }
+    if (!located) locate(rows);
+    located = true;
+#pragma unroll
+    for (int i = 0; i < EIGHTS; ++i)
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) {
+        const int at = mine + s * QUAD;
+        v[i][s] = load_cached(tokens + rows[i] + at, rows[i] >= 0 && at < length);
+      }
+    let_next_start();  // here, where it keeps loads and sums apart as well
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+      for (int f = 0; f < 2; ++f)
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i)
+          multiply_pieces<Element>(pieces[f][0][s], pieces[f][1][s], v[i][s], acc[f][i]);
+  }
+  if (!located) locate(rows);
+}
+
+// Adds up what the warps of a group have, in order, and calls store(n, row, sums) for each row of the tile: of weight
+// row n of both fragments. All threads of the block call it.
+template <typename Shape, typename Store>
+__device__ __forceinline__ void add_up_splits(const float (&acc)[2][Shape::EIGHTS][4], int rows, const Store &store) {
+  constexpr int EIGHTS = Shape::EIGHTS, SPLITS = Shape::SPLITS;
+  __shared__ float parts[Shape::GROUPS][SPLITS][2][EIGHTS][4][WARP + 1];  // no two of a warp's reads in one bank
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = warp / SPLITS, split = warp % SPLITS;
+#pragma unroll
+  for (int f = 0; f < 2; ++f)
+#pragma unroll
+    for (int i = 0; i < EIGHTS; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) parts[group][split][f][i][c][lane] = acc[f][i][c];
+  __syncthreads();
+  for (int at = split * WARP + lane; at < rows * FRAGMENT; at += SPLITS * WARP) {
+    // Sum c of lane 4 g + t is that of weight row g + 8 (c / 2) and token 2 t + c % 2.
+    const int n = at % FRAGMENT, row = at / FRAGMENT, i = row / EIGHT, c = n / EIGHT * 2 + row % 2;
+    const int owner = n % EIGHT * 4 + row % EIGHT / 2;
+    float sums[2] = {};
+#pragma unroll
+    for (int s = 0; s < SPLITS; ++s)
+#pragma unroll
+      for (int f = 0; f < 2; ++f) sums[f] += parts[group][s][f][i][c][owner];
+    store(n, row, sums);
+  }
+}

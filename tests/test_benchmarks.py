@@ -75,7 +75,7 @@ def changed(provider, row):
 
     def forward(i, *leaves):
         out = provider.forward(i, *leaves)
-        return out + (torch.arange(len(out)) == row)[:, None]
+        return out + (torch.arange(len(out), device=out.device) == row)[:, None]
 
     return provider._replace(forward=forward)
 

@@ -30,14 +30,21 @@ def is_compiled(function: ast.FunctionDef) -> bool:
 
 
 def test_every_kernel_waits_for_the_stream(grouped_moe):
-    """Before all else, as a dependent launch must: the kernel before it may still run."""
-    count = 0
+    """Before all else, as a dependent launch must: the kernel before it may still run.
+
+    Those that a projection of rows lets start early do so later; `tools/compile_check.py` sees that they write nothing.
+    """
+    count, early = 0, []
     for path in Path(grouped_moe.__file__).parent.rglob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and is_compiled(node):
-                assert ast.unparse(node.body[1]) == "wait_for_stream()", f"{path.name}: {node.name}"
+                first = ast.unparse(node.body[1])
+                if first == "if projected_ptr is None:\n    wait_for_stream()":
+                    early.append(node.name)
+                else:
+                    assert first == "wait_for_stream()", f"{path.name}: {node.name}"
                 count += 1
-    assert count > 20
+    assert count > 20 and early == ["slot_up_proj_kernel", "slot_down_proj_kernel"]
 
 
 def test_native_backend_does_what_tritons_does(load):

@@ -5,13 +5,6 @@
 
 namespace {
 
-// The rows of a tile: twice those that an expert gets on average if every slot is routed, so that few experts have a
-// second tile, for which weights are read again. Kernels of weights with scales have no taller ones than 16.
-int choose_block_m(const DecodeArgs &a) {
-  const int slots = a.num_tokens * a.top_k, average = (slots + a.num_experts - 1) / a.num_experts;
-  return average <= 4 ? 8 : average <= 8 || a.up_scales.data ? 16 : 32;
-}
-
 // Gives parts of scratch away, each at a multiple of 256 bytes. With no memory it counts their bytes.
 class Parts {
  public:
@@ -57,8 +50,7 @@ bool has_near_rows(const DecodeArgs &a) {
 bool plan_grouped(const DecodeArgs &args, int num_sms, int capability, GroupedPlan *plan) {
   const int slots = args.num_tokens * args.top_k, with_rows = std::min(slots, args.num_experts);
   if (!has_near_rows(args) || !plan_route(slots, args.num_experts, num_sms, capability, &plan->route)) return false;
-  plan->block_m = choose_block_m(args);
-  plan->max_tiles = (slots + with_rows * (plan->block_m - 1)) / plan->block_m;  // the last tile of each is not full
+  plan->max_tiles = (slots + with_rows * (TILE_ROWS - 1)) / TILE_ROWS;  // the last tile of each is not full
   plan->dependent = capability >= 9;
   GroupedArgs a{args};
   RouteArgs r{};
@@ -70,7 +62,7 @@ cudaError_t grouped_experts(const DecodeArgs &args, const GroupedPlan &plan, voi
   GroupedArgs a{args};
   RouteArgs r{};
   lay_out(plan, scratch, &a, &r);
-  a.block_m = r.block_m = plan.block_m;
+  r.block_m = TILE_ROWS;
   a.max_tiles = plan.max_tiles;
   r.ids = a.ids;
   r.stride_it = a.stride_it;

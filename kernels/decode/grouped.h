@@ -4,18 +4,20 @@
 #include "../routing/routing.h"
 #include "decode.h"
 
-// A call with its rows. Rows are routed slots sorted by expert, as `route_slots` has them; a tile is up to block_m rows
-// of one expert.
+constexpr int TILE_ROWS = 8;
+
+// A call with its rows. Rows are routed slots sorted by expert, as `route_slots` has them; a tile is up to TILE_ROWS of
+// one expert.
 struct GroupedArgs : DecodeArgs {
   int *schedule, *row_to_slot, *slot_to_row;  // scratch, as of RouteArgs
   void *y;                                    // (S, H), scratch, as is act: the first rows are written
-  int block_m, max_tiles;                     // 8, 16 or 32 rows, and no more tiles than these
+  int max_tiles;                              // there are no more than these
 };
 
 // How a call is made and how much scratch it takes.
 struct GroupedPlan {
   RoutePlan route;
-  int block_m, max_tiles;
+  int max_tiles;
   bool dependent;  // whether the device has dependent launches
   uint64_t bytes;
 };

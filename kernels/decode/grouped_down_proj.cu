@@ -13,14 +13,8 @@ cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t str
 // As of the up-projection, with fewer pieces of a row that is shorter.
 template <typename Element>
 cudaError_t choose_shape(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
-  switch (a.block_m) {
-    case 8:
-      return launch_kernel<Element, TileShape<8, 1, 4, 3, 4>>(a, dependent, stream);
-    case 16:
-      return launch_kernel<Element, TileShape<16, 2, 4, 2, 2>>(a, dependent, stream);
-    default:
-      return launch_kernel<Element, TileShape<32, 4, 1, 3, 3>>(a, dependent, stream);
-  }
+  return a.intermediate > LONG_ROW ? launch_kernel<Element, TileShape<TILE_ROWS, 2, 4, 3, 2>>(a, dependent, stream)
+                                   : launch_kernel<Element, TileShape<TILE_ROWS, 1, 4, 3, 4>>(a, dependent, stream);
 }
 
 }  // namespace

@@ -10,18 +10,14 @@ cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t str
   return launch(grouped_up_proj_kernel<Element, GATED, Shape>, grid, Shape::THREADS, 0, stream, {dependent}, a);
 }
 
-// As many pieces of weights as leave registers for those of the rows, in 12 to 16 warps of a multiprocessor. Groups
-// share rows through L1: of more rows there are more groups.
+// As many pieces of weights under way as leave registers for those of the rows, in 16 warps of a multiprocessor. Where
+// rows of the activation are long, two groups share them, as well as those of x, through L1.
 template <typename Element, bool GATED>
 cudaError_t choose_shape(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
-  switch (a.block_m) {
-    case 8:
-      return launch_kernel<Element, GATED, TileShape<8, 1, 4, 4, 4>>(a, dependent, stream);
-    case 16:
-      return launch_kernel<Element, GATED, TileShape<16, 2, 4, 2, 2>>(a, dependent, stream);
-    default:
-      return launch_kernel<Element, GATED, TileShape<32, 4, 1, 3, 3>>(a, dependent, stream);
-  }
+  using Short = TileShape<TILE_ROWS, 1, 4, 4, 4>;
+  using Long = TileShape<TILE_ROWS, 2, 4, 4, 2>;
+  return a.intermediate > LONG_ROW ? launch_kernel<Element, GATED, Long>(a, dependent, stream)
+                                   : launch_kernel<Element, GATED, Short>(a, dependent, stream);
 }
 
 template <typename Element>

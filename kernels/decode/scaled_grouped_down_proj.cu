@@ -10,17 +10,11 @@ cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t str
   return launch(scaled_grouped_down_proj_kernel<Element, Shape>, grid, Shape::THREADS, 0, stream, {dependent}, a);
 }
 
-// One block of scales of each row under way, in 16 warps of a multiprocessor: rows and sums of taller tiles would not
-// leave the registers for it.
-template <typename Element>
-cudaError_t choose_shape(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
-  return a.block_m == 8 ? launch_kernel<Element, TileShape<8, 2, 2, 2, 4>>(a, dependent, stream)
-                        : launch_kernel<Element, TileShape<16, 2, 2, 2, 4>>(a, dependent, stream);
-}
+using Shape = TileShape<TILE_ROWS, 2, 2, 2, 4>;  // one block of scales of each row under way, in 16 warps
 
 }  // namespace
 
 cudaError_t launch_scaled_grouped_down_proj(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
-  return a.dtype == Scalar::bfloat16 ? choose_shape<__nv_bfloat16>(a, dependent, stream)
-                                     : choose_shape<__half>(a, dependent, stream);
+  return a.dtype == Scalar::bfloat16 ? launch_kernel<__nv_bfloat16, Shape>(a, dependent, stream)
+                                     : launch_kernel<__half, Shape>(a, dependent, stream);
 }

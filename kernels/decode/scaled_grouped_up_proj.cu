@@ -10,18 +10,12 @@ cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t str
   return launch(scaled_grouped_up_proj_kernel<Element, GATED, Shape>, grid, Shape::THREADS, 0, stream, {dependent}, a);
 }
 
-// One block of scales of each row under way, in 16 warps of a multiprocessor: rows and sums of taller tiles would not
-// leave the registers for it.
-template <typename Element, bool GATED>
-cudaError_t choose_shape(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
-  return a.block_m == 8 ? launch_kernel<Element, GATED, TileShape<8, 1, 4, 2, 4>>(a, dependent, stream)
-                        : launch_kernel<Element, GATED, TileShape<16, 2, 4, 2, 2>>(a, dependent, stream);
-}
-
+// One block of scales of each row under way, in 16 warps of a multiprocessor.
 template <typename Element>
 cudaError_t choose_gated(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
-  return a.gated ? choose_shape<Element, true>(a, dependent, stream)
-                 : choose_shape<Element, false>(a, dependent, stream);
+  using Shape = TileShape<TILE_ROWS, 1, 4, 2, 4>;
+  return a.gated ? launch_kernel<Element, true, Shape>(a, dependent, stream)
+                 : launch_kernel<Element, false, Shape>(a, dependent, stream);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 
 constexpr int EIGHT = 8;  // rows of tokens of an instruction, which has twice as many weight rows
 constexpr int FRAGMENT = 2 * EIGHT;
+constexpr int LONG_ROW = 4096;  // of the activation, in Elements: L1 does not hold a tile of them for all warps
 
 // What a block makes: GROUPS groups of two fragments of weight rows each, of SPLITS warps that share K, times up to
 // ROWS rows of tokens. A warp has STEPS pieces of each row and lane under way at once. BLOCKS of them have room on a
@@ -45,8 +46,8 @@ __device__ __forceinline__ bool find_expert(const GroupedArgs &a, Tile *tile) {
 __device__ __forceinline__ void find_rows(const GroupedArgs &a, Tile *tile) {
   const int *offsets = a.schedule + tile->expert, *tile_offsets = offsets + a.num_experts + 1;
   const int begin = load_index(offsets), end = load_index(offsets + 1), tiles_before = load_index(tile_offsets);
-  tile->first_row = begin + (tile->index - tiles_before) * a.block_m;
-  tile->rows = min(end - tile->first_row, a.block_m);
+  tile->first_row = begin + (tile->index - tiles_before) * TILE_ROWS;
+  tile->rows = min(end - tile->first_row, TILE_ROWS);
 }
 
 // The weight rows of a lane 4 g + t: rows g and g + 8 of each of its warp's two fragments.

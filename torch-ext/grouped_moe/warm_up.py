@@ -211,7 +211,7 @@ def _top_k_of(name: str, module: nn.Module, target: nn.Module) -> int:
 
 def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optional[int], trains: bool) -> _Layer:
     """A layer of an experts module, which is run as the implementation for transformers runs it."""
-    from .backends.native.decode import MAX_TOKENS
+    from .backends.native.decode import groups_slots
     from .backends.native.fakes import IS_BUILT
     from .backends.native.routing import routing_pays
     from .backends.triton import is_decode, quantizes
@@ -244,7 +244,7 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
         slots = num_tokens * top_k
         rows, decode = num_rows(slots), activation is not None and is_decode(block, num_tokens, top_k)
         routed = launches_of(slots), native and routing_pays(slots, e)
-        by_op = native and not trains and num_tokens <= MAX_TOKENS  # which may take the call, and compiles nothing
+        by_op = native and not trains and groups_slots(num_tokens, top_k, e)  # may take the call, and compiles nothing
         return decode if decode and not trains else (decode, by_op, *routed, rows < slots, products(rows, slots))
 
     def run(num_tokens: int) -> None:

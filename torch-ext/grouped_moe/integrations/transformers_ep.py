@@ -106,8 +106,9 @@ class FixedSizeExchange:
 
     def _is_eager(self) -> bool:
         """Whether the host can wait for other ranks."""
-        capturing = self.ep_mesh.device_type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return not (torch.compiler.is_compiling() or capturing)
+        if torch.compiler.is_compiling():
+            return False
+        return self.ep_mesh.device_type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
     def _check_eager(self, when: str) -> None:
         """Raises RuntimeError where the host cannot wait for other ranks."""

@@ -26,7 +26,7 @@ from ..triton import (
     up_proj,
     wgrad,
 )
-from .decode import MAX_TOKENS, decode_experts
+from .decode import decode_experts, groups_slots
 from .routing import route
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 
 def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
     """Whether the op may take a call, or the Triton backend's kernels for a few tokens are for it."""
-    return num_tokens <= MAX_TOKENS or triton.is_decode(block, num_tokens, top_k)
+    return groups_slots(num_tokens, top_k, block.num_experts) or triton.is_decode(block, num_tokens, top_k)
 
 
 def decode(

@@ -15,10 +15,10 @@ from ..._ops import ops
 from ...block_scaled import PRODUCTS, BlockScaled, Weight
 from ...common import _compat
 from ...common.activation import ACTIVATION_NAMES, Activation
-from ...tuning.heuristic import decode_pays, quantizing_pays
+from ...tuning.heuristic import decode_pays
 from .fakes import IS_BUILT
 
-MAX_TOKENS = 128  # up to which the op takes calls whose slots do not read weights themselves
+_MAX_TOKENS, _MAX_SLOTS_OF_EXPERT = 64, 4  # up to which an expert's weights are read once for several slots
 _CODE_BYTES = 2  # take as long to read as the op takes to widen an 8-bit code
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _requires_grad = attrgetter("requires_grad")
@@ -31,6 +31,11 @@ _DECODE, _DECODE_PLAIN = (ops.decode_experts.default, ops.decode_plain_experts.d
 # Plain tuples: a named one takes the host a quarter of a microsecond to make.
 Experts = Tuple[Weight, Weight, Optional[Tensor], Optional[Tensor]]  # up, down and their biases
 Kind = Tuple[Activation, bool, bool]  # and whether gated, and interleaved
+
+
+def groups_slots(num_tokens: int, top_k: int, num_experts: int) -> bool:
+    """Whether the op reads an expert's weights once for several slots in as little time as Triton's kernels do."""
+    return num_tokens <= _MAX_TOKENS and num_tokens * top_k <= _MAX_SLOTS_OF_EXPERT * num_experts
 
 
 def takes_scales(up: Weight, down: Weight) -> bool:
@@ -57,8 +62,7 @@ def decode_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, ki
     """out (T, H) of the experts block, None if the op is not for these tensors: torch_binding.h says what it takes.
 
     The first weight is (E, 2 I, H), or (E, I, H) if not gated, the second one (E, H, I). Slots read weights themselves
-    where `decode_pays`, else an expert's are read once for several of them, of up to MAX_TOKENS tokens, unless rows of
-    8-bit floats pay.
+    where `decode_pays`, else an expert's are read once for several of them, where it `groups_slots`.
     """
     (up, down, up_bias, down_bias), (activation, gated, interleaved) = experts, kind
     code = _CODES[activation[0]] + 2 * gated + interleaved
@@ -72,7 +76,7 @@ def decode_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, ki
     num_tokens, top_k = ids.shape
     if decode_pays(num_tokens, top_k, up, down, _CODE_BYTES):
         code += 8
-    elif num_tokens > MAX_TOKENS or (up_scales is not None and quantizing_pays(num_tokens * top_k, up.shape[0])):
+    elif not groups_slots(num_tokens, top_k, up.shape[0]):
         return None
     if up_scales is None and up_bias is None and down_bias is None and activation[1:] == _NO_PARAMETERS:
         return _DECODE_PLAIN(x, ids, weights, up, down, code)
@@ -103,7 +107,7 @@ def decode_directly(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, k
             return None
     if torch.is_grad_enabled() and any(map(_requires_grad, tensors)) or torch.is_autocast_enabled("cuda"):
         return None
-    if ids.dim() != 2 or up.dim() != 3:
+    if ids.dim() != 2 or up.dim() != 3 or not groups_slots(*ids.shape, up.shape[0]):
         return None
     try:
         return decode_experts(x, ids, weights, experts, kind)

@@ -5,6 +5,7 @@ from typing import Dict, List, Sequence
 
 import torch
 from fuzz_cases import BIASES, CONTEXTS, Case, PerGroup, expect, is_sentinel, per_group
+from quantized import on_hopper
 from torch import Tensor
 
 SCALING = 0.5  # of low-rank pairs
@@ -41,13 +42,8 @@ def draw_scaled(case: Case, names: Sequence[str], transposed: bool) -> None:
         case.values[name] = codes.double() * each
         case.scaled[name] = codes, scales.float(), block
     has_blocks_of_rows = any(block == (128, 128) for _, _, block in case.scaled.values())
-    if has_blocks_of_rows and case.products == "auto" and case.dtype.itemsize == 2 and may_round_rows():
+    if has_blocks_of_rows and case.products == "auto" and case.dtype.itemsize == 2 and on_hopper():
         case.computed_in = torch.float8_e4m3fn
-
-
-def may_round_rows() -> bool:
-    """Whether the GPU is a Hopper, which alone has kernels for rows of 8-bit floats."""
-    return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
 
 
 def with_operands(case: Case, package, tensors: Dict[str, Tensor]) -> dict:

@@ -193,10 +193,11 @@ def norms(tensor: Tensor) -> Tensor:
 
 
 def difference(name: str, got: Tensor, want: Tensor, allowed, at_least=0.0, at_least_by_row=0.0) -> str:
-    """What is wrong, or nothing. A row that is 0 in want must be 0 in got; NaN is always wrong.
+    """What is wrong, or nothing. NaN is always wrong.
 
     Rows of a few entries, which may all cancel, are measured against the rms of all rows where that is larger.
-    allowed: in norm and by row, relative. at_least, at_least_by_row: absolute errors that are allowed besides.
+    allowed: in norm and by row, relative; a row that is 0 in want must be 0 in got. at_least, at_least_by_row: absolute
+    errors that are allowed besides, also of rows that are 0: those of a relu may only just be.
     """
     expect(got.shape == want.shape, f"{name}: expected shape {tuple(want.shape)}, got {tuple(got.shape)}")
     if not want.numel():
@@ -206,8 +207,8 @@ def difference(name: str, got: Tensor, want: Tensor, allowed, at_least=0.0, at_l
     underflow = 8 * torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps * entries**0.5
     in_norm = allowed[0] * size.norm() + underflow * len(size) ** 0.5
     by_row = allowed[1] * (size.clamp_min(rms) if entries < 16 else size) + underflow
-    in_norm, by_row = (x + (y - x).clamp_min(0) for x, y in ((in_norm, at_least), (by_row, at_least_by_row)))
     by_row = torch.where(size == 0, 0.0, by_row)
+    in_norm, by_row = (x + (y - x).clamp_min(0) for x, y in ((in_norm, at_least), (by_row, at_least_by_row)))
     bad = ~(error <= by_row)
     if bool(error.norm() <= in_norm) and not bool(bad.any()):
         return ""

@@ -9,10 +9,11 @@ from poison import guarded
 
 from interpreter.guard import GuardedAllocations
 
-# tokens, top_k, experts of a rank, ranks, capacity, hidden
+# tokens, top_k, experts of a rank, ranks, capacity, hidden. Places of a rank are filled up 128 at a time for a top_k of
+# 20, so that 300 take more than one step, of which the last one has a rest.
 CASES = [
     (6, 3, 2, 4, 6, 40), (0, 3, 2, 4, 2, 8), (9, 1, 1, 3, 4, 35), (5, 8, 3, 5, 2, 1), (1, 2, 4, 1, 3, 64),
-    (600, 7, 2, 3, 200, 4), (3, 2, 1, 2, 3, 2100), (2, 5, 70, 2, 1100, 3),
+    (600, 7, 2, 3, 200, 4), (3, 2, 1, 2, 3, 2100), (2, 20, 70, 2, 300, 3),
 ]  # fmt: skip
 
 

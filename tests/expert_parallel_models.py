@@ -222,7 +222,7 @@ def check_trainer():
     arguments = transformers.TrainingArguments(
         shared_folder(), max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=rate, adam_epsilon=epsilon,
         lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to=[],
-        use_cpu=device() == "cpu", disable_tqdm=True,
+        use_cpu=device() == "cpu", dataloader_pin_memory=False, disable_tqdm=True,
     )  # fmt: skip
     trainer = Recording(load(folder, WITH_MOST, own()), arguments, train_dataset=rows)
     trainer.train()
@@ -230,6 +230,6 @@ def check_trainer():
     dist.all_gather_object(seen, seen[0])
     one = load_whole(folder)
     optimizer = torch.optim.AdamW(one.parameters(), lr=rate, eps=epsilon, weight_decay=0.0)
-    want = train(one, optimizer, list(zip(*seen)))
+    want = train(one, optimizer, [[ids.to(device()) for ids in step] for step in zip(*seen)])
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == steps and max(abs(a - b) / b for a, b in zip(losses, want)) <= BOUNDS[torch.float32]

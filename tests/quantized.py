@@ -14,6 +14,7 @@ SAME_CODES, SAME_CODES_ROW, ROWS = 8e-3, 5e-2, 6e-2
 
 
 def on_hopper() -> bool:
+    """Whether the GPU is a Hopper, which alone has kernels for rows of 8-bit floats."""
     return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
 
 

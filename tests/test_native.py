@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 ALIGNED = [case for case in CASES if case.H % 8 == 0 and case.I % 8 == 0]
 FEW = Case("few", T=2, top_k=3, E=40, H=64, I=48, sentinels=0.0)
 STEPS = Case("steps", T=3, top_k=9, E=12, H=2120, I=1048, bias="both")  # several along H, I and the choices
-WHOLE = Case("whole", T=2, top_k=8, E=64, H=2048, I=768)
+WHOLE = Case("whole", T=2, top_k=8, E=16, H=2048, I=768)
 # Rows of codes: several blocks along all dimensions, the last ones ragged.
 CODED = Case("coded", T=2, top_k=3, E=12, H=272, I=176, bias="both")
 CODED_CASES = [

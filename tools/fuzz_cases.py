@@ -7,7 +7,7 @@ import contextlib
 import random
 import sys
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ CONTEXTS = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
 FACTORS = tuple(f"{name}_{factor}" for name in ("gate_up_proj", "down_proj", "weight") for factor in "ab")
 WEIGHTS = ("gate_up_proj", "down_proj", *BIASES, "weight", "bias", *FACTORS)
-BLOCK_INPUTS = ("hidden_states", "x", "gate_up_proj", "gate_up_proj_bias")  # what a pre-activation is made of
 
 
 def expect(condition: bool, message: str) -> None:
@@ -163,17 +162,17 @@ def draw_splits(draw: Draw, groups: int, rows: int, kind: str, valid: bool) -> T
 
 
 class PerGroup(tuple):
-    """A tensor's entries, for the reference's loop over groups: autograd joins their gradients at once."""
+    """The entries of a tensor of this shape, for the reference's loop over groups."""
 
-    def __new__(cls, tensor: Tensor) -> "PerGroup":
-        entries = super().__new__(cls, tensor.unbind(0))
-        entries.shape = tensor.shape
-        return entries
+    def __new__(cls, entries: Iterable, shape: torch.Size) -> "PerGroup":
+        found = super().__new__(cls, entries)
+        found.shape = shape
+        return found
 
 
 def per_group(tensors: Dict[str, Tensor]) -> dict:
-    """The tensors, those of groups by group."""
-    return {name: PerGroup(t) if name in WEIGHTS else t for name, t in tensors.items()}
+    """The tensors, those of groups by group: autograd joins the gradients of a tensor's entries at once."""
+    return {name: PerGroup(t.unbind(0), t.shape) if name in WEIGHTS else t for name, t in tensors.items()}
 
 
 class Case:
@@ -190,7 +189,7 @@ class Case:
         self.dtype = self.computed_in = layer.dtype  # computed_in: whose roundings the results have
         self.values: Dict[str, Tensor] = {}
         self.dtypes: Dict[str, torch.dtype] = {}
-        self.exact: Sequence[str] = ()
+        self.exact = False  # what pre-activations are made of, which are sums of eighths then
         self.scaled: Dict[str, tuple] = {}  # weights in FP8: codes, scales and block
         self.products = "auto"  # how they are multiplied
         self.differentiable, self.written = True, ()
@@ -276,7 +275,7 @@ class Case:
         self.choose("recompute", False, False, True)
         kinked = limit is not None or name == "relu"
         numbers = (lambda *shape: draw.integers(-1, 2, *shape).double()) if kinked else draw.normal
-        self.exact = BLOCK_INPUTS if kinked else ()
+        self.exact = kinked
         p, scale = layer.I * (1 + layer.gated), 8.0 if kinked else layer.H**0.5
         up, down = ((layer.H, p), (layer.I, layer.H)) if layer.transposed else ((p, layer.H), (layer.H, layer.I))
         values[x_name] = numbers(rows, layer.H)
@@ -311,20 +310,23 @@ class Case:
         names = [name for name in self.values if name not in self.written]
         return {name: masks.get(name, idle if name in WEIGHTS else unread) for name in names}
 
-    def run(self, call: Callable, tensors: Dict[str, Tensor], routings: Sequence[Tensor]) -> Dict[str, Tensor]:
+    def run(
+        self, call: Callable, tensors: Dict[str, Tensor], routings: Sequence[Tensor], mode: str = ""
+    ) -> Dict[str, Tensor]:
         """The output of call(tensors, routings), and the gradients that are wanted. Fails if another one comes."""
+        mode = mode or self.mode
         if not self.differentiable:
             return call(tensors, routings)
         leaves = {n: t.detach().requires_grad_(n in self.wanted) for n, t in tensors.items() if n != "dout"}
-        with CONTEXTS.get(self.mode, contextlib.nullcontext)():
+        with CONTEXTS.get(mode, contextlib.nullcontext)():
             out = call(leaves, routings)
-        wanted: List[str] = [] if self.mode in CONTEXTS else self.wanted
+        wanted: List[str] = [] if mode in CONTEXTS else self.wanted
         expect(out.requires_grad == bool(wanted), f"out: requires_grad is {out.requires_grad}, wanted are {wanted}")
         if wanted:
-            out.backward(tensors["dout"], retain_graph=self.mode == "retain")
+            out.backward(tensors["dout"], retain_graph=mode == "retain")
         for name, leaf in leaves.items():
             expect((leaf.grad is not None) == (name in wanted), f"grad of {name}: wanted are {wanted}")
-        if wanted and self.mode == "retain":
+        if wanted and mode == "retain":
             again = torch.autograd.grad(out, [leaves[name] for name in wanted], tensors["dout"])
             for name, grad in zip(wanted, again):
                 expect(torch.equal(leaves[name].grad, grad), f"grad of {name}: another one in the second backward")
@@ -339,4 +341,4 @@ class Case:
             out = self.want(reference, per_group(leaves), routings)
             return out + 0 * sum(leaf.sum() for leaf in leaves.values())  # the loop leaves out what has no rows
 
-        return self.run(want, tensors, routings)
+        return self.run(want, tensors, routings, mode="grad" if self.mode == "retain" else self.mode)

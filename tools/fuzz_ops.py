@@ -5,6 +5,7 @@ from typing import Dict, List, Sequence
 
 import torch
 from fuzz_cases import BIASES, CONTEXTS, Case, PerGroup, expect, is_sentinel, per_group
+from quantized import on_hopper
 from torch import Tensor
 
 SCALING = 0.5  # of low-rank pairs
@@ -41,13 +42,8 @@ def draw_scaled(case: Case, names: Sequence[str], transposed: bool) -> None:
         case.values[name] = codes.double() * each
         case.scaled[name] = codes, scales.float(), block
     has_blocks_of_rows = any(block == (128, 128) for _, _, block in case.scaled.values())
-    if has_blocks_of_rows and case.products == "auto" and case.dtype.itemsize == 2 and may_round_rows():
+    if has_blocks_of_rows and case.products == "auto" and case.dtype.itemsize == 2 and on_hopper():
         case.computed_in = torch.float8_e4m3fn
-
-
-def may_round_rows() -> bool:
-    """Whether the GPU is a Hopper, which alone has kernels for rows of 8-bit floats."""
-    return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
 
 
 def with_operands(case: Case, package, tensors: Dict[str, Tensor]) -> dict:
@@ -64,13 +60,20 @@ def with_operands(case: Case, package, tensors: Dict[str, Tensor]) -> dict:
     return found
 
 
-def merged(case: Case, tensors: Dict[str, Sequence[Tensor]], transposed: bool) -> dict:
-    """The tensors as arguments of the reference: the sums of weights and pairs."""
-    found = dict(tensors)
+def adapted(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """(N, K)"""
+    return weight + scaling * (b @ a)
+
+
+def merged(case: Case, reference, tensors: Dict[str, Sequence[Tensor]], transposed: bool) -> dict:
+    """The tensors as arguments of the reference: weights and pairs in one, in its own way if it has one."""
+    found, join = dict(tensors), getattr(reference, "Adapted", adapted)
     for name in case.pairs:
-        factors = zip(found[name], found.pop(f"{name}_a"), found.pop(f"{name}_b"))
-        sums = [w + SCALING * ((b @ a).t() if transposed else b @ a) for w, a, b in factors]
-        found[name] = PerGroup(torch.stack(sums))
+        shape, factors = found[name].shape, zip(found[name], found.pop(f"{name}_a"), found.pop(f"{name}_b"))
+        if transposed:
+            found[name] = PerGroup((join(w.t(), a, b, SCALING).t() for w, a, b in factors), shape)
+        else:
+            found[name] = PerGroup((join(w, a, b, SCALING) for w, a, b in factors), shape)
     return found
 
 
@@ -87,7 +90,7 @@ def draw_experts(case: Case) -> None:
         **case.block_options(package),
     )  # fmt: skip
     case.want = lambda reference, tensors, routings: reference.grouped_mm_experts(
-        top_k_index=routings[0], **merged(case, tensors, layer.transposed), **case.block_options()
+        top_k_index=routings[0], **merged(case, reference, tensors, layer.transposed), **case.block_options()
     )
 
 
@@ -113,7 +116,7 @@ def draw_parts(case: Case) -> None:
         for e, weight in enumerate(tensors["weight"]):
             some, ks = (routings[0] == e).nonzero(as_tuple=True)
             y = reference.linear(x[some], weight.t() if layer.transposed else weight, bias[e])
-            out = out.index_add(0, some, y * scales[some, ks, None])
+            out = out.index_add(0, some, reference.scale_rows(y, scales[some, ks]))
         return out
 
     case.call, case.want = call, want
@@ -157,7 +160,7 @@ def draw_linear(case: Case, discrete: bool = False) -> None:
         splits=case.splits(package, routings[0]), transposed=transposed, **with_operands(case, package, tensors)
     )
     case.want = lambda reference, tensors, routings: reference.grouped_linear(
-        group_offsets=case.offsets(routings[0]), transposed=transposed, **merged(case, tensors, transposed)
+        group_offsets=case.offsets(routings[0]), transposed=transposed, **merged(case, reference, tensors, transposed)
     )
 
 
@@ -203,8 +206,8 @@ def draw_bias_grads(case: Case) -> None:
         dbias, dscales = (0 * t + tensors.get(name, 0) for name, t in zip(case.written, (bias, scales)))
         ends = case.offsets(routings[0]).tolist()
         for group, (start, end) in enumerate(zip(ends, ends[1:])):
-            dbias[group] += scales[start:end] @ dy[start:end]
-            dscales[start:end] += dy[start:end] @ bias[group]
+            dbias[group] += reference.linear(scales[None, start:end], dy[start:end].t())[0]
+            dscales[start:end] += reference.linear(dy[start:end], bias[None, group])[:, 0]
         return {"dbias": dbias, "dscales": dscales}
 
     case.call, case.want = call, want

@@ -9,10 +9,11 @@ from poison import guarded
 
 from interpreter.guard import GuardedAllocations
 
-# tokens, top_k, experts of a rank, ranks, capacity, hidden
+# tokens, top_k, experts of a rank, ranks, capacity, hidden. With a top_k of 20 a chunk has 128 tokens, and places are
+# filled up 128 at a time: 300 take more than two, of which the last one has a rest.
 CASES = [
     (6, 3, 2, 4, 6, 40), (0, 3, 2, 4, 2, 8), (9, 1, 1, 3, 4, 35), (5, 8, 3, 5, 2, 1), (1, 2, 4, 1, 3, 64),
-    (600, 7, 2, 3, 200, 4), (1300, 7, 2, 3, 300, 2), (3, 2, 1, 2, 3, 2100), (2, 5, 70, 2, 1100, 3),
+    (300, 20, 2, 3, 100, 2), (3, 2, 1, 2, 3, 2100), (2, 20, 70, 2, 300, 3),
 ]  # fmt: skip
 
 

@@ -50,6 +50,11 @@ def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, bias_scales
     return y + (bias if bias_scales is None else bias * bias_scales[:, None])
 
 
+def scale_rows(y: Tensor, scales: Tensor) -> Tensor:
+    """scales[r] y[r]: y (R, N), scales (R,). Returns (R, N)."""
+    return y * scales[:, None]
+
+
 def expert(
     x: Tensor, up: Tensor, down: Tensor, up_bias: Optional[Tensor] = None, down_bias: Optional[Tensor] = None, **kind
 ) -> Tensor:
@@ -77,7 +82,7 @@ def grouped_mm_experts(
         weights = (weight[e].t() if transposed else weight[e] for weight in (gate_up_proj, down_proj))
         biases = (None if bias is None else bias[e] for bias in (gate_up_proj_bias, down_proj_bias))
         y = expert(hidden_states[tokens], *weights, *biases, **kind)
-        out = out.index_add(0, tokens, y * top_k_weights[tokens, ks, None])
+        out = out.index_add(0, tokens, scale_rows(y, top_k_weights[tokens, ks]))
     return out
 
 
@@ -93,13 +98,14 @@ def grouped_linear(
 
     x (rows, K), weight (G, N, K) or, transposed, (G, K, N), group_offsets (G + 1,), bias (G, N), bias_scales (rows,).
     """
-    N, bounds = weight.shape[2 if transposed else 1], group_offsets.tolist()
-    parts = [x.new_zeros((bounds[0], N))]
-    for group, (start, end) in enumerate(zip(bounds, bounds[1:])):
-        scales = None if bias_scales is None else bias_scales[start:end]
+    N, bounds = weight.shape[2 if transposed else 1], [0, *group_offsets.tolist(), x.shape[0]]
+    sizes = [end - start for start, end in zip(bounds, bounds[1:])]  # before the first group, of groups, after the last
+    scales = [None] * len(sizes) if bias_scales is None else bias_scales.split(sizes)
+    parts = [x.new_zeros((size, N)) for size in sizes]
+    for group, (rows, some) in enumerate(list(zip(x.split(sizes), scales))[1:-1]):
         own = weight[group].t() if transposed else weight[group]
-        parts.append(linear(x[start:end], own, None if bias is None else bias[group], scales))
-    return torch.cat([*parts, x.new_zeros((x.shape[0] - bounds[-1], N))])
+        parts[group + 1] = linear(rows, own, None if bias is None else bias[group], some)
+    return torch.cat(parts)
 
 
 def grouped_mlp(
@@ -119,5 +125,5 @@ def grouped_mlp(
     x (rows, H), scales (rows,), gate_up_proj (G, 2 I or I, H), down_proj (G, H, I), or transposed. Returns (rows, H).
     """
     a = hidden(grouped_linear(x, gate_up_proj, group_offsets, gate_up_proj_bias, None, transposed), **kind)
-    a = a if activation_scales is None else a * activation_scales[:, None]
+    a = a if activation_scales is None else scale_rows(a, activation_scales)
     return grouped_linear(a, down_proj, group_offsets, down_proj_bias, bias_scales, transposed)

@@ -1,0 +1,188 @@
+"""The reference with random roundings wherever the package rounds: how far off its results may be.
+
+- What is stored goes up or down to a number of its dtype, either as likely as it is near: rows that go into a product,
+  its result, and their gradients. This has twice the variance of rounding to nearest, and leaves alone what is exact.
+- A sum of n terms in fp32 (fp64 for fp64) is off by about sqrt(n) times the last digit of the sum of the terms'
+  magnitudes: by n roundings, each of a partial sum that is no larger.
+- An activation or its derivative is off by about four times the last digit of the terms that are added in it.
+
+So the error of a result is in proportion to the magnitudes that it is made of, however much of them cancels.
+"""
+
+import importlib.util
+from functools import partial
+from types import ModuleType
+from typing import NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+LOSSES = 4  # last digits that an activation may be off by: about eight operations
+
+
+class Adapted(NamedTuple):
+    """weight (N, K) + scaling b a, of which the package multiplies the parts one after the other."""
+
+    weight: Tensor
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+    def t(self) -> "Adapted":
+        return self._replace(weight=self.weight.t())
+
+
+def last_digit(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the last binary digit of a number of this magnitude counts."""
+    info = torch.finfo(dtype)
+    unit = torch.ldexp(torch.full_like(magnitude, info.eps), torch.frexp(magnitude).exponent - 1)
+    return unit if info.bits == 8 else unit.clamp_min(info.smallest_normal * info.eps)  # codes have scales
+
+
+class Roundings:
+    """Random roundings. dtype: of what is stored. rows: of the rows that go into a product."""
+
+    def __init__(self, dtype: torch.dtype, rows: torch.dtype, device, seed: int) -> None:
+        self.dtype, self.rows, self.wide = dtype, rows, torch.promote_types(dtype, torch.float32)
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def uniform(self, like: Tensor) -> Tensor:
+        return torch.rand(like.shape, generator=self.generator, dtype=like.dtype, device=like.device)
+
+    def to_dtype(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        unit = last_digit(value.abs(), dtype)
+        return unit * torch.floor(value / unit + self.uniform(value))
+
+    def off(self, value: Tensor, magnitudes: Tensor, digits: float) -> Tensor:
+        """value, off by so many last digits of the magnitudes: with the variance of the other roundings."""
+        noise = 2**0.5 * (self.uniform(value) - 0.5)
+        return value + torch.where(magnitudes == 0, 0.0, digits * noise * last_digit(magnitudes, self.wide))
+
+    def sum(self, value: Tensor, magnitudes: Tensor, terms: int) -> Tensor:
+        """value, a sum of so many terms, of which the magnitudes are added up in magnitudes."""
+        return self.off(value, magnitudes, terms**0.5)
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """left @ right. Of sixteenths it is exact, so that it stays on its side of a kink."""
+        if all(torch.equal((16 * factor).round(), 16 * factor) for factor in (left, right)):
+            return left @ right
+        return self.sum(left @ right, left.abs() @ right.abs(), left.shape[1])
+
+
+class _Stored(torch.autograd.Function):
+    """x in a dtype, and its gradient in one, unless this is None."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dtype: torch.dtype, grad_dtype: Optional[torch.dtype], roundings: Roundings) -> Tensor:
+        ctx.roundings, ctx.dtype = roundings, grad_dtype
+        return roundings.to_dtype(x, dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tuple[Tensor, None, None, None]:
+        return grad if ctx.dtype is None else ctx.roundings.to_dtype(grad, ctx.dtype), None, None, None
+
+
+class _Product(torch.autograd.Function):
+    """x (R, K) times the transpose of weight (N, K)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, roundings: Roundings) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.roundings = roundings
+        return roundings.product(x, weight.t())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor], None]:
+        (x, weight), (needs_x, needs_weight, _) = ctx.saved_tensors, ctx.needs_input_grad
+        dx = ctx.roundings.product(grad, weight) if needs_x else None
+        return dx, ctx.roundings.product(grad.t(), x) if needs_weight else None, None
+
+
+class _Scaled(torch.autograd.Function):
+    """y (R, N) times scales (R,)."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, scales: Tensor, roundings: Roundings) -> Tensor:
+        ctx.save_for_backward(y, scales)
+        ctx.roundings = roundings
+        return roundings.to_dtype(y * scales[:, None], roundings.wide)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tuple[Tensor, Tensor, None]:
+        (y, scales), roundings = ctx.saved_tensors, ctx.roundings
+        terms = grad * y
+        dscales = roundings.sum(terms.sum(1), terms.abs().sum(1), y.shape[1])
+        return roundings.to_dtype(grad * scales[:, None], roundings.wide), dscales, None
+
+
+class _Activation(torch.autograd.Function):
+    """act(x) = x s(x), of which the derivative is s(x) + x s'(x).
+
+    adds_one: s is made of 1 and of another term, which may cancel.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, act, adds_one: bool, roundings: Roundings) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.act, ctx.adds_one, ctx.roundings = act, adds_one, roundings
+        value = act(x)
+        return roundings.off(value, x.abs() if adds_one else value.abs(), LOSSES)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tuple[Tensor, None, None, None]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            value = ctx.act(x)
+            (slope,) = torch.autograd.grad(value.sum(), x)
+        factor = torch.where(x == 0, slope, value / x).detach()
+        magnitude = (1.0 if ctx.adds_one else factor.abs()) + (slope - factor).abs()
+        return grad * ctx.roundings.off(slope, magnitude, LOSSES), None, None, None
+
+
+def with_roundings(reference: ModuleType, roundings: Roundings) -> ModuleType:
+    """A copy of the reference that rounds as the package does."""
+    dtype, rows = roundings.dtype, roundings.rows
+    spec = importlib.util.spec_from_file_location("reference_with_roundings", reference.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+
+    def stored(x: Tensor, dtype: torch.dtype, grad_dtype: Optional[torch.dtype]) -> Tensor:
+        return _Stored.apply(x, dtype, grad_dtype, roundings)
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return _Product.apply(x, weight, roundings)
+
+    def linear(x: Tensor, weight, bias: Optional[Tensor] = None, bias_scales: Optional[Tensor] = None) -> Tensor:
+        x, pair = stored(x, rows, dtype), weight if isinstance(weight, Adapted) else None
+        y = product(x, weight.weight if pair else weight)
+        if bias is not None:
+            scales = x.new_ones(len(x)) if bias_scales is None else bias_scales
+            y = y + stored(product(scales[:, None], bias[:, None]), dtype, None)
+        if pair:  # on a GPU one sum, with a rounding less
+            a, b = (stored(factor, dtype, None) for factor in (pair.a, pair.b))
+            projected = stored(pair.scaling * product(x, a), dtype, dtype)
+            y = stored(y, dtype, None) + product(projected, b)
+        return stored(y, dtype, rows)
+
+    def activation(x: Tensor, name: str = "silu", alpha: float = 1.0) -> Tensor:
+        return _Activation.apply(x, partial(reference.activation, name=name, alpha=alpha), "gelu" in name, roundings)
+
+    def scale_rows(y: Tensor, scales: Tensor) -> Tensor:
+        return _Scaled.apply(y, scales, roundings)
+
+    def grouped_mm_experts(
+        hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj, down_proj, **given
+    ) -> Tensor:
+        """By `grouped_mlp`: the package, too, has the gradients of routing weights from those of the activation."""
+        ids = top_k_index.flatten().long()
+        ids = torch.where((ids < 0) | (ids >= gate_up_proj.shape[0]), gate_up_proj.shape[0], ids)
+        offsets = pad(torch.bincount(ids, minlength=gate_up_proj.shape[0] + 1)[:-1].cumsum(0), (1, 0))
+        slots = ids.argsort(stable=True)[: int(offsets[-1])]
+        tokens, scales = slots // top_k_index.shape[1], top_k_weights.flatten()[slots]
+        y = copy.grouped_mlp(hidden_states[tokens], offsets, scales, gate_up_proj, down_proj, scales, **given)
+        return torch.zeros_like(hidden_states).index_add(0, tokens, y)
+
+    for function in (Adapted, linear, activation, scale_rows, grouped_mm_experts):
+        setattr(copy, function.__name__, function)
+    return copy

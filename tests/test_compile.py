@@ -158,7 +158,7 @@ def test_tensors_without_data(grouped_moe, device, kind):
 
 
 LOADS_RELU = """
-import sys, torch
+import torch
 x, block = torch.ones(2, device="{device}"), torch.nn.ReLU()
 path = torch._inductor.aoti_compile_and_package(torch.export.export(block, (x,)), package_path="{path}")
 torch._inductor.aoti_load_package(path)(x)

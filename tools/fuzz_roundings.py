@@ -154,8 +154,12 @@ def with_roundings(reference: ModuleType, roundings: Roundings) -> ModuleType:
         return _Product.apply(x, weight, roundings)
 
     def linear(x: Tensor, weight, bias: Optional[Tensor] = None, bias_scales: Optional[Tensor] = None) -> Tensor:
-        x, pair = stored(x, rows, dtype), weight if isinstance(weight, Adapted) else None
-        y = product(x, weight.weight if pair else weight)
+        pair = weight if isinstance(weight, Adapted) else None
+        weight = pair.weight if pair else weight
+        if not len(x):  # as of most groups where there are many
+            return reference.linear(x, weight, bias, bias_scales)
+        x = stored(x, rows, dtype)
+        y = product(x, weight)
         if bias is not None:
             scales = x.new_ones(len(x)) if bias_scales is None else bias_scales
             y = y + stored(product(scales[:, None], bias[:, None]), dtype, None)

@@ -39,7 +39,7 @@ CASES_PER_LAYER = 100  # many, as each layer compiles kernels of its own on a GP
 # How often a case is run with random roundings, and how many standard deviations beyond the mean of their errors an
 # error may be: first a few, which most are within. The package's roundings have half the variance, so that an error of
 # a single number exceeds the last limit with a probability of 1e-9, that of Student's t.
-STAGES = ((4, 1), (32, 6))
+STAGES = ((8, 3), (32, 6))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -154,12 +154,16 @@ def with_roundings(reference: ModuleType, roundings: Roundings) -> ModuleType:
         return _Product.apply(x, weight, roundings)
 
     def linear(x: Tensor, weight, bias: Optional[Tensor] = None, bias_scales: Optional[Tensor] = None) -> Tensor:
-        x, pair = stored(x, rows, dtype), weight if isinstance(weight, Adapted) else None
-        y = product(x, weight.weight if pair else weight)
+        pair = weight if isinstance(weight, Adapted) else None
+        weight = pair.weight if pair else weight
+        if not len(x):  # as of most groups where there are many
+            return reference.linear(x, weight, bias, bias_scales)
+        x = stored(x, rows, dtype)
+        y = product(stored(x, rows, dtype) if pair else x, weight)
         if bias is not None:
             scales = x.new_ones(len(x)) if bias_scales is None else bias_scales
             y = y + stored(product(scales[:, None], bias[:, None]), dtype, None)
-        if pair:  # on a GPU one sum, with a rounding less
+        if pair:  # a sum of two products that are stored, both ways; on a GPU one sum, with a rounding less
             a, b = (stored(factor, dtype, None) for factor in (pair.a, pair.b))
             projected = stored(pair.scaling * product(x, a), dtype, dtype)
             y = stored(y, dtype, None) + product(projected, b)

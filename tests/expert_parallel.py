@@ -174,6 +174,8 @@ def check_shared_batches():
         for tokens in (8, 7, 1, 0):
             batches = make_batches([tokens])
             compare(f"{name}, {tokens} tokens", run(experts, batches[0]), expected(batches, 0))
+        x = batches[0].x.clone().requires_grad_()
+        experts(x, batches[0].ids, batches[0].weights).add_(1).sum().backward()  # the output may be changed in place
     if size() == 4:
         pairs = init_device_mesh(device(), (2, 2), mesh_dim_names=("dp", "tp"))
         for name in (OURS, WITH_MOST, "all_to_all"):
@@ -245,6 +247,8 @@ def check_ranks_that_disagree():
     for name in (OURS, WITH_MOST):
         experts = make_module(name)
         assert "hidden size" in raised(ValueError, lambda: experts(batch.x[:, :columns], batch.ids, batch.weights))
+        x = batch.x.to(torch.float16 if rank() else torch.bfloat16)
+        assert "dtype of hidden states" in raised(ValueError, lambda: experts(x, batch.ids, batch.weights))
 
 
 def check_limits_that_change():

@@ -179,6 +179,20 @@ def test_what_the_op_does_not_take(native, grouped_moe, device, change, way):
     assert decode(native, grouped_moe, STEPS, change(inputs)) is None
 
 
+@pytest.mark.parametrize("case", [
+    CODED._replace(interleaved=True, H=64, I=48), CODED._replace(gated=False, bias="", H=64, I=48),
+], ids=["interleaved", "not-gated"])  # fmt: skip
+def test_parts_that_are_not_gate_and_up(native, grouped_moe, device, case, way):
+    """Halves of a weight with blocks of their own, where a tile would have columns of both."""
+    inputs = make_inputs(case, torch.bfloat16, device)
+    up, down = (grouped_moe.quantize_blocks(w, parts=p) for w, p in ((inputs.gate_up_proj, 2), (inputs.down_proj, 1)))
+    assert decode(native, grouped_moe, case, inputs._replace(gate_up_proj=up, down_proj=down)) is None
+    wide = inputs._replace(gate_up_proj=up.dequantize(torch.bfloat16), down_proj=down.dequantize(torch.bfloat16))
+    want = run_reference(grouped_moe, case, wide).out
+    out = call(grouped_moe, case, inputs._replace(gate_up_proj=up, down_proj=down))
+    assert_close("out", out, want, torch.bfloat16)
+
+
 @pytest.fixture
 def taken(native, monkeypatch, module) -> list:
     """Grows by whether the op took the call, and whether it was called before any other op."""

@@ -22,7 +22,7 @@ Tensor decode_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weigh
   const OnDevice guard(device);
   const Scratch scratch(by_slot ? sizeof(uint16_t) * a.num_tokens * a.top_k * a.intermediate : plan.bytes);
   Tensor out = empty({a.num_tokens, a.hidden}, dtype, device);
-  a.act = scratch.get();
+  if (by_slot) a.act = scratch.get();
   a.out = out.data_ptr();
   const cudaStream_t stream = current_stream(device);
   const cudaError_t error = by_slot ? decode_experts(a, capability >= 9, stream)

@@ -26,7 +26,7 @@ struct GroupedPlan {
 // 32 bits do not count the pieces between them. capability: the major one.
 bool plan_grouped(const DecodeArgs &args, int num_sms, int capability, GroupedPlan *plan);
 
-// As `decode_experts`, in four launches. act of args is not used. S up to 65535.
+// As `decode_experts`, in four launches, with act in scratch. S up to 65535.
 cudaError_t grouped_experts(const DecodeArgs &args, const GroupedPlan &plan, void *scratch, cudaStream_t stream);
 
 // The last three of them, in this order, of plain weights or of those with scales. Routing comes before.

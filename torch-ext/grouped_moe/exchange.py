@@ -139,7 +139,9 @@ class _AllParts(torch.autograd.Function):
     def forward(ctx, part, group):
         ctx.group = group
         whole = _gather(part, group)
-        return whole.view_as(whole)  # under torch.compile, PyTorch 2.11 drops the gradient of what is filled in place
+        if torch.compiler.is_compiling():  # PyTorch 2.11 drops the gradient of what is filled in place
+            return whole.view_as(whole)
+        return whole
 
     @staticmethod
     @once_differentiable

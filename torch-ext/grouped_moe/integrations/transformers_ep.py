@@ -15,6 +15,12 @@ from ..operands import LoRA
 from ..places import TOO_MANY
 
 FORMAT = 2  # of what ranks send to each other
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # by the numbers that ranks compare
+
+
+def _place_of(dtype: torch.dtype) -> int:
+    """In DTYPES, or behind all of them."""
+    return DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES)
 
 
 class Limits(NamedTuple):
@@ -63,7 +69,7 @@ class FixedSizeExchange:
     def __init__(self, experts: torch.nn.Module, ep_mesh: dist.DeviceMesh, tp_mesh: dist.DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
-        self.agreed_row: Optional[tuple] = None
+        self.agreed_rows = set()
         experts.ep_loras = {}
         self._agree_on_limits()
 
@@ -145,9 +151,9 @@ class FixedSizeExchange:
         elif self.limits.max_tokens is not None:
             tokens = -(-self.limits.max_tokens // self.tp_mesh.size())
             row = x.shape[1], x.dtype, top_k, weights.dtype
-            if self._is_eager() and row != self.agreed_row:
+            if not torch.compiler.is_compiling() and row not in self.agreed_rows and self._is_eager():
                 self._agree_on_row(x, top_k, weights)
-                self.agreed_row = row
+                self.agreed_rows.add(row)
         else:
             self._check_eager("without it")
             tokens = self._agree_on_row(x, top_k, weights, tokens)
@@ -156,8 +162,8 @@ class FixedSizeExchange:
     def _agree_on_row(self, x: Tensor, top_k: int, weights: Tensor, tokens: int = 0) -> int:
         """The most tokens of any rank. Raises ValueError on all ranks unless their rows have the same parts."""
         same = {
-            "hidden size": x.shape[1], "top_k": top_k, "bytes of a hidden state": x.element_size(),
-            "bytes of a routing weight": weights.element_size(),
+            "hidden size": x.shape[1], "top_k": top_k, f"dtype of hidden states, of {DTYPES}": _place_of(x.dtype),
+            f"dtype of routing weights, of {DTYPES}": _place_of(weights.dtype),
         }  # fmt: skip
         return exchange.agree(same, self.ep_mesh.get_group(), self.ep_mesh.device_type, tokens)
 

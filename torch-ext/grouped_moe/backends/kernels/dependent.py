@@ -1,9 +1,9 @@
 """Programmatic dependent launch: a kernel starts while the stores of the one before it on the stream are flushed.
 
-Every kernel of the package begins with `wait_for_stream`, so launchers may launch any of them this way, which hides the
-launch latency between kernels. A kernel whose results the next one needs only at its end says `let_next_start`, and the
-next one waits there. No other kernel triggers its dependents early: programs that only wait made kernels that stream
-weights up to 10 % slower. Source: CUDA programming guide, programmatic dependent launch.
+All kernels are launched this way, which hides the launch latency between them. They begin with `wait_for_stream`, but
+for those that are launched right after a kernel that says `let_next_start`: they read its results at their end, and
+wait there. No other kernel lets the next one start: programs that only wait made kernels that stream weights up to 10 %
+slower. Source: CUDA programming guide, programmatic dependent launch.
 """
 
 import triton

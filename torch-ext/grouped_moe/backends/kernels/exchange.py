@@ -36,15 +36,16 @@ def plan_exchange_kernel(
 
     places: that place at the first of a token's slots for the rank, -2 - place at the others, -1 where there is no such
     place or the slot is a sentinel. dropped: the slots with an expert of the rank whose position is past the capacity.
-    Grid: (ranks, chunks of BLOCK_T tokens, at least 1). A program counts the rank's tokens of all earlier chunks, and
-    then places those of its own. Sentinels are those of the first rank; the last chunk sees what is dropped or free.
+    Grid: (ranks, chunks of tokens, at least 1). A program counts the rank's tokens of all earlier chunks, and then
+    places those of its own. Sentinels are those of the first rank; the last chunk sees what is dropped or free.
     """
     wait_for_stream()
     rank, ranks, chunk = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     is_last = chunk == tl.num_programs(1) - 1
+    size = tl.cdiv(tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(1)) * BLOCK_T
     count = tl.zeros((), tl.int32)
     dropped = tl.zeros((), tl.int32)
-    for start in range(0, chunk * BLOCK_T, BLOCK_T):
+    for start in range(0, chunk * size, BLOCK_T):
         tokens = start + tl.arange(0, BLOCK_T)
         _, _, owner = owners_of(ids_ptr, tokens, num_tokens, ranks, NUM_LOCAL, TOP_K, TOP_K_POW2)
         mine = (owner == rank).to(tl.int32)
@@ -55,22 +56,24 @@ def plan_exchange_kernel(
             dropped += tl.sum(tl.where(position < capacity, 0, tl.sum(mine, 1)), 0)
         count = passed
 
-    tokens = chunk * BLOCK_T + tl.arange(0, BLOCK_T)
-    slots, inside, owner = owners_of(ids_ptr, tokens, num_tokens, ranks, NUM_LOCAL, TOP_K, TOP_K_POW2)
-    mine = (owner == rank).to(tl.int32)
-    goes = tl.max(mine, 1)
-    position = count + tl.cumsum(goes, 0) - goes
-    fits = position < capacity
-    place = rank * capacity + position
-    tl.store(source_ptr + place, tokens, mask=fits & (goes > 0))
-    is_first = tl.cumsum(mine, 1) == mine
-    value = tl.where(is_first, place[:, None], -2 - place[:, None])
-    value = tl.where(fits[:, None] & (mine > 0), value, -1)
-    tl.store(places_ptr + slots, value, mask=inside & (tl.maximum(owner, 0) == rank))
-    if is_last:
+    for start in range(chunk * size, (chunk + 1) * size, BLOCK_T):
+        tokens = start + tl.arange(0, BLOCK_T)
+        slots, inside, owner = owners_of(ids_ptr, tokens, num_tokens, ranks, NUM_LOCAL, TOP_K, TOP_K_POW2)
+        mine = (owner == rank).to(tl.int32)
+        goes = tl.max(mine, 1)
+        position = count + tl.cumsum(goes, 0) - goes
+        count += tl.sum(goes, 0)
+        fits = position < capacity
+        place = rank * capacity + position
+        tl.store(source_ptr + place, tokens, mask=fits & (goes > 0))
+        is_first = tl.cumsum(mine, 1) == mine
+        value = tl.where(is_first, place[:, None], -2 - place[:, None])
+        value = tl.where(fits[:, None] & (mine > 0), value, -1)
+        tl.store(places_ptr + slots, value, mask=inside & (tl.maximum(owner, 0) == rank))
         dropped += tl.sum(tl.where(fits, 0, tl.sum(mine, 1)), 0)
+    if is_last:
         tl.store(dropped_ptr + rank, dropped)
-        for start in range(tl.minimum(count + tl.sum(goes, 0), capacity), capacity, BLOCK_T):
+        for start in range(tl.minimum(count, capacity), capacity, BLOCK_T):
             position = start + tl.arange(0, BLOCK_T)
             none = tl.full((BLOCK_T,), -1, tl.int32)
             tl.store(source_ptr + rank * capacity + position, none, mask=position < capacity)

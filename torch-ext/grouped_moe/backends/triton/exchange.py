@@ -11,7 +11,8 @@ from ...rows import unit_rows
 from ..kernels.exchange import pack_rows_kernel, plan_exchange_kernel, take_slots_kernel, unpack_rows_kernel
 from .launch import Kernel
 
-_PLANNED = 4096  # slots of a chunk of the plan
+_PLANNED = 4096  # slots that a program of the plan looks at together
+_MAX_CHUNKS = 16  # of tokens; each is read by those after it
 _MAX_BLOCK_H = 2048  # columns that a program copies
 _BLOCK = 512  # slots of a program
 
@@ -59,7 +60,7 @@ def plan_exchange(ids: Tensor, num_local: int, ranks: int, capacity: int) -> Tup
         ids.new_empty(shape, dtype=torch.int32) for shape in (ranks * capacity, ids.shape, ranks)
     )
     kernel = _plan_kernel(num_local, ids.shape[1])
-    chunks = max(1, -(-ids.shape[0] // kernel.constants["BLOCK_T"]))
+    chunks = min(_MAX_CHUNKS, max(1, -(-ids.shape[0] // kernel.constants["BLOCK_T"])))
     kernel((ranks, chunks, 1), ids, source, places, dropped, ids.shape[0], capacity)
     return source, places, dropped
 

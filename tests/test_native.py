@@ -187,7 +187,7 @@ def test_parts_that_are_not_gate_and_up(native, grouped_moe, device, case, way):
     inputs = make_inputs(case, torch.bfloat16, device)
     up, down = (grouped_moe.quantize_blocks(w, parts=p) for w, p in ((inputs.gate_up_proj, 2), (inputs.down_proj, 1)))
     assert decode(native, grouped_moe, case, inputs._replace(gate_up_proj=up, down_proj=down)) is None
-    wide = inputs._replace(gate_up_proj=up.dequantize(torch.bfloat16), down_proj=down.dequantize(torch.bfloat16))
+    wide = inputs._replace(gate_up_proj=up.dequantize(torch.float64), down_proj=down.dequantize(torch.float64))
     want = run_reference(grouped_moe, case, wide).out
     out = call(grouped_moe, case, inputs._replace(gate_up_proj=up, down_proj=down))
     assert_close("out", out, want, torch.bfloat16)

@@ -2,9 +2,9 @@
 
 #include <cuda_runtime.h>
 
-// What a launch may ask for besides a grid: to start while the kernel before it runs, clusters of so many blocks, or all
-// blocks at once. A kernel that starts early may read before `wait_for_stream` what was complete when the one before it
-// let it start; it writes nothing before.
+// What a launch may ask for besides a grid: to start while the kernel before it runs, clusters of so many blocks, or
+// all blocks at once. A kernel that starts early may read before `wait_for_stream` what was complete when the one
+// before it let it start; it writes nothing before.
 struct LaunchOptions {
   bool dependent = false;
   int cluster = 0;

@@ -45,11 +45,17 @@ bool has_near_rows(const DecodeArgs &a) {
          farthest * (a.stride_un / PIECE) <= MOST && 16 * (a.stride_dn / PIECE) <= MOST;
 }
 
+// Whether the weight rows of a fragment, 16 in a row or every other one of 32, never lie in two parts.
+bool divides_parts(const DecodeArgs &a) {
+  return !a.up_scales.data || a.up_scales.part_rows % (a.interleaved ? 32 : 16) == 0;
+}
+
 }  // namespace
 
 bool plan_grouped(const DecodeArgs &args, int num_sms, int capability, GroupedPlan *plan) {
   const int slots = args.num_tokens * args.top_k, with_rows = std::min(slots, args.num_experts);
-  if (!has_near_rows(args) || !plan_route(slots, args.num_experts, num_sms, capability, &plan->route)) return false;
+  if (!divides_parts(args) || !has_near_rows(args)) return false;
+  if (!plan_route(slots, args.num_experts, num_sms, capability, &plan->route)) return false;
   plan->max_tiles = (slots + with_rows * (TILE_ROWS - 1)) / TILE_ROWS;  // the last tile of each is not full
   plan->dependent = capability >= 9;
   GroupedArgs a{args};

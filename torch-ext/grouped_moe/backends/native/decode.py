@@ -68,7 +68,7 @@ def decode_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, ki
     code = _CODES[activation[0]] + 2 * gated + interleaved
     up_scales = down_scales = None
     if isinstance(up, BlockScaled) or isinstance(down, BlockScaled):
-        if not takes_scales(up, down) or (up.parts == 2 and (interleaved or not gated)):
+        if not takes_scales(up, down):
             return None
         code += 4 * (up.parts == 2)
         up_scales, down_scales = _scales_of(up), _scales_of(down)

@@ -5,9 +5,8 @@ namespace {
 
 template <typename Element>
 cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
-  constexpr int THREADS = 64, CHOICES = 8;
-  const dim3 grid((a.hidden / PIECE + THREADS - 1) / THREADS, a.num_tokens);
-  return launch(combine_kernel<Element, THREADS, CHOICES>, grid, THREADS, 0, stream, {dependent}, a);
+  const dim3 grid((a.hidden / PIECE + COMBINE_THREADS - 1) / COMBINE_THREADS, a.num_tokens);
+  return launch(combine_kernel<Element>, grid, COMBINE_THREADS, 0, stream, {dependent}, a);
 }
 
 }  // namespace

@@ -4,13 +4,17 @@
 #include "elements.cuh"
 #include "grouped.h"
 
+constexpr int COMBINE_THREADS = 64;
+
 // out[t] = sum over the routed slots s of token t, in order, of weights[s] y[row of s].
 // A thread makes the columns of one piece, with CHOICES choices of the token at a time under way. Lane k knows the row
 // and the weight of choice k.
-// Grid: (pieces of H / THREADS, T). The caller guarantees that it launches this after `grouped_down_proj_kernel`.
-template <typename Element, int THREADS, int CHOICES>
-__global__ void __launch_bounds__(THREADS) combine_kernel(const GroupedArgs a) {
-  const int token = blockIdx.y, piece = blockIdx.x * THREADS + threadIdx.x, lane = threadIdx.x % WARP;
+// Grid: (pieces of H / COMBINE_THREADS, T). The caller guarantees that it launches this after
+// `grouped_down_proj_kernel`.
+template <typename Element>
+__global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(const GroupedArgs a) {
+  constexpr int CHOICES = 8;
+  const int token = blockIdx.y, piece = blockIdx.x * COMBINE_THREADS + threadIdx.x, lane = threadIdx.x % WARP;
   const int row = lane < a.top_k ? __ldcg(a.slot_to_row + token * a.top_k + lane) : -1, width = a.hidden / PIECE;
   const float weight = row >= 0 ? load_weight(a, token, lane) : 0.f;
   const uint4 *y = static_cast<const uint4 *>(a.y) + piece;

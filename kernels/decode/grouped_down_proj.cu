@@ -13,8 +13,8 @@ cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t str
 // As of the up-projection, with fewer pieces of a row that is shorter.
 template <typename Element>
 cudaError_t choose_shape(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
-  return a.intermediate > LONG_ROW ? launch_kernel<Element, TileShape<TILE_ROWS, 2, 4, 3, 2>>(a, dependent, stream)
-                                   : launch_kernel<Element, TileShape<TILE_ROWS, 1, 4, 3, 4>>(a, dependent, stream);
+  return a.intermediate > LONG_ROW ? launch_kernel<Element, TileShape<2, 4, 3, 2>>(a, dependent, stream)
+                                   : launch_kernel<Element, TileShape<1, 4, 3, 4>>(a, dependent, stream);
 }
 
 }  // namespace

@@ -2,16 +2,11 @@
 
 #include "tiles.cuh"
 
-// Rows g of all eights of a tile, in pieces of act, or -1.
-template <int EIGHTS>
-__device__ __forceinline__ void find_act_rows(const GroupedArgs &a, Tile *tile, int g, int (&rows)[EIGHTS]) {
+// Row g of a tile, in pieces of act, or -1.
+__device__ __forceinline__ int find_act_row(const GroupedArgs &a, Tile *tile, int g) {
   wait_for_stream();
   find_rows(a, tile);
-#pragma unroll
-  for (int i = 0; i < EIGHTS; ++i) {
-    const int row = i * EIGHT + g;
-    rows[i] = row < tile->rows ? (tile->first_row + row) * (a.intermediate / PIECE) : -1;
-  }
+  return g < tile->rows ? (tile->first_row + g) * (a.intermediate / PIECE) : -1;
 }
 
 // y of weight row n of both fragments of a row of a tile.
@@ -40,14 +35,14 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_down_pr
   const int column = (blockIdx.x * Shape::GROUPS + group) * 2 * FRAGMENT, mine = column + g;
   LaneRows w;
   w.first = row_at<Element>(a.down, tile.expert * a.stride_de + mine * a.stride_dn);
-  w.to_eighth = static_cast<int>(a.stride_dn);
+  w.to_half = static_cast<int>(a.stride_dn);
   w.to_fragment = static_cast<int>(FRAGMENT / PIECE * a.stride_dn);
 #pragma unroll
   for (int f = 0; f < 2; ++f)
 #pragma unroll
-    for (int r = 0; r < 2; ++r) w.wanted[f][r] = mine + r * EIGHT + f * FRAGMENT < a.hidden;
-  const auto locate = [&](int (&rows)[Shape::EIGHTS]) { find_act_rows(a, &tile, g, rows); };
-  float acc[2][Shape::EIGHTS][4] = {};
+    for (int r = 0; r < 2; ++r) w.wanted[f][r] = mine + r * HALF + f * FRAGMENT < a.hidden;
+  const auto locate = [&] { return find_act_row(a, &tile, g); };
+  float acc[2][4] = {};
   const int length = column < a.hidden ? a.intermediate / PIECE : 0;
   multiply_tile<Element, Shape>(w, row_at<Element>(a.act, 0), length, warp % Shape::SPLITS, locate, acc);
   add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {

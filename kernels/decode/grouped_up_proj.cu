@@ -14,8 +14,8 @@ cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t str
 // rows of the activation are long, two groups share them, as well as those of x, through L1.
 template <typename Element, bool GATED>
 cudaError_t choose_shape(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
-  using Short = TileShape<TILE_ROWS, 1, 4, 4, 4>;
-  using Long = TileShape<TILE_ROWS, 2, 4, 4, 2>;
+  using Short = TileShape<1, 4, 4, 4>;
+  using Long = TileShape<2, 4, 4, 2>;
   return a.intermediate > LONG_ROW ? launch_kernel<Element, GATED, Long>(a, dependent, stream)
                                    : launch_kernel<Element, GATED, Short>(a, dependent, stream);
 }

@@ -3,21 +3,12 @@
 #include "columns.cuh"
 #include "tiles.cuh"
 
-// The tokens of rows g of all eights of a tile, in pieces of x, or -1.
-template <int EIGHTS>
-__device__ __forceinline__ void find_tokens(const GroupedArgs &a, Tile *tile, int g, int (&rows)[EIGHTS]) {
+// The token of row g of a tile, in pieces of x, or -1.
+__device__ __forceinline__ int find_token(const GroupedArgs &a, Tile *tile, int g) {
   let_next_start();  // here, where it keeps what follows behind the first weights
   find_rows(a, tile);
-#pragma unroll
-  for (int i = 0; i < EIGHTS; ++i) {
-    const int row = i * EIGHT + g;
-    rows[i] = load_index(a.row_to_slot + tile->first_row + row, row < tile->rows, -a.top_k);
-  }
-#pragma unroll
-  for (int i = 0; i < EIGHTS; ++i) {
-    const int token = rows[i] / a.top_k;
-    rows[i] = token < 0 ? -1 : token * static_cast<int>(a.stride_xt / PIECE);
-  }
+  const int token = load_index(a.row_to_slot + tile->first_row + g, g < tile->rows, -a.top_k) / a.top_k;
+  return token < 0 ? -1 : token * static_cast<int>(a.stride_xt / PIECE);
 }
 
 // act of weight row n of both fragments of a row of a tile.
@@ -44,14 +35,14 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_up_proj
   const int step = a.interleaved ? 2 : 1, to_up = a.interleaved ? 1 : a.intermediate;
   LaneRows w;
   w.first = row_at<Element>(a.up, tile.expert * a.stride_ue + int64_t(mine) * step * a.stride_un);
-  w.to_eighth = static_cast<int>(step * a.stride_un);
+  w.to_half = static_cast<int>(step * a.stride_un);
   w.to_fragment = static_cast<int>((GATED ? to_up : FRAGMENT) * a.stride_un / PIECE);
 #pragma unroll
   for (int f = 0; f < 2; ++f)
 #pragma unroll
-    for (int r = 0; r < 2; ++r) w.wanted[f][r] = mine + r * EIGHT + (GATED ? 0 : f * FRAGMENT) < a.intermediate;
-  const auto locate = [&](int (&rows)[Shape::EIGHTS]) { find_tokens(a, &tile, g, rows); };
-  float acc[2][Shape::EIGHTS][4] = {};
+    for (int r = 0; r < 2; ++r) w.wanted[f][r] = mine + r * HALF + (GATED ? 0 : f * FRAGMENT) < a.intermediate;
+  const auto locate = [&] { return find_token(a, &tile, g); };
+  float acc[2][4] = {};
   const int length = column < a.intermediate ? a.hidden / PIECE : 0;
   multiply_tile<Element, Shape>(w, row_at<Element>(a.x, 0), length, warp % Shape::SPLITS, locate, acc);
   add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {

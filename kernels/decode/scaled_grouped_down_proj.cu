@@ -10,7 +10,7 @@ cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t str
   return launch(scaled_grouped_down_proj_kernel<Element, Shape>, grid, Shape::THREADS, 0, stream, {dependent}, a);
 }
 
-using Shape = TileShape<TILE_ROWS, 2, 2, 2, 4>;  // one block of scales of each row under way, in 16 warps
+using Shape = TileShape<2, 2, 2, 4>;  // one block of scales of each row under way, in 16 warps
 
 }  // namespace
 

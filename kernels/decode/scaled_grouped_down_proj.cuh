@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_
   const int column = (blockIdx.x * Shape::GROUPS + group) * 2 * FRAGMENT, mine = column + g;
   LaneRows w;
   w.first = row_at<char>(a.down, tile.expert * a.stride_de + mine * a.stride_dn);
-  w.to_eighth = static_cast<int>(EIGHT * a.stride_dn / CODES);
+  w.to_half = static_cast<int>(HALF * a.stride_dn / CODES);
   w.to_fragment = static_cast<int>(FRAGMENT * a.stride_dn / CODES);
   const char *scale_rows[2];
   bool wanted[2];
@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_
     wanted[f] = column + f * FRAGMENT < a.hidden;
     w.wanted[f][0] = w.wanted[f][1] = wanted[f];
   }
-  const auto locate = [&](int (&rows)[Shape::EIGHTS]) { find_act_rows(a, &tile, g, rows); };
-  float acc[2][Shape::EIGHTS][4] = {};
+  const auto locate = [&] { return find_act_row(a, &tile, g); };
+  float acc[2][4] = {};
   multiply_scaled_tile<Element, Shape>(w, a.down_scales, scale_rows, wanted, row_at<Element>(a.act, 0),
                                        wanted[0] ? a.intermediate / CODES : 0, warp % Shape::SPLITS, locate, acc);
   add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {

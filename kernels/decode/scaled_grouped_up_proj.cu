@@ -13,7 +13,7 @@ cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t str
 // One block of scales of each row under way, in 16 warps of a multiprocessor.
 template <typename Element>
 cudaError_t choose_gated(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
-  using Shape = TileShape<TILE_ROWS, 1, 4, 2, 4>;
+  using Shape = TileShape<1, 4, 2, 4>;
   return a.gated ? launch_kernel<Element, true, Shape>(a, dependent, stream)
                  : launch_kernel<Element, false, Shape>(a, dependent, stream);
 }

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_
   const int to_fragment = GATED ? to_up : FRAGMENT;
   LaneRows w;
   w.first = row_at<char>(a.up, tile.expert * a.stride_ue + int64_t(mine) * step * a.stride_un);
-  w.to_eighth = static_cast<int>(EIGHT * step * a.stride_un / CODES);
+  w.to_half = static_cast<int>(HALF * step * a.stride_un / CODES);
   w.to_fragment = static_cast<int>(to_fragment * a.stride_un / CODES);
   const char *scale_rows[2];
   bool wanted[2];
@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_
     wanted[f] = column + (GATED ? 0 : f * FRAGMENT) < a.intermediate;
     w.wanted[f][0] = w.wanted[f][1] = wanted[f];
   }
-  const auto locate = [&](int (&rows)[Shape::EIGHTS]) { find_tokens(a, &tile, g, rows); };
-  float acc[2][Shape::EIGHTS][4] = {};
+  const auto locate = [&] { return find_token(a, &tile, g); };
+  float acc[2][4] = {};
   multiply_scaled_tile<Element, Shape>(w, a.up_scales, scale_rows, wanted, row_at<Element>(a.x, 0),
                                        wanted[0] ? a.hidden / CODES : 0, warp % Shape::SPLITS, locate, acc);
   add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {

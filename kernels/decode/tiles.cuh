@@ -5,17 +5,18 @@
 #include "grouped.h"
 #include "mma.cuh"
 
-constexpr int EIGHT = 8;  // rows of tokens of an instruction, which has twice as many weight rows
-constexpr int FRAGMENT = 2 * EIGHT;
+constexpr int FRAGMENT = 16;  // weight rows of an instruction, which has half as many rows of tokens
+constexpr int HALF = FRAGMENT / 2;
+static_assert(TILE_ROWS == HALF);
 constexpr int LONG_ROW = 4096;  // of the activation, in Elements: L1 does not hold a tile of them for all warps
 
-// What a block makes: GROUPS groups of two fragments of weight rows each, of SPLITS warps that share K, times up to
-// ROWS rows of tokens. A warp has STEPS pieces of each row and lane under way at once. BLOCKS of them have room on a
-// multiprocessor: that bounds their registers.
-template <int ROWS_, int GROUPS_, int SPLITS_, int STEPS_, int BLOCKS_>
+// What a block makes: GROUPS groups of two fragments of weight rows each, of SPLITS warps that share K, times a tile.
+// A warp has STEPS pieces of each row and lane under way at once. BLOCKS of them have room on a multiprocessor: that
+// bounds their registers.
+template <int GROUPS_, int SPLITS_, int STEPS_, int BLOCKS_>
 struct TileShape {
-  static constexpr int ROWS = ROWS_, GROUPS = GROUPS_, SPLITS = SPLITS_, STEPS = STEPS_, BLOCKS = BLOCKS_;
-  static constexpr int EIGHTS = ROWS / EIGHT, THREADS = GROUPS * SPLITS * WARP;
+  static constexpr int GROUPS = GROUPS_, SPLITS = SPLITS_, STEPS = STEPS_, BLOCKS = BLOCKS_;
+  static constexpr int THREADS = GROUPS * SPLITS * WARP;
 };
 
 // An entry of the schedule or of a map of rows, or `otherwise` if it is not wanted. Volatile and by a predicate, as
@@ -52,77 +53,76 @@ __device__ __forceinline__ void find_rows(const GroupedArgs &a, Tile *tile) {
 
 // The weight rows of a lane 4 g + t: rows g and g + 8 of each of its warp's two fragments.
 struct LaneRows {
-  const uint4 *first;          // row g of the first fragment
-  int to_eighth, to_fragment;  // pieces from it to row g + 8, and to the second fragment
-  bool wanted[2][2];           // [fragment][whether g + 8]
+  const uint4 *first;        // row g of the first fragment
+  int to_half, to_fragment;  // pieces from it to row g + 8, and to the second fragment
+  bool wanted[2][2];         // [fragment][whether g + 8]
 };
 
-// acc[f][i] += fragment f times rows [8 i, 8 i + 8) of the tile, over the warp's share of K, of `length` pieces in all:
-// every SPLITS-th run of 4 STEPS pieces. locate(rows) finds the rows g of all eights, in pieces from `tokens` on, or -1
-// for none; every warp calls it once, when its first weights are on their way.
+constexpr int QUAD = 4;  // lanes that share a row
+
+// Pieces [fragment][whether g + 8][step] of a lane's rows, at places from `at` on, of `length`.
+template <int STEPS>
+__device__ __forceinline__ void load_weights(const LaneRows &w, int at, int length, uint4 (&pieces)[2][2][STEPS]) {
+#pragma unroll
+  for (int f = 0; f < 2; ++f)
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) {
+        const uint4 *address = w.first + f * w.to_fragment + r * w.to_half + at + s * QUAD;
+        pieces[f][r][s] = load_once(address, w.wanted[f][r] && at + s * QUAD < length);
+      }
+}
+
+// acc[f] += fragment f times the tile, over the warp's share of K, of `length` pieces in all: every SPLITS-th run of 4
+// STEPS pieces. locate() finds row g of the tile, in pieces from `tokens` on, or -1 for none; every warp calls it once,
+// when its first weights are on their way.
 template <typename Element, typename Shape, typename Locate>
 __device__ __forceinline__ void multiply_tile(const LaneRows &w, const uint4 *tokens, int length, int split,
-                                              const Locate &locate, float (&acc)[2][Shape::EIGHTS][4]) {
-  constexpr int QUAD = 4, STEPS = Shape::STEPS, EIGHTS = Shape::EIGHTS;
-  int rows[EIGHTS] = {};  // not their addresses, which would take twice as many registers
+                                              const Locate &locate, float (&acc)[2][4]) {
+  constexpr int STEPS = Shape::STEPS;
+  int row = 0;
   bool located = false;
   for (int start = split * STEPS * QUAD; start < length; start += Shape::SPLITS * STEPS * QUAD) {
     const int mine = start + threadIdx.x % QUAD;
-    uint4 pieces[2][2][STEPS], v[EIGHTS][STEPS];
-#pragma unroll
-    for (int f = 0; f < 2; ++f)
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-#pragma unroll
-        for (int s = 0; s < STEPS; ++s) {
-          const int at = mine + s * QUAD;
-          const uint4 *address = w.first + f * w.to_fragment + r * w.to_eighth + at;
-          pieces[f][r][s] = load_once(address, w.wanted[f][r] && at < length);
-        }
-    if (!located) locate(rows);
+    uint4 pieces[2][2][STEPS], v[STEPS];
+    load_weights(w, mine, length, pieces);
+    if (!located) row = locate();
     located = true;
 #pragma unroll
-    for (int i = 0; i < EIGHTS; ++i)
-#pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
-        const int at = mine + s * QUAD;
-        v[i][s] = load_cached(tokens + rows[i] + at, rows[i] >= 0 && at < length);
-      }
+    for (int s = 0; s < STEPS; ++s) {
+      const int at = mine + s * QUAD;
+      v[s] = load_cached(tokens + row + at, row >= 0 && at < length);
+    }
     let_next_start();  // here, where it keeps loads and sums apart as well
 #pragma unroll
     for (int s = 0; s < STEPS; ++s)
 #pragma unroll
-      for (int f = 0; f < 2; ++f)
-#pragma unroll
-        for (int i = 0; i < EIGHTS; ++i)
-          multiply_pieces<Element>(pieces[f][0][s], pieces[f][1][s], v[i][s], acc[f][i]);
+      for (int f = 0; f < 2; ++f) multiply_pieces<Element>(pieces[f][0][s], pieces[f][1][s], v[s], acc[f]);
   }
-  if (!located) locate(rows);
+  if (!located) locate();
 }
 
 // Adds up what the warps of a group have, in order, and calls store(n, row, sums) for each row of the tile: of weight
 // row n of both fragments. All threads of the block call it.
 template <typename Shape, typename Store>
-__device__ __forceinline__ void add_up_splits(const float (&acc)[2][Shape::EIGHTS][4], int rows, const Store &store) {
-  constexpr int EIGHTS = Shape::EIGHTS, SPLITS = Shape::SPLITS;
-  __shared__ float parts[Shape::GROUPS][SPLITS][2][EIGHTS][4][WARP + 1];  // no two of a warp's reads in one bank
+__device__ __forceinline__ void add_up_splits(const float (&acc)[2][4], int rows, const Store &store) {
+  constexpr int SPLITS = Shape::SPLITS;
+  __shared__ float parts[Shape::GROUPS][SPLITS][2][4][WARP + 1];  // no two of a warp's reads in one bank
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = warp / SPLITS, split = warp % SPLITS;
 #pragma unroll
   for (int f = 0; f < 2; ++f)
 #pragma unroll
-    for (int i = 0; i < EIGHTS; ++i)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) parts[group][split][f][i][c][lane] = acc[f][i][c];
+    for (int c = 0; c < 4; ++c) parts[group][split][f][c][lane] = acc[f][c];
   __syncthreads();
   for (int at = split * WARP + lane; at < rows * FRAGMENT; at += SPLITS * WARP) {
     // Sum c of lane 4 g + t is that of weight row g + 8 (c / 2) and token 2 t + c % 2.
-    const int n = at % FRAGMENT, row = at / FRAGMENT, i = row / EIGHT, c = n / EIGHT * 2 + row % 2;
-    const int owner = n % EIGHT * 4 + row % EIGHT / 2;
+    const int n = at % FRAGMENT, row = at / FRAGMENT, c = n / HALF * 2 + row % 2, owner = n % HALF * 4 + row / 2;
     float sums[2] = {};
 #pragma unroll
     for (int s = 0; s < SPLITS; ++s)
 #pragma unroll
-      for (int f = 0; f < 2; ++f) sums[f] += parts[group][s][f][i][c][owner];
+      for (int f = 0; f < 2; ++f) sums[f] += parts[group][s][f][c][owner];
     store(n, row, sums);
   }
 }

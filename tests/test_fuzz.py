@@ -146,7 +146,6 @@ def test_time_is_up(grouped_moe, capsys):
 ])  # fmt: skip
 def test_a_planted_fault_is_found_and_repeated(grouped_moe, capsys, monkeypatch, plant, op, says, numbers):
     monkeypatch.setattr(grouped_moe, op, partial(plant, getattr(grouped_moe, op)))
-    monkeypatch.setattr(fuzz, "STAGES", ((4, 6),))  # enough for such faults
     status, printed = run(capsys, grouped_moe, "--seed", str(SEED), "--only", numbers)
     lines = LINE.findall(printed)
     assert status == 1 and lines and f"{len(lines)} failed" in printed

@@ -35,7 +35,7 @@ def draw_scaled(case: Case, names: Sequence[str], transposed: bool) -> None:
     draw, case.products = case.draw, case.choose("products", "w8a16", "auto")
     for name in case.choose("scaled", [], [], [name for name in names if draw.chance(0.8)]):
         experts, n, k = case.values[name].shape
-        block = draw.one((16, 16), (32, 128), (128, 128), (n, k))
+        block = case.options.get("block") or draw.one((16, 16), (32, 128), (128, 128), (n, k))
         scales = 2.0 ** draw.integers(-11, -7, experts, -(-n // block[0]), -(-k // block[1])).double()
         each = scales.repeat_interleave(block[0], 1)[:, :n].repeat_interleave(block[1], 2)[:, :, :k]
         codes = (case.values[name] / each).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -31,8 +31,11 @@ class Block(NamedTuple):
 
 
 NO_GRAD = {"mode": "no_grad"}
+FP8 = {"scaled": ("gate_up_proj", "down_proj"), "block": (128, 128), "products": "w8a16"}
+PAIRS = {"adapted": ("gate_up_proj", "down_proj"), "rank": 20}
 BLOCKS = (
     Block("gated", 9),
+    Block("gated, LoRA", 700, Layer(H=136, I=72), options=PAIRS),
     Block("gated, many slots, whole tiles", 1100, Layer(H=128, I=64)),
     Block("gated, part of a step", 700, Layer(H=136, I=136), BIASES),
     Block("gated, more steps than the ring has", 700, Layer(H=328, I=136)),
@@ -50,12 +53,25 @@ BLOCKS = (
     Block("one token, no gradient", 1, Layer(top_k=8, E=40), options=NO_GRAD),  # experts hardly shared
     Block("one token, several steps", 1, Layer(top_k=9, E=40, H=2120, I=1048), BIASES, options=NO_GRAD),
     Block("one token, not gated, fp16", 1, Layer(torch.float16, E=8, H=72, I=264, gated=False), options=NO_GRAD),
+    Block("few tokens", 9, Layer(top_k=4, E=40, H=136, I=72), options=NO_GRAD),  # fewer slots than experts
+    Block("few tokens, steps", 16, Layer(top_k=8, E=40, H=1048, I=264, interleaved=True), BIASES, options=NO_GRAD),
+    Block("few tokens, not gated, fp16", 64, Layer(torch.float16, E=40, gated=False), BIASES, options=NO_GRAD),
+    Block("few tokens, LoRA", 9, Layer(top_k=4, E=40, H=136, I=72), options={**NO_GRAD, **PAIRS}),
+    Block("one token, FP8", 1, Layer(top_k=8, E=40, H=392, I=264), BIASES, options={**NO_GRAD, **FP8}),
+    Block("few tokens, FP8", 16, Layer(top_k=8, E=40, H=1040, I=272), BIASES, options={**NO_GRAD, **FP8}),
+    Block("few tokens, not gated, FP8", 64, Layer(E=40, H=136, I=144, gated=False), options={**NO_GRAD, **FP8}),
+    Block("FP8, whole blocks", 700, Layer(H=384, I=256), options={**FP8, "products": "auto"}),
+    Block("FP8, LoRA", 700, Layer(H=384, I=256), options={**FP8, **PAIRS, "products": "auto"}),
+    Block("FP8, part of a block", 700, Layer(H=264, I=136), BIASES, options=FP8),
     Block("more slots than a cluster routes", 2800, Layer(top_k=7, E=130, H=8, I=8), options=NO_GRAD),
 )
 # Groups, rows, H, I: by pointer, by descriptor, several tiles for each program; of tiles that two warp groups share.
 LINEAR = ((3, 60, 40, 72), (4, 900, 128, 264), (40, 5120, 64, 1024))
 SHARED_TILES = (16, 2048, 4104, 1272)
-PLAIN = {"mode": "grad", "some_wanted": False, "plain": True, "recompute": False, "capacity": None}
+PLAIN = {
+    "mode": "grad", "some_wanted": False, "plain": True, "recompute": False, "capacity": None, "adapted": (),
+    "scaled": (),
+}  # fmt: skip
 MAIN_GRAD = {
     "single_grouped_weight": True, "single_grouped_bias": True, "accumulate_into_main_grad": True, "delay_wgrad": False,
     "zero_out_wgrad": False, "marked": False, "overwrite_main_grad": False, "microbatches": 1,

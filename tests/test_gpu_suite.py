@@ -1,5 +1,6 @@
-"""Which hazards the GPU suite counts apart, those of Triton's own hand-over to warps, and how processes share GPUs."""
+"""Which hazards the GPU suite counts apart, and how processes share random cases and GPUs."""
 
+import argparse
 import os
 import sys
 
@@ -64,6 +65,18 @@ def test_what_is_not_read_is_shown():
     output = report() + report(kernel="void a::kernel<4>(int)")
     (unread,) = gpu_suite.classify(output)["unread_hazards"]
     assert counts(output) == (1, 0) and "void a::kernel" in unread
+
+
+def test_random_cases_are_counted_over_processes(monkeypatch):
+    """Each process runs its share; one that ends early is no pass, and its cases count as far as it came."""
+    monkeypatch.setattr(gpu_suite, "CASES", 3)
+    arguments = argparse.Namespace(cases=5, seed=3, workers=2, fuzz_timeout=240.0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = gpu_suite.fuzz(arguments)
+    assert (found["status"], found["cases_done"], found["failures"]) == ("passed", 5, [])
+    arguments.fuzz_timeout = 0.0
+    found = gpu_suite.fuzz(arguments)
+    assert (found["status"], found["cases_done"]) == ("timed out", 0)
 
 
 @pytest.mark.parametrize(

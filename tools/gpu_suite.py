@@ -1,11 +1,12 @@
-"""Everything that is to hold on a GPU, in one command: the tests, and compute-sanitizer over every kernel.
+"""Everything that is to hold on a GPU, in one command: tests, random cases, compute-sanitizer over every kernel.
 
-    python tools/gpu_suite.py [tests] [memcheck] [racecheck] [synccheck] [--workers 6] [--output JSON]
+    python tools/gpu_suite.py [tests] [fuzz] [memcheck] [racecheck] [synccheck] [--workers 6] [--output JSON]
 
 Without names all steps run. Each prints one line; the JSON is rewritten after each. Exits with 1 if a step failed.
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from machine import describe_machine, scrub, write  # noqa: E402
 
 CASE = str(Path("tools") / "sanitize_case.py")
 TAIL_LINES = 30
+CASES = 100  # of fuzz.py that a process runs: those of a layer, which share compiled kernels
 SANITIZER_FAILED = 86  # an exit status that nothing else here has
 PRINT_LIMIT = 100000
 
@@ -151,7 +153,32 @@ def sanitize(tool: str, arguments: argparse.Namespace) -> dict:
     return report
 
 
-STEPS = {"tests": tests, **{tool: partial(sanitize, tool) for tool in ("memcheck", "racecheck", "synccheck")}}
+def fuzz(arguments: argparse.Namespace) -> dict:
+    """Random cases, shared by processes. A failure's line in `failures` repeats it."""
+    shares = [range(arguments.cases)[start : start + CASES] for start in range(0, arguments.cases, CASES)]
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.workers) as pool:
+
+        def share(numbers: range) -> Run:
+            file, seed = Path(folder, f"{numbers[0]}.json"), str(arguments.seed)
+            command = [sys.executable, str(Path("tools") / "fuzz.py"), "--seed", seed, "--json", str(file)]
+            left = arguments.fuzz_timeout - (time.monotonic() - start)
+            return run([*command, "--only", f"{numbers[0]}-{numbers[-1]}"], max(left, 1.0))
+
+        runs = list(pool.map(share, shares))
+        # Written after each case: a process that ran out of time leaves those that it did.
+        reports = [json.loads(file.read_text(encoding="utf-8")) for file in Path(folder).glob("*.json")]
+    worst = max(runs, key=lambda each: (each.returncode not in (0, 1), each.returncode != 0))
+    found = worst._replace(seconds=time.monotonic() - start).described()
+    failures = [failure["line"] for report in reports for failure in report["failures"]]
+    return {**found, "seed": arguments.seed, "cases_done": sum(each["cases"] for each in reports), "failures": failures}
+
+
+STEPS = {
+    "tests": tests,
+    "fuzz": fuzz,
+    **{tool: partial(sanitize, tool) for tool in ("memcheck", "racecheck", "synccheck")},
+}
 
 
 def line(name: str, result: dict) -> str:
@@ -172,6 +199,9 @@ def main() -> int:
     add("--workers", type=int, default=1, help="processes that test, or compile what is sanitized (1)")
     add("--tests-timeout", type=float, default=480, help="seconds (480)")
     add("--sanitizer-timeout", type=float, default=240, help="seconds for each tool (240)")
+    add("--cases", type=int, default=2000, help="random cases (2000)")
+    add("--seed", type=int, default=0, help="of the random cases (0)")
+    add("--fuzz-timeout", type=float, default=480, help="seconds for the random cases (480)")
     add("--pytest", action="append", default=[], help="a further argument for pytest, repeatable")
     arguments = parser.parse_args()
     if not set(arguments.steps) <= set(STEPS):

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
+from operations import RecordedLog
 from torch.utils.flop_counter import FlopCounterMode
 
 pytest_plugins = ["driver_stub"]
@@ -50,6 +51,16 @@ def without_dispatch_modes(monkeypatch, compat):
     assert compat.is_watched()
 
 
+def without_function_modes(monkeypatch, compat):
+    monkeypatch.setattr(compat, "torch", Without(torch, "_C", "_len_torch_function_stack"))
+    assert compat.is_recorded()
+
+
+def without_profiler_state(monkeypatch, compat):
+    monkeypatch.setattr(compat, "torch", Without(torch, "autograd", "_profiler_enabled"))
+    assert compat.is_recorded()
+
+
 def without_device_assertions(monkeypatch, compat):
     monkeypatch.setattr(compat, "torch", Without(torch, "_assert_async"))
     assert not compat.has_device_assertions()
@@ -77,8 +88,9 @@ def with_unknown_triton(monkeypatch, compat):
 
 
 REMOVALS = (
-    without_graph_task, without_autograd_in_c, without_transforms, without_dispatch_modes, without_device_assertions,
-    without_current_modes, without_forward_level, without_versions, with_unknown_triton,
+    without_graph_task, without_autograd_in_c, without_transforms, without_dispatch_modes, without_function_modes,
+    without_profiler_state, without_device_assertions, without_current_modes, without_forward_level, without_versions,
+    with_unknown_triton,
 )  # fmt: skip
 
 
@@ -135,7 +147,14 @@ def test_known_names_are_asked(module):
     assert asked == [True] and not compat.in_transform()
     with FlopCounterMode(display=False):
         assert compat.is_watched()
-    assert not compat.is_watched()
+    assert not compat.is_watched() and not compat.is_recorded()
+    with torch.profiler.profile():
+        assert compat.is_recorded()
+    with RecordedLog():
+        assert compat.is_recorded()
+    traced = []
+    torch.jit.trace(lambda x: traced.append(compat.is_recorded()) or x + 1, tensor, check_trace=False)
+    assert traced == [True]
     x = torch.ones(2, requires_grad=True)
     kept = []
     x.register_hook(lambda grad: kept.append(compat.keeps_graph()))

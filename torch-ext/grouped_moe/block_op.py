@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from . import pipeline
-from ._ops import ops
 from .backends import backend_of
 from .block import BLOCK_SCHEMA, Block, Grads, Needs, fake_grads, make_block
 from .common.autograd import (
@@ -130,10 +129,6 @@ def _fake_grads(dout, x, act_scales, bias_scales, adapters, *rest) -> Grads:
     return fake_grads(Needs(*needs), make_block(*arguments), dout, act_scales, bias_scales)
 
 
-def _plain(*args) -> Tensor:
-    return ops.experts_inference.default(*args)
-
-
 def _recorded(*args) -> Tensor:
     return _Experts.apply(*args)[0]
 
@@ -142,8 +137,8 @@ def _like_x(x: Tensor, *_) -> Tensor:
     return x.new_empty(x.shape)
 
 
-define_op("experts_inference", f"({_ARGUMENTS}) -> Tensor", _inference, _like_x)
-define_op(
+_infer = define_op("experts_inference", f"({_ARGUMENTS}) -> Tensor", _inference, _like_x)
+_run_forward = define_op(
     "experts_forward",
     f"({_ARGUMENTS}, bool save)"
     " -> (Tensor out, Tensor preact, Tensor projected, Tensor schedule, Tensor row_to_slot, Tensor slot_to_row)",
@@ -154,14 +149,14 @@ _BACKWARD = (
     f"(Tensor dout, Tensor? x, {_TENSORS}, {BLOCK_SCHEMA}, Tensor%s preact, Tensor? projected,"
     " Tensor schedule, Tensor? row_to_slot, Tensor? slot_to_row, bool[] needs)"
 )
-define_op(
+_run_backward = define_op(
     "experts_backward",
     f"{_BACKWARD % ''} -> ({', '.join(f'Tensor d{name}' for name in Needs._fields)})",
     _backward_op,
     lambda dout, *rest: or_empty(_fake_grads(dout, *rest), dout),
 )
 # Overwrites preact and gives its memory back.
-define_op(
+_run_backward_overwriting = define_op(
     "experts_backward_overwriting",
     f"{_BACKWARD % '(a!)'} -> Tensor[]",
     _backward_overwriting_op,
@@ -184,7 +179,7 @@ class _Experts(torch.autograd.Function):
         needs_weights = needs_weights[:-_NUM_SCALES]
         needs = ctx.needs = Needs(needs_x, needs_act_scales, needs_bias_scales, *needs_weights)
         _, _, (_, _, _, recompute), *_ = kind
-        out, preact, projected, schedule, *maps = ops.experts_forward.default(*inputs, needs.preact and not recompute)
+        out, preact, projected, schedule, *maps = _run_forward(*inputs, needs.preact and not recompute)
         ctx.set_materialize_grads(False)
         ctx.kind = kind
         mark_as_own(preact)
@@ -205,11 +200,11 @@ class _Experts(torch.autograd.Function):
         rows = schedule, row_to_slot, slot_to_row
         arguments = dout, *tensors, *ctx.kind, preact, projected, *rows, list(ctx.needs)
         if ctx.needs.preact and is_plain(dout) and take_over(preact):
-            made = ops.experts_backward_overwriting.default(*arguments)
+            made = _run_backward_overwriting(*arguments)
         else:
-            made = wanted(ops.experts_backward.default(*arguments), ctx.needs)
+            made = wanted(_run_backward(*arguments), ctx.needs)
         dx, d_act_scales, d_bias_scales, *dweights = spread(made, ctx.needs)
         return (dx, None, d_act_scales, d_bias_scales, None, *dweights) + (None,) * (_NUM_SCALES + _NUM_KINDS)
 
 
-experts_op = define_differentiable_op("experts", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, _like_x)
+experts_op = define_differentiable_op("experts", f"({_ARGUMENTS}) -> Tensor", _inference, _recorded, _infer, _like_x)

@@ -5,7 +5,6 @@ from typing import Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ._ops import ops
 from .backends import backend_of
 from .block_scaled import Weight, as_weight, check_scaled, parts_of
 from .common import checks
@@ -138,21 +137,17 @@ def _bias_backward_fake(dy, splits, num_groups, bias, scales, needs_bias):
     return or_empty((dbias, None if bias is None else scales.new_empty(scales.shape)), dy)
 
 
-def _plain(*args) -> Tensor:
-    return ops.grouped_linear_forward.default(*args)[0]
-
-
 def _recorded(*args) -> Tensor:
     return _GroupedLinear.apply(*args)
 
 
-define_op(
+_run_forward = define_op(
     "grouped_linear_forward",
     f"({_ARGUMENTS}) -> (Tensor y, Tensor schedule, Tensor projected)",
     _forward,
     _forward_fake,
 )
-define_op(
+_run_backward = define_op(
     "grouped_linear_backward",
     "(Tensor dy, Tensor? x, Tensor weight, Tensor splits, Tensor? a, Tensor? b, Tensor? adapters, Tensor? projected,"
     " Tensor? weight_scale, int[] block, float scaling, bool transposed, bool[] needs)"
@@ -160,7 +155,7 @@ define_op(
     _backward,
     _backward_fake,
 )
-define_op(
+run_bias_backward = define_op(
     "grouped_linear_bias_backward",
     "(Tensor dy, Tensor splits, SymInt num_groups, Tensor? bias, Tensor? scales, bool needs_bias)"
     " -> (Tensor dbias, Tensor dscales)",
@@ -168,7 +163,12 @@ define_op(
     _bias_backward_fake,
 )
 _grouped_linear = define_differentiable_op(
-    "grouped_linear", f"({_ARGUMENTS}) -> Tensor", _plain, _recorded, lambda *args: _forward_fake(*args)[0]
+    "grouped_linear",
+    f"({_ARGUMENTS}) -> Tensor",
+    lambda *args: _forward(*args)[0],
+    _recorded,
+    lambda *args: _run_forward(*args)[0],
+    lambda *args: _forward_fake(*args)[0],
 )
 
 
@@ -178,7 +178,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         x, weight, _, bias, bias_scales, a, b, adapters, weight_scale, ctx.block, ctx.scaling, ctx.transposed = inputs
-        y, schedule, projected = ops.grouped_linear_forward.default(*inputs)
+        y, schedule, projected = _run_forward(*inputs)
         needs_x, needs_weight, _, needs_bias, needs_scales, needs_a, needs_b, *_ = ctx.needs_input_grad
         # What the backward does not read may change until then. Of a weight it then needs the shape.
         saved_weight = weight if needs_x or not weight.is_contiguous() else weight.new_empty(1).expand(weight.shape)
@@ -197,15 +197,13 @@ class _GroupedLinear(torch.autograd.Function):
         needs = [needs_x, needs_weight, needs_a, needs_b]
         dx = dweight = da = db = dbias = dscales = None
         if any(needs):
-            grads = ops.grouped_linear_backward.default(
+            grads = _run_backward(
                 dy, x, weight, schedule, a, b, adapters, projected, weight_scale, ctx.block, ctx.scaling,
                 ctx.transposed, needs,
             )  # fmt: skip
             dx, dweight, da, db = (grad if need else None for grad, need in zip(grads, needs))
         if needs_bias or needs_scales:
-            dbias, dscales = ops.grouped_linear_bias_backward.default(
-                dy, schedule, weight.shape[0], bias, bias_scales, needs_bias
-            )
+            dbias, dscales = run_bias_backward(dy, schedule, weight.shape[0], bias, bias_scales, needs_bias)
             dbias, dscales = dbias if needs_bias else None, dscales if needs_scales else None
         return dx, dweight, None, dbias, dscales, da, db, *(None,) * 5
 

@@ -5,7 +5,6 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ._ops import ops
 from .backends import backend_of
 from .common import checks
 from .common.autograd import define_differentiable_op, define_op, once_differentiable, or_empty, refuse_forward_mode
@@ -49,17 +48,29 @@ def _combine_backward_fake(dout, y, weights, expert_offsets, row_to_slot, slot_t
     return or_empty((dy, None if y is None else weights.new_empty(weights.shape)), dout)
 
 
+_run_gather = define_op("gather_rows_forward", f"(Tensor x, {_ROUTING}) -> Tensor", _gather, _gather_fake)
+sum_rows = define_op(
+    "combine_rows_forward", f"(Tensor y, Tensor? weights, {_ROUTING}) -> Tensor", _combine, _combine_fake
+)
+_run_combine_backward = define_op(
+    "combine_rows_backward",
+    f"(Tensor dout, Tensor? y, Tensor weights, {_ROUTING}, bool needs_dy) -> (Tensor dy, Tensor dweights)",
+    _combine_backward,
+    _combine_backward_fake,
+)
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *routing):
         *maps, ctx.top_k = routing
         ctx.save_for_backward(*maps)
-        return ops.gather_rows_forward.default(x, *routing)
+        return _run_gather(x, *routing)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, dout):
-        return ops.combine_rows_forward.default(dout, None, *saved, ctx.top_k), None, None, None, None
+        return sum_rows(dout, None, *saved, ctx.top_k), None, None, None, None
 
 
 class _CombineRows(torch.autograd.Function):
@@ -68,38 +79,30 @@ class _CombineRows(torch.autograd.Function):
         *maps, ctx.top_k = routing
         # y is for the gradient of the weights alone.
         ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, weights, *maps)
-        return ops.combine_rows_forward.default(y, weights, *routing)
+        return sum_rows(y, weights, *routing)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, dout):
         needs_dy, needs_dweights, *_ = ctx.needs_input_grad
-        dy, dweights = ops.combine_rows_backward.default(dout, *saved, ctx.top_k, needs_dy)
+        dy, dweights = _run_combine_backward(dout, *saved, ctx.top_k, needs_dy)
         return dy if needs_dy else None, dweights if needs_dweights else None, None, None, None, None
 
 
-define_op("gather_rows_forward", f"(Tensor x, {_ROUTING}) -> Tensor", _gather, _gather_fake)
-sum_rows = define_op(
-    "combine_rows_forward", f"(Tensor y, Tensor? weights, {_ROUTING}) -> Tensor", _combine, _combine_fake
-)
-define_op(
-    "combine_rows_backward",
-    f"(Tensor dout, Tensor? y, Tensor weights, {_ROUTING}, bool needs_dy) -> (Tensor dy, Tensor dweights)",
-    _combine_backward,
-    _combine_backward_fake,
-)
 _gather_rows = define_differentiable_op(
     "gather_rows",
     f"(Tensor x, {_ROUTING}) -> Tensor",
-    ops.gather_rows_forward.default,
+    _gather,
     _GatherRows.apply,
+    _run_gather,
     _gather_fake,
 )
 _combine_rows = define_differentiable_op(
     "combine_rows",
     f"(Tensor y, Tensor weights, {_ROUTING}) -> Tensor",
-    ops.combine_rows_forward.default,
+    _combine,
     _CombineRows.apply,
+    sum_rows,
     _combine_fake,
 )
 

@@ -18,7 +18,6 @@ from typing import Tuple
 import torch
 from torch import Tensor
 
-from ._ops import ops
 from .backends import backend_of
 from .common.autograd import define_op
 from .common.checks import check_routing
@@ -63,7 +62,9 @@ def _route_fake(top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, 
     )
 
 
-define_op("route", "(Tensor top_k_index, SymInt num_experts) -> (Tensor, Tensor, Tensor)", _route, _route_fake)
+_run_route = define_op(
+    "route", "(Tensor top_k_index, SymInt num_experts) -> (Tensor, Tensor, Tensor)", _route, _route_fake
+)
 
 
 def rows_of(expert_offsets: Tensor, row_to_slot: Tensor, slot_to_row: Tensor, top_k: int) -> Rows:
@@ -78,4 +79,4 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     Raises TypeError for other dtypes, ValueError for other shapes, E out of range or more than 2^31 - 129 slots.
     """
     check_routing(top_k_index, num_experts)
-    return Routing(*ops.route(top_k_index, num_experts), top_k=top_k_index.shape[1])
+    return Routing(*_run_route(top_k_index, num_experts), top_k=top_k_index.shape[1])

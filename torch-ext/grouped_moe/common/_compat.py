@@ -96,6 +96,18 @@ def is_watched() -> bool:
     return True if count is None else count() > 0
 
 
+def is_recorded() -> bool:
+    """Whether a profiler, a mode of functions or a trace of `torch.jit` takes note of the ops that are called.
+
+    Of the last there is a public test; the others have none. Where this is not known every call goes through its op.
+    """
+    count = getattr(torch._C, "_len_torch_function_stack", None)
+    profiled = getattr(torch.autograd, "_profiler_enabled", None)
+    if count is None or profiled is None:
+        return True
+    return count() > 0 or profiled() or torch.jit.is_tracing()
+
+
 def has_tangents() -> bool:
     """Whether tensors may have tangents of forward mode; True where that is not known, and each has to be asked.
 

@@ -13,14 +13,16 @@ from .._ops import add_op_namespace_prefix, ops
 from . import _compat
 
 _TWICE = "grouped_moe: differentiable once, but a derivative of a gradient was asked for"
+_PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+_OTHER_TYPES = frozenset((type(None), bool, int, float, str, list, tuple))  # of arguments, besides tensors
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
 def define_op(name: str, schema: str, implementation: Callable, fake: Callable) -> Callable:
     """Defines an op with one implementation for all devices, and one that makes results of the right shapes alone.
 
-    Returns what calls it below autograd: the op or, where nothing watches, traces or transforms the call, the
-    implementation itself, which spares the op's dispatch.
+    Returns what calls it below autograd: the op, or the implementation itself where `goes_directly` allows it, which
+    spares the op's dispatch.
     """
     qualified = add_op_namespace_prefix(name)
     torch.library.define(qualified, schema, tags=_TAGS)
@@ -29,27 +31,27 @@ def define_op(name: str, schema: str, implementation: Callable, fake: Callable) 
     op = getattr(ops, name).default
 
     def call(*args):
-        watched = torch.compiler.is_compiling() or _compat.is_watched() or _compat.in_transform()
-        return op(*args) if watched else implementation(*args)
+        return implementation(*args) if goes_directly(*args) else op(*args)
 
     return call
 
 
 def define_differentiable_op(
-    name: str, schema: str, plain: Callable, recorded: Callable, fake: Callable
+    name: str, schema: str, implementation: Callable, recorded: Callable, plain: Callable, fake: Callable
 ) -> Callable[..., torch.Tensor]:
     """Defines an op that calls `recorded` where autograd has to record it, else `plain`: both are made of other ops.
 
-    Returns what a public function calls: the op or, where nothing records, traces or transforms the call, `plain`
-    itself, which spares the op's two dispatches.
+    Returns what a public function calls: the op or, where `goes_directly` allows it, `recorded` or `implementation`,
+    which computes what `plain` does and calls no op.
     """
 
     def choose(*args):
         return recorded(*args) if needs_autograd(*args) else plain(*args)
 
     def call(*args):
-        watched = torch.compiler.is_compiling() or needs_autograd(*args) or _compat.in_transform()
-        return op(*args) if watched else plain(*args)
+        if not goes_directly(*args):
+            return op(*args)
+        return recorded(*args) if needs_autograd(*args) else implementation(*args)
 
     define_op(name, schema, plain, fake)
     torch.library.impl(add_op_namespace_prefix(name), "Autograd")(choose)
@@ -57,11 +59,32 @@ def define_differentiable_op(
     return call
 
 
+def goes_directly(first: torch.Tensor, *args: object) -> bool:
+    """Whether nobody would miss an op with these arguments: nothing traces, transforms or watches the call.
+
+    Nor does the dispatcher have to do anything for a tensor, as it has for subclasses and for views that read their
+    memory with the other sign. first: in a backward the incoming gradient, which `is_grads_batched` makes of many.
+    Dispatching an op that is written in Python takes the host 40 us.
+    """
+    if torch.compiler.is_compiling() or _compat.is_watched() or _compat.in_transform() or _compat.is_recorded():
+        return False
+    if not is_plain(first) or first.is_neg():
+        return False
+    for arg in args:
+        kind = type(arg)
+        if kind in _PLAIN_TYPES:
+            if arg.is_neg():
+                return False
+        elif kind not in _OTHER_TYPES:
+            return False
+    return True
+
+
 def needs_autograd(*args: object) -> bool:
     """Whether autograd records a call with these arguments."""
     if torch.is_grad_enabled():
         for arg in args:
-            if isinstance(arg, torch.Tensor) and arg.requires_grad:
+            if arg is not None and isinstance(arg, torch.Tensor) and arg.requires_grad:
                 return True
     return False
 
@@ -75,7 +98,7 @@ def refuse_forward_mode(name: str, *args: object) -> None:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is a tensor in memory, no subclass and none that a transform wraps, as the batched ones of vmap."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in _PLAIN_TYPES:
         return False
     try:
         return tensor.untyped_storage().device.type != "meta"

@@ -11,10 +11,9 @@ from typing import Any, Callable, Deque, Dict, Iterable, List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from .._ops import ops
 from ..block_scaled import BlockScaled, Weight
 from ..common import checks
-from ..grouped_linear import grouped_linear
+from ..grouped_linear import grouped_linear, run_bias_backward
 from ..operands import LoRA
 from ..splits import Splits, as_splits
 from . import frozen
@@ -378,7 +377,7 @@ class GroupedLinear(nn.Module):
                     weight.grad = dummy
         biases = self._of("bias")
         if delayed.wants_bias and any(bias.requires_grad for bias in biases):
-            dbias, _ = ops.grouped_linear_bias_backward.default(dy, splits, self.num_groups, None, bias_scales, True)
+            dbias, _ = run_bias_backward(dy, splits, self.num_groups, None, bias_scales, True)
             for bias, grad in zip(biases, self._by_parameter("bias", dbias)):
                 if bias.requires_grad:
                     bias.grad = grad.to(bias.dtype) if bias.grad is None else bias.grad.add_(grad)

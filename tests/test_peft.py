@@ -201,7 +201,8 @@ def test_generates_the_tokens_of_eager(name, implementation, calls, device):
 def make_trainer(request, tmp_path, monkeypatch):
     """A function of a model and token ids (N, length)."""
     # Of several GPUs a Trainer in one process makes DataParallel, whose replicas peft's adapters do not run on.
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(torch.cuda.is_available()))
+    num_gpus = int(torch.cuda.is_available())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
 
     def with_transformers(model, ids):
         from transformers import Trainer, TrainingArguments

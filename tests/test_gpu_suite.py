@@ -67,6 +67,25 @@ def test_what_is_not_read_is_shown():
     assert counts(output) == (1, 0) and "void a::kernel" in unread
 
 
+@pytest.mark.parametrize(
+    "change, status",
+    [
+        ({}, "passed"), ({"displayed": 2}, "failed"), ({"ended": ""}, "failed"), ({"returncode": 1}, "failed"),
+        ({"returncode": None}, "timed out"), ({"writer": 128}, "failed"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_racecheck_passes_with_hand_overs_alone(change, status):
+    """Those of all runs; where one of them did not end, or shows fewer hazards than it counts, nothing is known."""
+
+    def run(returncode=gpu_suite.SANITIZER_FAILED, displayed=1, ended="all right on cuda", **hazard):
+        output = report(**hazard) + f"a case: right\n{ended}\n==== RACECHECK SUMMARY: {displayed} hazards displayed\n"
+        return gpu_suite.Run(returncode, 1.0, output)
+
+    found = gpu_suite.judge("racecheck", [run(), run(**change)], 3.0)
+    assert (found["status"], found["seconds"], found["cases_done"]) == (status, 3.0, 2)
+
+
 def test_random_cases_are_counted_over_processes(monkeypatch):
     """Each process runs its share; one that ends early is no pass, and its cases count as far as it came."""
     monkeypatch.setattr(gpu_suite, "CASES", 3)

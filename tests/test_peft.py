@@ -4,7 +4,9 @@ import copy
 import json
 
 import pytest
+import tokenizers
 import torch
+import transformers
 from compare import tolerances
 from peft_experts import (
     BOTH,
@@ -211,9 +213,13 @@ def make_trainer(request, tmp_path, monkeypatch):
         return Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
 
     def with_trl(model, ids):
-        trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-        rows = datasets.Dataset.from_dict({"input_ids": ids.tolist()})
-        return trl.SFTTrainer(model, trl.SFTConfig(**options, max_length=None), train_dataset=rows)
+        trl, datasets, pyarrow = map(pytest.importorskip, ("trl", "datasets", "pyarrow"))
+        # With a name of its own: what datasets makes one of, pyarrow 24 and later do not let it pickle.
+        rows = datasets.Dataset(pyarrow.table({"input_ids": ids.tolist()}), fingerprint="rows")
+        words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
+        arguments = trl.SFTConfig(**options, max_length=None, bf16=False)
+        return trl.SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
 
     options = {"output_dir": str(tmp_path), "max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
                "logging_steps": 1, "report_to": [], "save_strategy": "no", "seed": 0,

@@ -84,8 +84,8 @@ def backward_layout(lora: Optional[LoRA], num_experts: int) -> FactorLayout:
 
 def layout_of(factor: Tensor) -> FactorLayout:
     """The layout of a factor (L, E, N, r)."""
-    strides = (0 if size == 1 else stride for size, stride in zip(factor.shape, factor.stride()))
-    return FactorLayout(factor.shape[0], factor.shape[3], tuple(strides))
+    shape, strides = factor.shape, factor.stride()
+    return FactorLayout(shape[0], shape[3], tuple([0 if n == 1 else step for n, step in zip(shape, strides)]))
 
 
 def low_rank_layout(low_rank: Optional[LowRank]) -> FactorLayout:
@@ -95,7 +95,8 @@ def low_rank_layout(low_rank: Optional[LowRank]) -> FactorLayout:
 
 def _as_factor(factor: Tensor, num_experts: int) -> Tensor:
     """A factor (E or 1, ., .) or (L, E or 1, ., .) as a view (L, E, ., .)."""
-    return (factor if factor.dim() == 4 else factor[None]).expand(-1, num_experts, -1, -1)
+    factor = factor if factor.dim() == 4 else factor.unsqueeze(0)
+    return factor if factor.shape[1] == num_experts else factor.expand(-1, num_experts, -1, -1)
 
 
 def project(

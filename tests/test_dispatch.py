@@ -122,8 +122,23 @@ def test_flops(grouped_moe, device, name):
     assert count_flops(operation.step) == 3 * forward + again
     frozen = {key: leaf.detach().requires_grad_(leaf.dim() != 3) for key, leaf in operation.leaves.items()}
     assert count_flops(operation._replace(leaves=frozen).step) == 2 * forward + again
-    with torch.no_grad():
-        assert count_flops(lambda: operation.function(*operation.leaves.values())) == forward
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert count_flops(lambda: operation.function(*operation.leaves.values())) == forward
+
+
+def test_an_op_below_autograd_records_nothing(grouped_moe, device):
+    """As what PyTorch's own functions do in a custom op whose arguments need no gradient: weights may."""
+    function, leaves, _ = make_operation(grouped_moe, "experts-silu-bias", device)
+
+    @torch.library.custom_op("grouped_moe_tests::below_autograd", mutates_args=())
+    def below(x: torch.Tensor) -> torch.Tensor:
+        return function(x, *list(leaves.values())[1:])
+
+    x = next(iter(leaves.values())).detach()
+    out = below(x)
+    assert not out.requires_grad
+    assert_bitwise("out", out, function(x, *list(leaves.values())[1:]).detach())
 
 
 @pytest.mark.parametrize("single", [True, False], ids=["packed", "discrete"])

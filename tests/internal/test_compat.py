@@ -61,6 +61,21 @@ def without_profiler_state(monkeypatch, compat):
     assert compat.is_recorded()
 
 
+def without_profilers(monkeypatch, compat):
+    monkeypatch.setattr(compat, "torch", Without(torch, "autograd", "profiler", "_is_profiler_enabled"))
+    assert compat.is_recorded()
+
+
+def without_dispatch_keys(monkeypatch, compat):
+    monkeypatch.setattr(compat, "torch", Without(torch, "_C", "DispatchKey"))
+    assert compat.is_below_autograd()
+
+
+def without_excluded_keys(monkeypatch, compat):
+    monkeypatch.setattr(compat, "torch", Without(torch, "_C", "_dispatch_tls_is_dispatch_key_excluded"))
+    assert compat.is_below_autograd()
+
+
 def without_device_assertions(monkeypatch, compat):
     monkeypatch.setattr(compat, "torch", Without(torch, "_assert_async"))
     assert not compat.has_device_assertions()
@@ -89,8 +104,8 @@ def with_unknown_triton(monkeypatch, compat):
 
 REMOVALS = (
     without_graph_task, without_autograd_in_c, without_transforms, without_dispatch_modes, without_function_modes,
-    without_profiler_state, without_device_assertions, without_current_modes, without_forward_level, without_versions,
-    with_unknown_triton,
+    without_profiler_state, without_profilers, without_dispatch_keys, without_excluded_keys, without_device_assertions,
+    without_current_modes, without_forward_level, without_versions, with_unknown_triton,
 )  # fmt: skip
 
 
@@ -148,8 +163,10 @@ def test_known_names_are_asked(module):
     with FlopCounterMode(display=False):
         assert compat.is_watched()
     assert not compat.is_watched() and not compat.is_recorded()
-    with torch.profiler.profile():
-        assert compat.is_recorded()
+    for of_all_threads in (False, True):
+        config = torch._C._profiler._ExperimentalConfig(profile_all_threads=of_all_threads)
+        with torch.profiler.profile(experimental_config=config):
+            assert compat.is_recorded()
     with RecordedLog():
         assert compat.is_recorded()
     traced = []

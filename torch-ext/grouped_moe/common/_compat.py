@@ -99,13 +99,25 @@ def is_watched() -> bool:
 def is_recorded() -> bool:
     """Whether a profiler, a mode of functions or a trace of `torch.jit` takes note of the ops that are called.
 
-    Of the last there is a public test; the others have none. Where this is not known every call goes through its op.
+    Of the last there is a public test; the others have none. One name tells of the profilers of this thread, one of
+    those that Python started for any. Where this is not known every call goes through its op.
     """
     count = getattr(torch._C, "_len_torch_function_stack", None)
     profiled = getattr(torch.autograd, "_profiler_enabled", None)
-    if count is None or profiled is None:
+    profiles = getattr(torch.autograd.profiler, "_is_profiler_enabled", None)
+    if count is None or profiled is None or profiles is None:
         return True
-    return count() > 0 or profiled() or torch.jit.is_tracing()
+    return count() > 0 or profiles or profiled() or torch.jit.is_tracing()
+
+
+def is_below_autograd() -> bool:
+    """Whether the caller is an op that autograd has dealt with already, though gradients are enabled.
+
+    Nothing public tells. Where this is not known calls that need a gradient go through their ops, whose dispatch knows.
+    """
+    ask, keys = (getattr(torch._C, name, None) for name in ("_dispatch_tls_is_dispatch_key_excluded", "DispatchKey"))
+    key = getattr(keys, "AutogradFunctionality", None)
+    return True if ask is None or key is None else ask(key)
 
 
 def has_tangents() -> bool:

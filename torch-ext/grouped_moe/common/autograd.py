@@ -14,7 +14,7 @@ from . import _compat
 
 _TWICE = "grouped_moe: differentiable once, but a derivative of a gradient was asked for"
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
-_OTHER_TYPES = frozenset((type(None), bool, int, float, str, list, tuple))  # of arguments, besides tensors
+_OTHER_TYPES = frozenset((type(None), bool, int, float, str, list, tuple, torch.dtype))  # of arguments
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
@@ -51,7 +51,9 @@ def define_differentiable_op(
     def call(*args):
         if not goes_directly(*args):
             return op(*args)
-        return recorded(*args) if needs_autograd(*args) else implementation(*args)
+        if not needs_autograd(*args):
+            return implementation(*args)
+        return op(*args) if _compat.is_below_autograd() else recorded(*args)
 
     define_op(name, schema, plain, fake)
     torch.library.impl(add_op_namespace_prefix(name), "Autograd")(choose)

@@ -31,66 +31,37 @@ class Without:
         return Without(found, *rest)
 
 
-def without_graph_task(monkeypatch, compat):
-    monkeypatch.setattr(compat, "torch", Without(torch, "_C", "_autograd", "_get_current_graph_task_keep_graph"))
-    assert compat.keeps_graph() is True
+# The names that lead to a private one of torch, what of _compat asks for it, and what that says without it.
+NAMES = (
+    (("_C", "_autograd", "_get_current_graph_task_keep_graph"), "keeps_graph", True),
+    (("_C", "_autograd"), "keeps_graph", True),
+    (("_C", "_functorch"), "in_transform", True),
+    (("_C", "_len_torch_dispatch_stack"), "is_watched", True),
+    (("_C", "_len_torch_function_stack"), "is_recorded", True),
+    (("autograd", "_profiler_enabled"), "is_recorded", True),
+    (("autograd", "profiler", "_is_profiler_enabled"), "is_recorded", True),
+    (("_C", "DispatchKey"), "is_below_autograd", True),
+    (("_C", "_dispatch_tls_is_dispatch_key_excluded"), "is_below_autograd", True),
+    (("_assert_async",), "has_device_assertions", False),
+    (("autograd", "forward_ad", "_current_level"), "has_tangents", True),  # each tensor is asked then
+)
 
 
-def without_autograd_in_c(monkeypatch, compat):
-    monkeypatch.setattr(compat, "torch", Without(torch, "_C", "_autograd"))
-    assert compat.keeps_graph() is True
+def without(names, asked, answer):
+    """A removal of the last of the names."""
 
+    def remove(monkeypatch, compat):
+        monkeypatch.setattr(compat, "torch", Without(torch, *names))
+        assert getattr(compat, asked)() is answer
 
-def without_transforms(monkeypatch, compat):
-    monkeypatch.setattr(compat, "torch", Without(torch, "_C", "_functorch"))
-    assert compat.in_transform()
-
-
-def without_dispatch_modes(monkeypatch, compat):
-    monkeypatch.setattr(compat, "torch", Without(torch, "_C", "_len_torch_dispatch_stack"))
-    assert compat.is_watched()
-
-
-def without_function_modes(monkeypatch, compat):
-    monkeypatch.setattr(compat, "torch", Without(torch, "_C", "_len_torch_function_stack"))
-    assert compat.is_recorded()
-
-
-def without_profiler_state(monkeypatch, compat):
-    monkeypatch.setattr(compat, "torch", Without(torch, "autograd", "_profiler_enabled"))
-    assert compat.is_recorded()
-
-
-def without_profilers(monkeypatch, compat):
-    monkeypatch.setattr(compat, "torch", Without(torch, "autograd", "profiler", "_is_profiler_enabled"))
-    assert compat.is_recorded()
-
-
-def without_dispatch_keys(monkeypatch, compat):
-    monkeypatch.setattr(compat, "torch", Without(torch, "_C", "DispatchKey"))
-    assert compat.is_below_autograd()
-
-
-def without_excluded_keys(monkeypatch, compat):
-    monkeypatch.setattr(compat, "torch", Without(torch, "_C", "_dispatch_tls_is_dispatch_key_excluded"))
-    assert compat.is_below_autograd()
-
-
-def without_device_assertions(monkeypatch, compat):
-    monkeypatch.setattr(compat, "torch", Without(torch, "_assert_async"))
-    assert not compat.has_device_assertions()
+    remove.__name__ = ".".join(names)
+    return remove
 
 
 def without_current_modes(monkeypatch, compat):
     monkeypatch.delattr(torch.utils._python_dispatch, "_disable_current_modes")
     with compat.real_values():
         assert torch.ones(2).sum() == 2
-
-
-def without_forward_level(monkeypatch, compat):
-    """Each tensor is asked whether it has a tangent."""
-    monkeypatch.setattr(compat, "torch", Without(torch, "autograd", "forward_ad", "_current_level"))
-    assert compat.has_tangents()
 
 
 def without_versions(monkeypatch, compat):
@@ -103,9 +74,7 @@ def with_unknown_triton(monkeypatch, compat):
 
 
 REMOVALS = (
-    without_graph_task, without_autograd_in_c, without_transforms, without_dispatch_modes, without_function_modes,
-    without_profiler_state, without_profilers, without_dispatch_keys, without_excluded_keys, without_device_assertions,
-    without_current_modes, without_forward_level, without_versions, with_unknown_triton,
+    *(without(*each) for each in NAMES), without_current_modes, without_versions, with_unknown_triton,
 )  # fmt: skip
 
 

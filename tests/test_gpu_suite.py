@@ -1,8 +1,10 @@
 """Which hazards the GPU suite counts apart, and how processes share random cases and GPUs."""
 
 import argparse
+import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,16 +88,27 @@ def test_racecheck_passes_with_hand_overs_alone(change, status):
     assert (found["status"], found["seconds"], found["cases_done"]) == (status, 3.0, 2)
 
 
-def test_random_cases_are_counted_over_processes(monkeypatch):
-    """Each process runs its share; one that ends early is no pass, and its cases count as far as it came."""
+def test_random_cases_are_shared_by_processes(monkeypatch):
     monkeypatch.setattr(gpu_suite, "CASES", 3)
-    arguments = argparse.Namespace(cases=5, seed=3, workers=2, fuzz_timeout=240.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = gpu_suite.fuzz(arguments)
+    found = gpu_suite.fuzz(argparse.Namespace(cases=5, seed=3, workers=2, fuzz_timeout=240.0))
     assert (found["status"], found["cases_done"], found["failures"]) == ("passed", 5, [])
-    arguments.fuzz_timeout = 0.0
-    found = gpu_suite.fuzz(arguments)
-    assert (found["status"], found["cases_done"]) == ("timed out", 0)
+
+
+@pytest.mark.parametrize("returncode, status", [(None, "timed out"), (1, "failed"), (-11, "failed")])
+def test_random_cases_count_as_far_as_processes_came(monkeypatch, returncode, status):
+    """One that ends early is no pass, whatever the others say; failures of all are listed."""
+
+    def run(command, timeout):
+        number = int(command[-1].partition("-")[0])
+        failures = [{"line": f"repeats {number}"}] if number else []
+        Path(command[command.index("--json") + 1]).write_text(json.dumps({"cases": 2, "failures": failures}))
+        return gpu_suite.Run(returncode if number else 0, 1.0, "")
+
+    monkeypatch.setattr(gpu_suite, "CASES", 3)
+    monkeypatch.setattr(gpu_suite, "run", run)
+    found = gpu_suite.fuzz(argparse.Namespace(cases=5, seed=3, workers=2, fuzz_timeout=240.0))
+    assert (found["status"], found["cases_done"], found["failures"]) == (status, 4, ["repeats 3"])
 
 
 @pytest.mark.parametrize(

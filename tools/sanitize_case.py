@@ -1,4 +1,4 @@
-"""Every kernel once, small, both directions, against the fp64 reference: what compute-sanitizer is run on.
+"""Every kernel but the exchange's, small, both directions, against the fp64 reference: for compute-sanitizer.
 
     python tools/sanitize_case.py [--device cuda] [--share I N]
 

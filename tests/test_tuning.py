@@ -240,12 +240,16 @@ def test_no_file_no_entry(files, tuning, device_spec, limits):
         assert all_configs(tuning, device_spec(**limits, name=name), torch.bfloat16) == plain
 
 
-def test_an_h100_takes_the_tiles_of_the_h200(package, tuning, device_spec):
-    """As the package is: there is no other file of its capability. A GPU of another one takes the heuristic's."""
+@pytest.mark.parametrize(
+    "name, bandwidth, nearest", [("NVIDIA H100 NVL", 3938, "NVIDIA H100 80GB HBM3"), ("NVIDIA GH200 144G", 4915, NAME)]
+)
+def test_tables_of_the_package(package, tuning, device_spec, name, bandwidth, nearest):
+    """A GPU without a file takes that of the nearest one of its capability, and without any what the heuristic says."""
     tiles_of = package["tuning.files"].tiles_of
-    h100 = device_spec(**{**H200, "bandwidth": 3352}, name="NVIDIA H100 80GB HBM3")
-    assert tiles_of(h100) == tiles_of(device_spec(**H200, name=NAME)) != {}
-    assert tuning.gemm_config(64, 4096, torch.bfloat16, h100).tuned
+    spec = device_spec(**{**H200, "bandwidth": bandwidth}, name=name)
+    assert tiles_of(spec) == tiles_of(device_spec(**H200, name=nearest)) != {}
+    assert tiles_of(spec) != tiles_of(device_spec(**H200, name=({NAME, "NVIDIA H100 80GB HBM3"} - {nearest}).pop()))
+    assert tuning.gemm_config(64, 4096, torch.bfloat16, spec).tuned
     a100 = device_spec(**A100, name="NVIDIA A100-SXM4-80GB")
     assert tiles_of(a100) == {} and not tuning.gemm_config(64, 4096, torch.bfloat16, a100).tuned
 

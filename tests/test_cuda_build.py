@@ -50,7 +50,7 @@ except NotImplementedError as error:
 with FakeTensorMode():
     fakes = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in tensors]
     made = [ops.decode_experts.default(*fakes, *kind), ops.decode_plain_experts.default(*fakes, 2)]
-    made += ops.route_rows.default(fakes[1], 4, 2, 16, 50)
+    made += [*ops.route_rows.default(fakes[1], 4, 2, 16, 50), ops.split_rows.default(fakes[1][0], 3, 9, 16, 20)]
     whole = kernel.grouped_mm_experts(*fakes)
 x, _, _, up, down = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor for tensor in tensors)
 out, want = kernel.grouped_mm_experts(*tensors), kernel.reference.grouped_mm_experts(x, ids, weights, up, down)
@@ -110,7 +110,7 @@ def check_loaded(variant: Path, scratch: Path) -> None:
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["built"] and "route_rows(Tensor ids, int num_experts" in found["schema"]
     assert re.search("decode_experts.*'CPU' backend", found["refused"])
-    assert found["shapes"] == [[1, 64], [1, 64], [50], [2], [3], [1], [1, 64]] and found["device"] == "cuda"
+    assert found["shapes"] == [[1, 64], [1, 64], [50], [2], [3], [1], [20], [1, 64]] and found["device"] == "cuda"
     assert found["error"] < 1e-2
 
 

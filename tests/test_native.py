@@ -324,3 +324,27 @@ def test_routes_as_triton_does(native, module, device, monkeypatch, experts, dty
             assert_bitwise("row_to_slot, of a capacity", got.row_to_slot, want.row_to_slot)
             assert_bitwise("slot_to_row, of a capacity", got.slot_to_row, want.slot_to_row)
     assert len(launched) >= len(SLOTS)
+
+
+@pytest.mark.parametrize("groups", [1, 8, 129, 1024])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("kind", ["sizes", "offsets"])
+def test_splits_as_triton_does(native, module, device, groups, dtype, kind):
+    """Every entry that is written, for sizes and offsets of any values, with a stride and at any rate of rows."""
+    module("backends").backend_of(torch.empty(0, device=device))  # loads the backend
+    ours, theirs = (module(f"backends.{name}.routing") for name in ("native", "triton"))
+    most = torch.iinfo(dtype).max
+    for rows in (0, 1, 500, 70000, 3000000):
+        shares = torch.rand(groups, device=device).pow(4)
+        sizes = (shares / shares.sum() * rows).long()
+        wild = torch.where(torch.rand_like(shares) < 0.3, torch.randint_like(sizes, -rows - 9, 9), sizes)
+        far = torch.where(torch.rand_like(shares) < 0.1, most, wild)
+        for values in (sizes, wild, far, torch.full_like(sizes, most), torch.full_like(sizes, -most)):
+            sums = torch.cat([values[:1] // 2, values.clamp(-(2**40), 2**40).cumsum(0)])
+            splits = (values if kind == "sizes" else sums).clamp(-most, most).to(dtype)
+            strided = splits.repeat_interleave(2)[::2]
+            for some in (splits, strided):
+                got, want = (each.split_rows(some, groups, rows, torch.bfloat16) for each in (ours, theirs))
+                assert got[1:] == want[1:]
+                ends = 2 * groups + 2 + int(want.schedule[2 * groups + 1])
+                assert_bitwise("schedule", got.schedule[:ends], want.schedule[:ends])

@@ -14,12 +14,15 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "route_rows(Tensor ids, int num_experts, int num_rows, int block_m, int schedule_size)"
       " -> (Tensor, Tensor, Tensor, Tensor)");
+  ops.def(
+      "split_rows(Tensor splits, int num_groups, int num_rows, int block_m, int schedule_size) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("decode_experts", TORCH_BOX(&decode_experts_op));
   ops.impl("decode_plain_experts", TORCH_BOX(&decode_plain_experts_op));
   ops.impl("route_rows", TORCH_BOX(&route_rows_op));
+  ops.impl("split_rows", TORCH_BOX(&split_rows_op));
 }
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -19,7 +19,6 @@ from ..triton import (
     plan_exchange,
     project,
     quantizes,
-    split_rows,
     sum_dots,
     take_slots,
     unpack_rows,
@@ -27,7 +26,7 @@ from ..triton import (
     wgrad,
 )
 from .decode import decode_experts, groups_slots
-from .routing import route
+from .routing import route, split_rows
 
 __all__ = [
     "bias_grads", "combine", "combine_grad", "decode", "down_dgrad", "gather_rows", "gemm", "is_decode",

@@ -23,6 +23,10 @@ def _route_rows(ids: Tensor, num_experts: int, num_rows: int, block_m: int, sche
     return tuple(ids.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
+def _split_rows(splits: Tensor, num_groups: int, num_rows: int, block_m: int, schedule_size: int) -> Tensor:
+    return splits.new_empty(schedule_size, dtype=torch.int32)
+
+
 if IS_BUILT:
-    for fake in (_decode_experts, _decode_plain_experts, _route_rows):
+    for fake in (_decode_experts, _decode_plain_experts, _route_rows, _split_rows):
         torch.library.register_fake(add_op_namespace_prefix(fake.__name__[1:]))(fake)

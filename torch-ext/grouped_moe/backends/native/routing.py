@@ -1,4 +1,4 @@
-"""Routing in one native launch."""
+"""Routing and the schedule of groups, each in one native launch."""
 
 from typing import Optional
 
@@ -12,7 +12,7 @@ from .. import triton
 from ..triton.routing import assert_room
 from .fakes import IS_BUILT
 
-_ROUTE = ops.route_rows.default if IS_BUILT else None
+_ROUTE, _SPLIT = (ops.route_rows.default, ops.split_rows.default) if IS_BUILT else (None, None)
 
 
 def routing_pays(num_slots: int, num_experts: int) -> bool:
@@ -38,3 +38,12 @@ def route(
     if num_rows < num_slots:
         assert_room(num_routed, num_rows)
     return Rows(schedule, num_experts, num_rows, block_m, top_k_index.shape[1], row_to_slot, slot_to_row)
+
+
+def split_rows(splits: Tensor, num_groups: int, num_rows: int, dtype: torch.dtype, quantizes: bool = False) -> Rows:
+    """As `split_rows` of the Triton backend."""
+    block_m = choose_block_m(num_rows, num_groups, dtype, quantizes)
+    if splits.shape[0] > num_groups + 1:
+        return Rows(splits.contiguous(), num_groups, num_rows, block_m)
+    schedule = _SPLIT(splits, num_groups, num_rows, block_m, schedule_size(num_rows, num_groups))
+    return Rows(schedule, num_groups, num_rows, block_m)

@@ -1,0 +1,30 @@
+#include "../../torch-ext/torch_binding.h"
+#include "../common/tensors.h"
+#include "routing.h"
+#include "splits.h"
+
+using torch::headeronly::ScalarType;
+
+Tensor split_rows_op(const Tensor &splits, int64_t num_groups, int64_t num_rows, int64_t block_m,
+                     int64_t schedule_size) {
+  const ScalarType type = splits.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::Long || type == ScalarType::Int, "split_rows: expected splits of int32 or int64");
+  STD_TORCH_CHECK(num_groups >= 1 && num_groups <= MAX_EXPERTS && block_m >= 1 && num_rows >= 0 &&
+                      num_rows < (int64_t(1) << 31) && splits.dim() == 1 &&
+                      (splits.size(0) == num_groups || splits.size(0) == num_groups + 1),
+                  "split_rows: expected sizes or offsets of 1 to 1024 groups and fewer than 2^31 rows");
+  const int32_t device = splits.get_device_index();
+  const OnDevice guard(device);
+  Tensor schedule = empty({schedule_size}, aoti_torch_dtype_int32(), device);
+  SplitArgs a{};
+  a.splits = splits.data_ptr();
+  a.stride = splits.stride(0);
+  a.schedule = static_cast<int *>(schedule.data_ptr());
+  a.num_groups = static_cast<int>(num_groups);
+  a.num_rows = static_cast<int>(num_rows);
+  a.block_m = static_cast<int>(block_m);
+  a.are_sizes = splits.size(0) == num_groups;
+  a.wide = type == ScalarType::Long;
+  check_launch("split_rows", schedule_rows(a, capability_of(device) >= 9, current_stream(device)));
+  return schedule;
+}

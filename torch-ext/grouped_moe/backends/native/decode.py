@@ -105,8 +105,10 @@ def decode_experts(
     given = x, ids, weights, up, down, code, up_scales, down_scales, up_bias, down_bias, alpha, limit, up_offset
     if loras is None:
         return _DECODE(*given)
-    (up_a, up_b, up_scaling), (down_a, down_b, down_scaling) = (lora or _NO_LORA for lora in loras[:2])
-    return _DECODE_LORA(*given, up_a, up_b, down_a, down_b, up_scaling, down_scaling, loras[2])
+    up_lora, down_lora, adapters = loras
+    up_a, up_b, up_scaling = up_lora or _NO_LORA
+    down_a, down_b, down_scaling = down_lora or _NO_LORA
+    return _DECODE_LORA(*given, up_a, up_b, down_a, down_b, up_scaling, down_scaling, adapters)
 
 
 def decode_directly(

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
@@ -113,3 +114,35 @@ def fused_calls(grouped_moe, monkeypatch) -> list:
 @pytest.fixture(scope="session")
 def device() -> str:
     return accelerator() or "cpu"
+
+
+@pytest.fixture(scope="session")
+def native(module):
+    """The module of the native op for a few tokens."""
+    if not module("backends.native.fakes").IS_BUILT:
+        pytest.skip("not the CUDA build")
+    return module("backends.native.decode")
+
+
+@pytest.fixture(params=["by-slot", "by-expert"])
+def way(native, monkeypatch, request):
+    """Whether slots read weights themselves, or those of an expert are read once for several slots."""
+    monkeypatch.setattr(native, "decode_pays", lambda *_: request.param == "by-slot")
+    monkeypatch.setattr(native, "groups_slots", lambda *_: True)
+    return request.param
+
+
+@pytest.fixture
+def taken(native, monkeypatch, module) -> list:
+    """Grows by whether the native op took the call, and whether it was called before any other op."""
+    found, decode_experts = [], native.decode_experts
+
+    def spy(direct, *args):
+        out = decode_experts(*args)
+        found.append((direct, out is not None))
+        return out
+
+    monkeypatch.setattr(native, "decode_experts", partial(spy, True))
+    module("backends").backend_of(torch.empty(0, device="cuda"))  # loads the backend
+    monkeypatch.setattr(module("backends.native.backend"), "decode_experts", partial(spy, False))
+    return found

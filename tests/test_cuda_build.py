@@ -50,6 +50,8 @@ except NotImplementedError as error:
 with FakeTensorMode():
     fakes = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in tensors]
     made = [ops.decode_experts.default(*fakes, *kind), ops.decode_plain_experts.default(*fakes, 2)]
+    factors = [torch.empty(shape, device="cuda") for shape in ((4, 8, 64), (4, 96, 8), (4, 8, 48), (4, 64, 8))]
+    made.append(ops.decode_lora_experts.default(*fakes, *kind, *factors, 1.0, 2.0, None))
     made += [*ops.route_rows.default(fakes[1], 4, 2, 16, 50), ops.split_rows.default(fakes[1][0], 3, 9, 16, 20)]
     whole = kernel.grouped_mm_experts(*fakes)
 x, _, _, up, down = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor for tensor in tensors)
@@ -110,7 +112,8 @@ def check_loaded(variant: Path, scratch: Path) -> None:
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["built"] and "route_rows(Tensor ids, int num_experts" in found["schema"]
     assert re.search("decode_experts.*'CPU' backend", found["refused"])
-    assert found["shapes"] == [[1, 64], [1, 64], [50], [2], [3], [1], [20], [1, 64]] and found["device"] == "cuda"
+    shapes = [[1, 64], [1, 64], [1, 64], [50], [2], [3], [1], [20], [1, 64]]
+    assert found["shapes"] == shapes and found["device"] == "cuda"
     assert found["error"] < 1e-2
 
 

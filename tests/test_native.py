@@ -3,60 +3,21 @@
 All other tests run with this build as they do with the others, `make test-gpu BUILD=build-cuda`.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from block import call, run_reference
-from cases import CASES, GPT_OSS, RELU2, Case, make_inputs
+from cases import CASES, GPT_OSS, make_inputs
 from compare import assert_bitwise, assert_close
+from native_op import CODED, CODED_CASES, FEW, STEPS, WHOLE, decode, poison_scaled
 from operations import Log
+from pairs import Pairs, make_loras
 from poison import poison_sentinels
 from scaled import Blocks, with_scales
 
 pytestmark = pytest.mark.gpu
 # Rows of 16 bytes, as the op asks for; transposed weights are laid out as such, too.
 ALIGNED = [case for case in CASES if case.H % 8 == 0 and case.I % 8 == 0]
-FEW = Case("few", T=2, top_k=3, E=40, H=64, I=48, sentinels=0.0)
-STEPS = Case("steps", T=3, top_k=9, E=12, H=2120, I=1048, bias="both")  # several along H, I and the choices
-WHOLE = Case("whole", T=2, top_k=8, E=16, H=2048, I=768)
-# Rows of codes: several blocks along all dimensions, the last ones ragged.
-CODED = Case("coded", T=2, top_k=3, E=12, H=272, I=176, bias="both")
-CODED_CASES = [
-    CODED,
-    CODED._replace(id="coded-interleaved", interleaved=True, activation=GPT_OSS),
-    CODED._replace(id="coded-not-gated", gated=False, activation=RELU2, bias=""),
-    CODED._replace(id="coded-steps", top_k=9, H=2320, I=1072),
-    CODED._replace(id="coded-one-choice", top_k=1, H=16, I=16, bias=""),
-    CODED._replace(id="coded-many", T=40, sentinels=0.0),
-    WHOLE._replace(id="coded-whole", sentinels=0.0),
-]
 BLOCKS = [Blocks(), Blocks(apart=True), Blocks(dtype=torch.float8_e8m0fnu), Blocks(dtype=torch.bfloat16, apart=True)]
-
-
-@pytest.fixture(scope="module")
-def native(module):
-    if not module("backends.native.fakes").IS_BUILT:
-        pytest.skip("not the CUDA build")
-    return module("backends.native.decode")
-
-
-@pytest.fixture(params=["by-slot", "by-expert"])
-def way(native, monkeypatch, request):
-    """Whether slots read weights themselves, or those of an expert are read once for several slots."""
-    monkeypatch.setattr(native, "decode_pays", lambda *_: request.param == "by-slot")
-    monkeypatch.setattr(native, "groups_slots", lambda *_: True)
-    return request.param
-
-
-def decode(native, grouped_moe, case, inputs):
-    """By the op itself, however many tokens there are."""
-    x, ids, weights, up, down, *biases = inputs[:7]
-    if case.transposed:
-        up, down = up.mT, down.mT
-    activation = grouped_moe.Activation(*case.activation)
-    kind = activation, case.gated, case.interleaved
-    return native.decode_experts(x, ids, weights, (up, down, *biases), kind)
 
 
 @pytest.mark.parametrize("case", [*ALIGNED, STEPS, WHOLE], ids=lambda case: case.id)
@@ -86,18 +47,6 @@ def test_one_expert_or_none(native, grouped_moe, device, ids, way):
     scratch = [torch.full((1 << 16,), float("nan"), device=device) for _ in range(32)]
     del scratch  # it is made of this memory
     assert_close("out", decode(native, grouped_moe, case, poisoned), want, torch.bfloat16)
-
-
-def poison_scaled(inputs, num_experts: int):
-    """`poison_sentinels`, with NaN codes in experts without rows."""
-    marks = torch.zeros(num_experts, device=inputs.dout.device)
-    poisoned = poison_sentinels(inputs._replace(gate_up_proj=marks, down_proj=marks), num_experts)
-    changed = {}
-    for name in ("gate_up_proj", "down_proj"):
-        codes = getattr(inputs, name).data.clone()
-        codes.view(torch.uint8)[getattr(poisoned, name).isnan()] = 0x7F
-        changed[name] = getattr(inputs, name)._replace(data=codes)
-    return poisoned._replace(**changed)
 
 
 @pytest.mark.parametrize("case", CODED_CASES, ids=lambda case: case.id)
@@ -197,22 +146,6 @@ def test_parts_that_are_not_gate_and_up(native, grouped_moe, device, case, way):
     assert_close("out", out, want, torch.bfloat16)
 
 
-@pytest.fixture
-def taken(native, monkeypatch, module) -> list:
-    """Grows by whether the op took the call, and whether it was called before any other op."""
-    found, decode_experts = [], native.decode_experts
-
-    def spy(direct, *args):
-        out = decode_experts(*args)
-        found.append((direct, out is not None))
-        return out
-
-    monkeypatch.setattr(native, "decode_experts", partial(spy, True))
-    module("backends").backend_of(torch.empty(0, device="cuda"))  # loads the backend
-    monkeypatch.setattr(module("backends.native.backend"), "decode_experts", partial(spy, False))
-    return found
-
-
 def test_who_is_taken(native, grouped_moe, device, taken):
     """Few tokens without gradients; at once unless somebody watches."""
     inputs = make_inputs(FEW, torch.bfloat16, device)
@@ -280,21 +213,25 @@ def test_what_is_handed_over(grouped_moe, device, taken):
 @pytest.mark.parametrize("case", [
     FEW, FEW._replace(T=1, bias="both", interleaved=True, activation=GPT_OSS), FEW._replace(T=50, sentinels=0.3),
 ], ids=str)  # fmt: skip
-def test_compiled_and_captured(grouped_moe, device, case, taken):
+@pytest.mark.parametrize("pairs", [None, Pairs(adapters=3)], ids=["plain", "adapters"])
+def test_compiled_and_captured(grouped_moe, device, case, pairs, taken):
     """Compiled and in a graph it is what it is without, and of the same kernels."""
     inputs = make_inputs(case, torch.bfloat16, device)
-    plain = call(grouped_moe, case, inputs)
+    loras = make_loras(grouped_moe, case, inputs, pairs, torch.float32) if pairs else {}
+    plain = call(grouped_moe, case, inputs, **loras)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda *tensors: call(grouped_moe, case, inputs._replace(hidden_states=tensors[0])))
+    compiled = torch.compile(lambda x: call(grouped_moe, case, inputs._replace(hidden_states=x), **loras))
     assert_bitwise("compiled", compiled(inputs.hidden_states), plain)
     assert taken == [(True, True), (False, True)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = call(grouped_moe, case, inputs)
+        out = call(grouped_moe, case, inputs, **loras)
     inputs.hidden_states.normal_()
     inputs.top_k_index.copy_(torch.randint(-1, case.E + 1, inputs.top_k_index.shape))
+    if pairs:
+        loras["adapter_index"].copy_(loras["adapter_index"].flip(0))
     graph.replay()
-    assert_bitwise("replayed", out.clone(), call(grouped_moe, case, inputs))
+    assert_bitwise("replayed", out.clone(), call(grouped_moe, case, inputs, **loras))
 
 
 SLOTS = (0, 1, 63, 1024, 1025, 8192, 8193, 16385, 140000)

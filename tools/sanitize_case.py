@@ -56,9 +56,11 @@ BLOCKS = (
     Block("few tokens", 9, Layer(top_k=4, E=40, H=136, I=72), options=NO_GRAD),  # fewer slots than experts
     Block("few tokens, steps", 16, Layer(top_k=8, E=40, H=1048, I=264, interleaved=True), BIASES, options=NO_GRAD),
     Block("few tokens, not gated, fp16", 64, Layer(torch.float16, E=40, gated=False), BIASES, options=NO_GRAD),
+    Block("one token, LoRA", 1, Layer(top_k=8, E=40, H=392, I=264), BIASES, options={**NO_GRAD, **PAIRS}),
     Block("few tokens, LoRA", 9, Layer(top_k=4, E=40, H=136, I=72), options={**NO_GRAD, **PAIRS}),
     Block("one token, FP8", 1, Layer(top_k=8, E=40, H=392, I=264), BIASES, options={**NO_GRAD, **FP8}),
     Block("few tokens, FP8", 16, Layer(top_k=8, E=40, H=1040, I=272), BIASES, options={**NO_GRAD, **FP8}),
+    Block("few tokens, FP8, LoRA", 16, Layer(top_k=8, E=40, H=144, I=272), options={**NO_GRAD, **FP8, **PAIRS}),
     Block("few tokens, not gated, FP8", 64, Layer(E=40, H=136, I=144, gated=False), options={**NO_GRAD, **FP8}),
     Block("FP8, whole blocks", 700, Layer(H=384, I=256), options={**FP8, "products": "auto"}),
     Block("FP8, LoRA", 700, Layer(H=384, I=256), options={**FP8, **PAIRS, "products": "auto"}),

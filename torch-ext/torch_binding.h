@@ -23,8 +23,22 @@ torch::stable::Tensor decode_experts_op(
     const std::optional<torch::stable::Tensor> &up_bias, const std::optional<torch::stable::Tensor> &down_bias,
     double alpha, double limit, double up_offset);
 
-// The same without scales and biases and with the parameters that an activation has by default: each argument of an op
-// takes the host 0.2 us.
+// The same with low-rank pairs, of one weight or both: up_scaling up_b[l, e] up_a[l, e] is added to up[e] for tokens
+// with adapter l, and so is down's pair to down. a: (E or 1, r, K), rows contiguous and at multiples of 16 bytes.
+// b: (E or 1, N, r), any strides. r up to 256. Several adapters: (L, E or 1, r, K) and (L, E or 1, N, r), with adapters
+// (T,), int32 or int64, outside of [0, L) for none. Each factor is bf16, fp16 or fp32.
+torch::stable::Tensor decode_lora_experts_op(
+    const torch::stable::Tensor &x, const torch::stable::Tensor &ids, const torch::stable::Tensor &weights,
+    const torch::stable::Tensor &up, const torch::stable::Tensor &down, int64_t kind,
+    const std::optional<torch::stable::Tensor> &up_scales, const std::optional<torch::stable::Tensor> &down_scales,
+    const std::optional<torch::stable::Tensor> &up_bias, const std::optional<torch::stable::Tensor> &down_bias,
+    double alpha, double limit, double up_offset, const std::optional<torch::stable::Tensor> &up_a,
+    const std::optional<torch::stable::Tensor> &up_b, const std::optional<torch::stable::Tensor> &down_a,
+    const std::optional<torch::stable::Tensor> &down_b, double up_scaling, double down_scaling,
+    const std::optional<torch::stable::Tensor> &adapters);
+
+// `decode_experts_op` without scales and biases, with the parameters that an activation has by default: each argument
+// of an op takes the host 0.2 us.
 torch::stable::Tensor decode_plain_experts_op(
     const torch::stable::Tensor &x, const torch::stable::Tensor &ids, const torch::stable::Tensor &weights,
     const torch::stable::Tensor &up, const torch::stable::Tensor &down, int64_t kind);

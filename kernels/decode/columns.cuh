@@ -1,7 +1,7 @@
 #pragma once
 
 #include "activation.cuh"
-#include "elements.cuh"
+#include "low_rank.cuh"
 
 // One element of act, of sums without biases; up only if gated.
 template <typename Element, bool GATED>
@@ -24,6 +24,7 @@ template <typename Element, bool GATED, int COLUMNS, int ROWS>
 __device__ __forceinline__ void store_columns(const DecodeArgs &a, int slot, int expert, int column,
                                               float (&acc)[ROWS]) {
   const int lane = threadIdx.x;
+  if (a.up_lora.rank) add_ranks<COLUMNS>(a, slot, expert, column, acc);
   const float sum = warp_sums(acc);  // of row r in lanes [r * 32 / ROWS, (r + 1) * 32 / ROWS)
   const float other = __shfl_down_sync(0xffffffffu, sum, WARP / 2);
   const int c = lane / (WARP / ROWS);

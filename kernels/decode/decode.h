@@ -29,6 +29,23 @@ struct Scales {
   ScaleType type;
 };
 
+// A factor of low-rank pairs, (L, E, n, k): of L adapters, for E experts. Strides count bytes; they are 0 along L and E
+// where there is one for all.
+struct Factor {
+  const void *data;
+  int64_t stride_l, stride_e, stride_n, stride_k;
+  Scalar dtype;
+};
+
+// A low-rank pair (LoRA) of a weight (E, N, K): scaling b[l, e] a[l, e] is added to that of expert e for tokens with
+// adapter l.
+struct LowRank {
+  Factor a;  // (L, E, r, K), with rows as those of a weight
+  Factor b;  // (L, E, N, r)
+  float scaling;
+  int rank;  // r; 0 for no pair
+};
+
 // Strides count elements. The inner dimension of x, up and down is contiguous; their rows begin at multiples of 16
 // bytes and have multiples of 16 bytes. S = num_tokens * top_k slots; a slot whose id is outside of [0, num_experts) is
 // a sentinel: nothing of it but the id is read.
@@ -47,19 +64,23 @@ struct DecodeArgs {
   int64_t stride_ube, stride_ubn;
   const void *down_bias;  // (E, H), or null
   int64_t stride_dbe, stride_dbn;
+  const void *adapters;  // (T,), int32 or int64, outside of [0, num_adapters) for none; or null: 0 for all tokens
+  int64_t stride_adapters;
   void *act;  // (S, I), scratch: rows of sentinels stay unwritten
+  float *z;   // (S, r), scratch, of one pair after the other: rows without an expert or an adapter stay unwritten
   void *out;  // (T, H), contiguous
-  int num_tokens, top_k, num_experts, hidden, intermediate;
-  bool wide_ids, gated, interleaved;
+  int num_tokens, top_k, num_experts, num_adapters, hidden, intermediate;
+  bool wide_ids, wide_adapters, gated, interleaved;
   Scalar dtype;          // of x, plain weights, biases, act and out: bfloat16 or float16
   Scalar weights_dtype;  // any
   Activation activation;
   Scales up_scales, down_scales;  // of both weights or of none
+  LowRank up_lora, down_lora;
 };
 
 constexpr int MAX_TOP_K = 32;  // one choice of a token for each lane of a warp
 
 // out[t] = sum over the routed slots s of token t, with expert e, of weights[s] (down[e] act[s] + down_bias[e]),
-// act[s] = a(up[e] x[t] + up_bias[e]), in two launches. T and top_k from 1 on, top_k up to MAX_TOP_K, S up to 65535.
-// dependent: whether the device has dependent launches.
+// act[s] = a(up[e] x[t] + up_bias[e]), in two launches and one for each low-rank pair. T and top_k from 1 on, top_k up
+// to MAX_TOP_K, S up to 65535. dependent: whether the device has dependent launches.
 cudaError_t decode_experts(const DecodeArgs &args, bool dependent, cudaStream_t stream);

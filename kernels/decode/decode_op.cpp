@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <limits>
 #include <optional>
 
@@ -6,23 +7,23 @@
 #include "describe.h"
 #include "grouped.h"
 
-Tensor decode_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weights, const Tensor &up,
-                         const Tensor &down, int64_t kind, const std::optional<Tensor> &up_scales,
-                         const std::optional<Tensor> &down_scales, const std::optional<Tensor> &up_bias,
-                         const std::optional<Tensor> &down_bias, double alpha, double limit, double up_offset) {
-  DecodeArgs a{};
-  if (!describe(x, ids, weights, up, down, kind, up_scales, down_scales, up_bias, down_bias, alpha, limit, up_offset,
-                &a))
-    return Tensor();
+namespace {
+
+// out of a call that is described but for act, z and out.
+Tensor decode(DecodeArgs a, const Tensor &x, bool by_slot) {
   const int32_t device = x.get_device_index(), dtype = dtype_code(x);
   const int capability = capability_of(device), num_sms = device_attribute(cudaDevAttrMultiProcessorCount, device);
-  const bool by_slot = kind & 8;
   GroupedPlan plan;
   if (!by_slot && !plan_grouped(a, num_sms, capability, &plan)) return Tensor();
   const OnDevice guard(device);
-  const Scratch scratch(by_slot ? sizeof(uint16_t) * a.num_tokens * a.top_k * a.intermediate : plan.bytes);
+  const uint64_t slots = a.num_tokens * a.top_k, act_bytes = sizeof(uint16_t) * slots * a.intermediate;
+  const uint64_t z_bytes = sizeof(float) * slots * std::max(a.up_lora.rank, a.down_lora.rank);
+  const Scratch scratch(by_slot ? act_bytes + z_bytes : plan.bytes);
   Tensor out = empty({a.num_tokens, a.hidden}, dtype, device);
-  if (by_slot) a.act = scratch.get();
+  if (by_slot) {
+    a.act = scratch.get();
+    a.z = reinterpret_cast<float *>(static_cast<char *>(scratch.get()) + act_bytes);
+  }
   a.out = out.data_ptr();
   const cudaStream_t stream = current_stream(device);
   const cudaError_t error = by_slot ? decode_experts(a, capability >= 9, stream)
@@ -33,6 +34,32 @@ Tensor decode_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weigh
   }
   check_launch("decode_experts", error);
   return out;
+}
+
+}  // namespace
+
+Tensor decode_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weights, const Tensor &up,
+                         const Tensor &down, int64_t kind, const std::optional<Tensor> &up_scales,
+                         const std::optional<Tensor> &down_scales, const std::optional<Tensor> &up_bias,
+                         const std::optional<Tensor> &down_bias, double alpha, double limit, double up_offset) {
+  DecodeArgs a{};
+  const bool taken = describe(x, ids, weights, up, down, kind, up_scales, down_scales, up_bias, down_bias, alpha, limit,
+                              up_offset, &a);
+  return taken ? decode(a, x, kind & 8) : Tensor();
+}
+
+Tensor decode_lora_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weights, const Tensor &up,
+                              const Tensor &down, int64_t kind, const std::optional<Tensor> &up_scales,
+                              const std::optional<Tensor> &down_scales, const std::optional<Tensor> &up_bias,
+                              const std::optional<Tensor> &down_bias, double alpha, double limit, double up_offset,
+                              const std::optional<Tensor> &up_a, const std::optional<Tensor> &up_b,
+                              const std::optional<Tensor> &down_a, const std::optional<Tensor> &down_b,
+                              double up_scaling, double down_scaling, const std::optional<Tensor> &adapters) {
+  DecodeArgs a{};
+  const bool taken = describe(x, ids, weights, up, down, kind, up_scales, down_scales, up_bias, down_bias, alpha, limit,
+                              up_offset, &a) &&
+                     describe_loras(x, up_a, up_b, down_a, down_b, up_scaling, down_scaling, adapters, &a);
+  return taken ? decode(a, x, kind & 8) : Tensor();
 }
 
 Tensor decode_plain_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weights, const Tensor &up,

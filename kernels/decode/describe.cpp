@@ -1,6 +1,7 @@
 #include "describe.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "../routing/routing.h"
 
@@ -12,6 +13,7 @@ constexpr int64_t PIECE = 8;          // elements of 16 bytes
 constexpr int64_t CODES = 16;         // the same, of 8-bit floats
 constexpr int64_t SCALE_BLOCK = 128;  // both extents of the block of a scale
 constexpr int64_t MAX_SLOTS = 65535;  // of a grid's second dimension
+constexpr int64_t MAX_RANK = 256;
 
 bool as_scalar(ScalarType type, Scalar *scalar) {
   switch (type) {
@@ -145,7 +147,67 @@ bool describe_biases(const Tensor &x, const std::optional<Tensor> &up, const std
   return true;
 }
 
+// A factor (E or 1, rows, columns) or (L, E or 1, rows, columns); L: 0 for no such dimension.
+bool describe_factor(const Tensor &factor, const Tensor &x, int64_t adapters, int64_t experts, int64_t rows,
+                     int64_t columns, Factor *f) {
+  const int64_t d = adapters ? 1 : 0;
+  if (factor.dim() != 3 + d || (adapters && factor.size(0) != adapters) || factor.size(d + 1) != rows ||
+      (factor.size(d) != 1 && factor.size(d) != experts) || factor.size(d + 2) != columns ||
+      !as_scalar(factor.scalar_type(), &f->dtype) || factor.get_device_index() != x.get_device_index())
+    return false;
+  const int64_t bytes = f->dtype == Scalar::float32 ? 4 : 2;
+  const auto step = [&](int64_t dim) { return factor.size(dim) == 1 ? 0 : bytes * factor.stride(dim); };
+  f->data = factor.data_ptr();
+  f->stride_l = adapters ? step(0) : 0;
+  f->stride_e = step(d);
+  f->stride_n = step(d + 1);
+  f->stride_k = step(d + 2);
+  return true;
+}
+
+// Whether rows of a factor begin at multiples of 16 bytes, with their elements side by side.
+bool has_pieces(const Factor &f) {
+  const int64_t bytes = f.dtype == Scalar::float32 ? 4 : 2;
+  return f.stride_k == bytes && reinterpret_cast<uintptr_t>(f.data) % 16 == 0 && f.stride_l % 16 == 0 &&
+         f.stride_e % 16 == 0 && f.stride_n % 16 == 0;
+}
+
+// The pair of a weight (E, n, k); false as well if there is only one factor.
+bool describe_pair(const Tensor &x, const std::optional<Tensor> &a, const std::optional<Tensor> &b, double scaling,
+                   int64_t adapters, int64_t experts, int64_t n, int64_t k, LowRank *pair) {
+  if (a.has_value() != b.has_value()) return false;
+  if (!a) return true;
+  const int64_t rank = a->dim() < 3 ? 0 : a->size(a->dim() - 2);
+  pair->rank = static_cast<int>(rank);
+  pair->scaling = static_cast<float>(scaling);
+  return rank >= 1 && rank <= MAX_RANK && describe_factor(*a, x, adapters, experts, rank, k, &pair->a) &&
+         describe_factor(*b, x, adapters, experts, n, rank, &pair->b) && has_pieces(pair->a);
+}
+
 }  // namespace
+
+bool describe_loras(const Tensor &x, const std::optional<Tensor> &up_a, const std::optional<Tensor> &up_b,
+                    const std::optional<Tensor> &down_a, const std::optional<Tensor> &down_b, double up_scaling,
+                    double down_scaling, const std::optional<Tensor> &adapters, DecodeArgs *a) {
+  if (!up_a && !down_a) return false;
+  int64_t count = 0;
+  if (adapters) {
+    const ScalarType type = adapters->scalar_type();
+    a->wide_adapters = type == ScalarType::Long;
+    const Tensor &some = up_a ? *up_a : *down_a;
+    count = some.dim() == 4 ? some.size(0) : 0;
+    if (!(a->wide_adapters || type == ScalarType::Int) || !has_shape(*adapters, {a->num_tokens}) || count < 1 ||
+        count > std::numeric_limits<int>::max() || adapters->get_device_index() != x.get_device_index())
+      return false;
+    a->adapters = adapters->data_ptr();
+    a->stride_adapters = adapters->stride(0);
+    a->num_adapters = static_cast<int>(count);
+  }
+  const int64_t up_rows = a->gated ? 2 * int64_t{a->intermediate} : a->intermediate;
+  return describe_pair(x, up_a, up_b, up_scaling, count, a->num_experts, up_rows, a->hidden, &a->up_lora) &&
+         describe_pair(x, down_a, down_b, down_scaling, count, a->num_experts, a->hidden, a->intermediate,
+                       &a->down_lora);
+}
 
 bool describe(const Tensor &x, const Tensor &ids, const Tensor &weights, const Tensor &up, const Tensor &down,
               int64_t kind, const std::optional<Tensor> &up_scales, const std::optional<Tensor> &down_scales,

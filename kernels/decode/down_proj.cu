@@ -9,7 +9,9 @@ constexpr int WARPS = 4;
 template <typename Element, int CHOICES, int PIECES>
 cudaError_t launch_kernel(const DecodeArgs &a, bool dependent, cudaStream_t stream) {
   const dim3 grid((a.hidden + WARPS - 1) / WARPS, a.num_tokens);
-  return launch(down_proj_kernel<Element, WARPS, CHOICES, PIECES>, grid, WARPS * WARP, 0, stream, {dependent}, a);
+  const auto kernel = a.down_lora.rank ? down_proj_kernel<Element, true, WARPS, CHOICES, PIECES>
+                                       : down_proj_kernel<Element, false, WARPS, CHOICES, PIECES>;
+  return launch(kernel, grid, WARPS * WARP, 0, stream, {dependent}, a);
 }
 
 // Six to eight pieces in the registers of a lane: more leave too few warps to a multiprocessor. As few as possible of

@@ -1,13 +1,13 @@
 #pragma once
 
-#include "../common/dependent.cuh"
-#include "elements.cuh"
+#include "low_rank.cuh"
 
 // out[t] = sum over the routed slots s of token t, with expert e, of weights[s] (down[e] act[s] + down_bias[e]).
 // A warp makes one column: it goes along the rows of CHOICES choices at a time, PIECES pieces of 16 bytes per lane of
 // each. The first are on their way before the wait for act. Lane k knows the expert and the weight of choice k.
-// Grid: (H / WARPS, T). The caller guarantees that it launches this after `up_proj_kernel`.
-template <typename Element, int WARPS, int CHOICES, int PIECES>
+// Grid: (H / WARPS, T). The caller guarantees that it launches this after `up_proj_kernel`, or after
+// `project_kernel` behind that.
+template <typename Element, bool LOW_RANK, int WARPS, int CHOICES, int PIECES>
 __global__ void __launch_bounds__(WARPS *WARP) down_proj_kernel(const DecodeArgs a) {
   const int token = blockIdx.y, lane = threadIdx.x % WARP, column = blockIdx.x * WARPS + threadIdx.x / WARP;
   if (column >= a.hidden) return;
@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(WARPS *WARP) down_proj_kernel(const DecodeArgs
     }
   if (expert >= 0 && a.down_bias)
     sum = fmaf(weight, load_bias<Element>(a.down_bias, expert * a.stride_dbe + column * a.stride_dbn), sum);
+  if constexpr (LOW_RANK) sum = add_ranks_of_choices(a, token, column, expert, weight, sum);
   float sums[] = {sum};
   sum = warp_sums(sums);
   if (lane == 0) static_cast<Element *>(a.out)[int64_t(token) * a.hidden + column] = from_float<Element>(sum);

@@ -117,6 +117,28 @@ __device__ __forceinline__ uint4 load_cached(const uint4 *address, bool wanted) 
   return v;
 }
 
+// A number of 4, 2 or 1 bytes in the same way, through L1.
+template <int BYTES>
+__device__ __forceinline__ unsigned load_bits(const char *address, bool wanted) {
+  unsigned bits = 0;
+  if constexpr (BYTES == 4)
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u32 %0, [%1]; }"
+                 : "+r"(bits)
+                 : "l"(address), "r"(static_cast<unsigned>(wanted))
+                 : "memory");
+  else if constexpr (BYTES == 2)
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u16 %0, [%1]; }"
+                 : "+r"(bits)
+                 : "l"(address), "r"(static_cast<unsigned>(wanted))
+                 : "memory");
+  else
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u8 %0, [%1]; }"
+                 : "+r"(bits)
+                 : "l"(address), "r"(static_cast<unsigned>(wanted))
+                 : "memory");
+  return bits;
+}
+
 template <typename Element>
 __device__ __forceinline__ const uint4 *row_at(const void *matrix, int64_t offset) {
   return reinterpret_cast<const uint4 *>(static_cast<const Element *>(matrix) + offset);

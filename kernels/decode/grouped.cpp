@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "launches.h"
+
 namespace {
 
 // Gives parts of scratch away, each at a multiple of 256 bytes. With no memory it counts their bytes.
@@ -33,6 +35,7 @@ uint64_t lay_out(const GroupedPlan &plan, void *scratch, GroupedArgs *a, RouteAr
   r->counts = parts.take<int>(plan.route.scratch(a->num_experts), sizeof(int));
   a->act = parts.take<void>(slots * a->intermediate, ELEMENT);
   a->y = parts.take<void>(slots * a->hidden, ELEMENT);
+  a->z = parts.take<float>(slots * std::max(a->up_lora.rank, a->down_lora.rank), sizeof(float));
   return parts.bytes();
 }
 
@@ -81,7 +84,9 @@ cudaError_t grouped_experts(const DecodeArgs &args, const GroupedPlan &plan, voi
   const bool scaled = a.up_scales.data;
   const auto up_proj = scaled ? launch_scaled_grouped_up_proj : launch_grouped_up_proj;
   const auto down_proj = scaled ? launch_scaled_grouped_down_proj : launch_grouped_down_proj;
+  if (error == cudaSuccess) error = launch_project_tokens(a, plan.dependent, stream);
   if (error == cudaSuccess) error = up_proj(a, plan.dependent, stream);
+  if (error == cudaSuccess) error = launch_project_act(a, a.slot_to_row, plan.dependent, stream);
   if (error == cudaSuccess) error = down_proj(a, plan.dependent, stream);
   if (error == cudaSuccess) error = launch_combine(a, plan.dependent, stream);
   return error;

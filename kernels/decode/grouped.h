@@ -27,10 +27,10 @@ struct GroupedPlan {
 // the major one.
 bool plan_grouped(const DecodeArgs &args, int num_sms, int capability, GroupedPlan *plan);
 
-// As `decode_experts`, in four launches, with act in scratch. S up to 65535.
+// As `decode_experts`, in four launches and one more for each low-rank pair, with act and z in scratch. S up to 65535.
 cudaError_t grouped_experts(const DecodeArgs &args, const GroupedPlan &plan, void *scratch, cudaStream_t stream);
 
-// The last three of them, in this order, of plain weights or of those with scales. Routing comes before.
+// The last three of the four, in this order, of plain weights or of those with scales. Routing comes before.
 cudaError_t launch_grouped_up_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
 cudaError_t launch_grouped_down_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
 cudaError_t launch_scaled_grouped_up_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);

@@ -7,7 +7,9 @@ template <typename Element, typename Shape>
 cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
   constexpr int COLUMNS = Shape::GROUPS * 2 * FRAGMENT;
   const dim3 grid((a.hidden + COLUMNS - 1) / COLUMNS, a.max_tiles);
-  return launch(grouped_down_proj_kernel<Element, Shape>, grid, Shape::THREADS, 0, stream, {dependent}, a);
+  const auto kernel = a.down_lora.rank ? grouped_down_proj_kernel<Element, true, Shape>
+                                       : grouped_down_proj_kernel<Element, false, Shape>;
+  return launch(kernel, grid, Shape::THREADS, 0, stream, {dependent}, a);
 }
 
 // As of the up-projection, with fewer pieces of a row that is shorter.

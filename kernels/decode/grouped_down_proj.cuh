@@ -1,6 +1,6 @@
 #pragma once
 
-#include "tiles.cuh"
+#include "tile_ranks.cuh"
 
 // Row g of a tile, in pieces of act, or -1.
 __device__ __forceinline__ int find_act_row(const GroupedArgs &a, Tile *tile, int g) {
@@ -26,8 +26,8 @@ __device__ __forceinline__ void store_y_row(const GroupedArgs &a, const Tile &ti
 // y[r] = down[e] act[r] + down_bias[e] for every row r, with expert e.
 // As `grouped_up_proj_kernel` if not gated. The first weights are on their way before the wait for act.
 // Grid: (H / columns of a block, tiles at most). The caller guarantees that it launches this after
-// `grouped_up_proj_kernel`, before which routing has ended.
-template <typename Element, typename Shape>
+// `grouped_up_proj_kernel`, before which routing has ended, or after `project_kernel` behind that.
+template <typename Element, bool LOW_RANK, typename Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_down_proj_kernel(const GroupedArgs a) {
   Tile tile = {static_cast<int>(blockIdx.y)};
   if (!find_expert(a, &tile)) return;
@@ -45,6 +45,8 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_down_pr
   float acc[2][4] = {};
   const int length = column < a.hidden ? a.intermediate / PIECE : 0;
   multiply_tile<Element, Shape>(w, row_at<Element>(a.act, 0), length, warp % Shape::SPLITS, locate, acc);
+  if constexpr (LOW_RANK)
+    add_ranks_of_tile<Shape>(a, a.down_lora, tile, w.wanted, mine, HALF, FRAGMENT, warp % Shape::SPLITS, acc);
   add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {
     store_y_row<Element>(a, tile, row, column, n, sums);
   });

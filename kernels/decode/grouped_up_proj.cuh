@@ -1,7 +1,7 @@
 #pragma once
 
 #include "columns.cuh"
-#include "tiles.cuh"
+#include "tile_ranks.cuh"
 
 // The token of row g of a tile, in pieces of x, or -1.
 __device__ __forceinline__ int find_token(const GroupedArgs &a, Tile *tile, int g) {
@@ -23,11 +23,12 @@ __device__ __forceinline__ void store_act_row(const GroupedArgs &a, const Tile &
 // act[r] = a(up[e] x[t] + up_bias[e]) for every row r of token t, with expert e.
 // A warp has 16 columns, gate rows and up rows, or 32 if not gated; the warps of a group add up their shares of K.
 // Grid: (I / columns of a block, tiles at most). The next kernel may start once all blocks have begun: it finds routing
-// complete, but has to wait for act.
+// complete, but has to wait for act. With a low-rank pair the caller launches this after `project_kernel`, which has
+// waited for routing: this one waits for z alone, behind its loop.
 template <typename Element, bool GATED, typename Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_up_proj_kernel(const GroupedArgs a) {
   constexpr int COLUMNS = GATED ? FRAGMENT : 2 * FRAGMENT;
-  wait_for_stream();
+  if (!a.up_lora.rank) wait_for_stream();
   Tile tile = {static_cast<int>(blockIdx.y)};
   if (!find_expert(a, &tile)) return;
   const int warp = threadIdx.x / WARP, group = warp / Shape::SPLITS, g = threadIdx.x % WARP / 4;
@@ -45,6 +46,9 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_up_proj
   float acc[2][4] = {};
   const int length = column < a.intermediate ? a.hidden / PIECE : 0;
   multiply_tile<Element, Shape>(w, row_at<Element>(a.x, 0), length, warp % Shape::SPLITS, locate, acc);
+  if (a.up_lora.rank)
+    add_ranks_of_tile<Shape>(a, a.up_lora, tile, w.wanted, mine * step, HALF * step, GATED ? to_up : FRAGMENT,
+                             warp % Shape::SPLITS, acc);
   add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {
     store_act_row<Element, GATED>(a, tile, row, column, n, sums);
   });

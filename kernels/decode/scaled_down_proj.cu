@@ -9,7 +9,8 @@ constexpr int WARPS = 4;
 template <typename Element, int CHOICES, int PIECES>
 cudaError_t launch_kernel(const DecodeArgs &a, bool dependent, cudaStream_t stream) {
   const dim3 grid((a.hidden + WARPS - 1) / WARPS, a.num_tokens);
-  const auto kernel = scaled_down_proj_kernel<Element, WARPS, CHOICES, PIECES>;
+  const auto kernel = a.down_lora.rank ? scaled_down_proj_kernel<Element, true, WARPS, CHOICES, PIECES>
+                                       : scaled_down_proj_kernel<Element, false, WARPS, CHOICES, PIECES>;
   return launch(kernel, grid, WARPS * WARP, 0, stream, {dependent}, a);
 }
 

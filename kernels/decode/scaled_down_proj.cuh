@@ -1,15 +1,16 @@
 #pragma once
 
-#include "../common/dependent.cuh"
+#include "low_rank.cuh"
 #include "scales.cuh"
 
 // out[t] = sum over the routed slots s of token t, with expert e, of weights[s] (down[e] act[s] + down_bias[e]);
 // down[e][n, k] = scale of its block times its code, and what is between two scales of a row is summed up by itself.
 // As `down_proj_kernel`, with pieces of 16 codes: half a warp goes along a row, and two choices are side by side, so
 // that rows of 768 codes leave no lane without a piece.
-// Grid: (H / WARPS, T). The caller guarantees that it launches this after `scaled_up_proj_kernel`.
+// Grid: (H / WARPS, T). The caller guarantees that it launches this after `scaled_up_proj_kernel`, or after
+// `project_kernel` behind that.
 // The bound of 5 blocks leaves 96 registers: with fewer the compiler would load act a piece at a time.
-template <typename Element, int WARPS, int CHOICES, int PIECES>
+template <typename Element, bool LOW_RANK, int WARPS, int CHOICES, int PIECES>
 __global__ void __launch_bounds__(WARPS *WARP, 5) scaled_down_proj_kernel(const DecodeArgs a) {
   constexpr int LANES = WARP / 2;
   const int token = blockIdx.y, lane = threadIdx.x % WARP, column = blockIdx.x * WARPS + threadIdx.x / WARP;
@@ -68,6 +69,7 @@ __global__ void __launch_bounds__(WARPS *WARP, 5) scaled_down_proj_kernel(const 
     }
   if (expert >= 0 && a.down_bias)
     sum = fmaf(weight, load_bias<Element>(a.down_bias, expert * a.stride_dbe + column * a.stride_dbn), sum);
+  if constexpr (LOW_RANK) sum = add_ranks_of_choices(a, token, column, expert, weight, sum);
   float sums[] = {sum};
   sum = warp_sums(sums);
   if (lane == 0) static_cast<Element *>(a.out)[int64_t(token) * a.hidden + column] = from_float<Element>(sum);

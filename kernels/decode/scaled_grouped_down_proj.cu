@@ -7,7 +7,9 @@ template <typename Element, typename Shape>
 cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
   constexpr int COLUMNS = Shape::GROUPS * 2 * FRAGMENT;
   const dim3 grid((a.hidden + COLUMNS - 1) / COLUMNS, a.max_tiles);
-  return launch(scaled_grouped_down_proj_kernel<Element, Shape>, grid, Shape::THREADS, 0, stream, {dependent}, a);
+  const auto kernel = a.down_lora.rank ? scaled_grouped_down_proj_kernel<Element, true, Shape>
+                                       : scaled_grouped_down_proj_kernel<Element, false, Shape>;
+  return launch(kernel, grid, Shape::THREADS, 0, stream, {dependent}, a);
 }
 
 using Shape = TileShape<2, 2, 2, 4>;  // one block of scales of each row under way, in 16 warps

@@ -7,8 +7,8 @@
 // code, and what is between two scales of a row is summed up by itself.
 // As `grouped_down_proj_kernel`, with pieces of 16 codes.
 // Grid: (H / columns of a block, tiles at most). The caller guarantees that it launches this after
-// `scaled_grouped_up_proj_kernel`, before which routing has ended.
-template <typename Element, typename Shape>
+// `scaled_grouped_up_proj_kernel`, before which routing has ended, or after `project_kernel` behind that.
+template <typename Element, bool LOW_RANK, typename Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_down_proj_kernel(const GroupedArgs a) {
   Tile tile = {static_cast<int>(blockIdx.y)};
   if (!find_expert(a, &tile)) return;
@@ -30,6 +30,8 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_
   float acc[2][4] = {};
   multiply_scaled_tile<Element, Shape>(w, a.down_scales, scale_rows, wanted, row_at<Element>(a.act, 0),
                                        wanted[0] ? a.intermediate / CODES : 0, warp % Shape::SPLITS, locate, acc);
+  if constexpr (LOW_RANK)
+    add_ranks_of_tile<Shape>(a, a.down_lora, tile, w.wanted, mine, HALF, FRAGMENT, warp % Shape::SPLITS, acc);
   add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {
     store_y_row<Element>(a, tile, row, column, n, sums);
   });

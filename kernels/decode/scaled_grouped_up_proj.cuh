@@ -10,7 +10,7 @@
 template <typename Element, bool GATED, typename Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_up_proj_kernel(const GroupedArgs a) {
   constexpr int COLUMNS = GATED ? FRAGMENT : 2 * FRAGMENT;
-  wait_for_stream();
+  if (!a.up_lora.rank) wait_for_stream();
   Tile tile = {static_cast<int>(blockIdx.y)};
   if (!find_expert(a, &tile)) return;
   const int warp = threadIdx.x / WARP, group = warp / Shape::SPLITS, g = threadIdx.x % WARP / 4;
@@ -33,6 +33,9 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_
   float acc[2][4] = {};
   multiply_scaled_tile<Element, Shape>(w, a.up_scales, scale_rows, wanted, row_at<Element>(a.x, 0),
                                        wanted[0] ? a.hidden / CODES : 0, warp % Shape::SPLITS, locate, acc);
+  if (a.up_lora.rank)
+    add_ranks_of_tile<Shape>(a, a.up_lora, tile, w.wanted, mine * step, HALF * step, to_fragment, warp % Shape::SPLITS,
+                             acc);
   add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {
     store_act_row<Element, GATED>(a, tile, row, column, n, sums);
   });

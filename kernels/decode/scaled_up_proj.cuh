@@ -11,7 +11,7 @@
 template <typename Element, bool GATED, int COLUMNS, int PIECES>
 __global__ void __launch_bounds__(WARP, 24) scaled_up_proj_kernel(const DecodeArgs a) {
   constexpr int HALVES = GATED ? 2 : 1, ROWS = HALVES * COLUMNS;  // gate rows, then up rows
-  wait_for_stream();
+  if (!a.up_lora.rank) wait_for_stream();
   const int slot = blockIdx.y, token = slot / a.top_k, expert = load_expert(a, token, slot - token * a.top_k);
   if (expert < 0) return;
   const int column = blockIdx.x * COLUMNS, row = a.hidden / CODES, lane = threadIdx.x;

@@ -14,28 +14,6 @@ __device__ __forceinline__ const char *scales_of(const Scales &s, int expert, in
   return static_cast<const char *>(s.data) + expert * s.stride_e + block * s.stride_n;
 }
 
-// The bits of a scale; zeros unless wanted. Volatile and by a predicate, as `load_once`.
-template <ScaleType TYPE>
-__device__ __forceinline__ unsigned load_scale(const char *address, bool wanted) {
-  unsigned bits = 0;
-  if constexpr (TYPE == ScaleType::float32)
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u32 %0, [%1]; }"
-                 : "+r"(bits)
-                 : "l"(address), "r"(static_cast<unsigned>(wanted))
-                 : "memory");
-  else if constexpr (TYPE == ScaleType::bfloat16)
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u16 %0, [%1]; }"
-                 : "+r"(bits)
-                 : "l"(address), "r"(static_cast<unsigned>(wanted))
-                 : "memory");
-  else
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u8 %0, [%1]; }"
-                 : "+r"(bits)
-                 : "l"(address), "r"(static_cast<unsigned>(wanted))
-                 : "memory");
-  return bits;
-}
-
 // The bits of the scales of a lane's pieces, those of number start + i LANES of each row that is wanted.
 template <ScaleType TYPE, int LANES, int ROWS, int PIECES>
 __device__ __forceinline__ void load_scales_of(const Scales &s, const char *const (&rows)[ROWS],
@@ -47,7 +25,7 @@ __device__ __forceinline__ void load_scales_of(const Scales &s, const char *cons
   for (int r = 0; r < ROWS; ++r)
 #pragma unroll
     for (int i = 0; i < PIECES; ++i)
-      bits[r][i] = load_scale<TYPE>(rows[r] + first + i * step, wanted[r] && start + i * LANES < row);
+      bits[r][i] = load_bits<static_cast<int>(TYPE)>(rows[r] + first + i * step, wanted[r] && start + i * LANES < row);
 }
 
 // One branch for all of them: a predicate for each type would have each load wait for the one before.

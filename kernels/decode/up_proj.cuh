@@ -7,12 +7,13 @@
 // A block is one warp and makes COLUMNS columns. It goes along the rows of their weights, PIECES pieces of 16 bytes per
 // lane of each row at a time, all of which are on their way together.
 // Grid: (I / COLUMNS, S). The next kernel may start once all blocks have begun: it finds x and ids complete, but has to
-// wait for act.
+// wait for act. With a low-rank pair the caller launches this after `project_kernel`, which has waited for x and
+// ids: this one waits for z alone, behind its loop.
 // The bound of 16 blocks leaves 128 registers: to save some the compiler would mix loads with sums.
 template <typename Element, bool GATED, int COLUMNS, int PIECES>
 __global__ void __launch_bounds__(WARP, 16) up_proj_kernel(const DecodeArgs a) {
   constexpr int ROWS = GATED ? 2 * COLUMNS : COLUMNS;  // gate rows, then up rows
-  wait_for_stream();
+  if (!a.up_lora.rank) wait_for_stream();
   const int slot = blockIdx.y, token = slot / a.top_k, expert = load_expert(a, token, slot - token * a.top_k);
   if (expert < 0) return;
   const int column = blockIdx.x * COLUMNS, row = a.hidden / PIECE, lane = threadIdx.x;

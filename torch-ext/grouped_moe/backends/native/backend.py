@@ -43,16 +43,16 @@ def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
 def decode(
     block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor, adapters: Optional[Tensor] = None
 ) -> Optional[Tensor]:
-    """As of the Triton backend, which takes LoRAs, other blocks of FP8 and rows that do not begin at 16 bytes.
+    """As of the Triton backend, which takes other blocks of FP8 and rows that do not begin at 16 bytes.
 
     None if neither is for the call.
     """
-    if block.up_lora is None and block.down_lora is None:
-        up, down = (weight.mT if block.transposed else weight for weight in (block.up, block.down))
-        experts, kind = (up, down, block.up_bias, block.down_bias), (block.activation, block.gated, block.interleaved)
-        out = decode_experts(x, top_k_index, weights, experts, kind)
-        if out is not None:
-            return out
+    up, down = (weight.mT if block.transposed else weight for weight in (block.up, block.down))
+    experts, kind = (up, down, block.up_bias, block.down_bias), (block.activation, block.gated, block.interleaved)
+    loras = None if block.up_lora is None and block.down_lora is None else (block.up_lora, block.down_lora, adapters)
+    out = decode_experts(x, top_k_index, weights, experts, kind, loras)
+    if out is not None:
+        return out
     if triton.is_decode(block, *top_k_index.shape):
         return triton.decode(block, x, top_k_index, weights, adapters)
     return None

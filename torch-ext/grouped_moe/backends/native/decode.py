@@ -15,6 +15,7 @@ from ..._ops import ops
 from ...block_scaled import PRODUCTS, BlockScaled, Weight
 from ...common import _compat
 from ...common.activation import ACTIVATION_NAMES, Activation
+from ...operands import LoRA
 from ...tuning.heuristic import decode_pays
 from .fakes import IS_BUILT
 
@@ -22,15 +23,20 @@ _MAX_TOKENS, _MAX_SLOTS_OF_EXPERT = 64, 4  # up to which an expert's weights are
 _CODE_BYTES = 2  # take as long to read as the op takes to widen an 8-bit code
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _requires_grad = attrgetter("requires_grad")
-_NO_PARAMETERS = (1.0, None, 0.0)
+_NO_PARAMETERS, _NO_LORA = (1.0, None, 0.0), (None, None, 0.0)
 _CODES = {name: 16 * code for code, name in enumerate(ACTIVATION_NAMES)}
 # Their attributes take the host half a microsecond to find.
-_DECODE, _DECODE_PLAIN = (ops.decode_experts.default, ops.decode_plain_experts.default) if IS_BUILT else (None, None)
+_DECODE, _DECODE_PLAIN, _DECODE_LORA = (
+    (ops.decode_experts.default, ops.decode_plain_experts.default, ops.decode_lora_experts.default)
+    if IS_BUILT
+    else (None, None, None)
+)
 
 
 # Plain tuples: a named one takes the host a quarter of a microsecond to make.
 Experts = Tuple[Weight, Weight, Optional[Tensor], Optional[Tensor]]  # up, down and their biases
 Kind = Tuple[Activation, bool, bool]  # and whether gated, and interleaved
+Loras = Tuple[Optional[LoRA], Optional[LoRA], Optional[Tensor]]  # of up and down, and the adapter of each token
 
 
 def groups_slots(num_tokens: int, top_k: int, num_experts: int) -> bool:
@@ -58,7 +64,20 @@ def _scales_of(weight: BlockScaled) -> Tensor:
     return scales.view(torch.uint8) if scales.dtype is torch.float8_e8m0fnu else scales
 
 
-def decode_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, kind: Kind) -> Optional[Tensor]:
+def _factors_of(loras: Loras) -> Optional[Tuple[Tensor, ...]]:
+    """The factors of the pairs that there are; None if one is no LoRA, or its scaling no plain number."""
+    factors = ()
+    for lora in loras[:2]:
+        if lora is not None:
+            if not isinstance(lora, LoRA) or type(lora.scaling) not in (float, int):
+                return None
+            factors += lora[:2]
+    return factors
+
+
+def decode_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, kind: Kind, loras: Optional[Loras] = None
+) -> Optional[Tensor]:
     """out (T, H) of the experts block, None if the op is not for these tensors: torch_binding.h says what it takes.
 
     The first weight is (E, 2 I, H), or (E, I, H) if not gated, the second one (E, H, I). Slots read weights themselves
@@ -78,15 +97,23 @@ def decode_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, ki
         code += 8
     elif not groups_slots(num_tokens, top_k, up.shape[0]):
         return None
-    if up_scales is None and up_bias is None and down_bias is None and activation[1:] == _NO_PARAMETERS:
+    is_plain = up_scales is None and up_bias is None and down_bias is None and activation[1:] == _NO_PARAMETERS
+    if is_plain and loras is None:
         return _DECODE_PLAIN(x, ids, weights, up, down, code)
     _, alpha, limit, up_offset = activation
     limit = inf if limit is None else limit
-    scales = up_scales, down_scales
-    return _DECODE(x, ids, weights, up, down, code, *scales, up_bias, down_bias, alpha, limit, up_offset)
+    given = x, ids, weights, up, down, code, up_scales, down_scales, up_bias, down_bias, alpha, limit, up_offset
+    if loras is None:
+        return _DECODE(*given)
+    up_lora, down_lora, adapters = loras
+    up_a, up_b, up_scaling = up_lora or _NO_LORA
+    down_a, down_b, down_scaling = down_lora or _NO_LORA
+    return _DECODE_LORA(*given, up_a, up_b, down_a, down_b, up_scaling, down_scaling, adapters)
 
 
-def decode_directly(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, kind: Kind) -> Optional[Tensor]:
+def decode_directly(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, kind: Kind, loras: Optional[Loras] = None
+) -> Optional[Tensor]:
     """`decode_experts` for arguments that nobody has checked, as a caller of `grouped_mm_experts` gave them.
 
     None if anything calls for more: other tokens, tensors, gradients, or somebody who traces, transforms or watches.
@@ -102,6 +129,11 @@ def decode_directly(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, k
     tensors = x, ids, weights, up, down, *scales
     if up_bias is not None or down_bias is not None:
         tensors += tuple(bias for bias in (up_bias, down_bias) if bias is not None)
+    if loras is not None:
+        factors, adapters = _factors_of(loras), loras[2]
+        if factors is None:
+            return None
+        tensors += factors if adapters is None else (*factors, adapters)
     for tensor in tensors:
         if type(tensor) not in _PLAIN_TYPES or not tensor.is_cuda:
             return None
@@ -110,6 +142,6 @@ def decode_directly(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, k
     if ids.dim() != 2 or up.dim() != 3 or not groups_slots(*ids.shape, up.shape[0]):
         return None
     try:
-        return decode_experts(x, ids, weights, experts, kind)
+        return decode_experts(x, ids, weights, experts, kind, loras)
     except NotImplementedError:  # of the dispatcher, for a layout that the op has no kernel for
         return None

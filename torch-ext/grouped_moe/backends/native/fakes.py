@@ -14,6 +14,10 @@ def _decode_experts(x: Tensor, *_) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _decode_lora_experts(x: Tensor, *_) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _decode_plain_experts(x: Tensor, *_) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -28,5 +32,6 @@ def _split_rows(splits: Tensor, num_groups: int, num_rows: int, block_m: int, sc
 
 
 if IS_BUILT:
-    for fake in (_decode_experts, _decode_plain_experts, _route_rows, _split_rows):
+    fakes = _decode_experts, _decode_lora_experts, _decode_plain_experts, _route_rows, _split_rows
+    for fake in fakes:
         torch.library.register_fake(add_op_namespace_prefix(fake.__name__[1:]))(fake)

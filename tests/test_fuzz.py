@@ -141,8 +141,8 @@ def test_time_is_up(grouped_moe, capsys):
     (write, "grouped_mm_experts", "top_k_weights: its memory was written to", "0-60"),
     (frozen, "grouped_mm_experts", "grad of top_k_weights", "0-60"),
     (crash, "grouped_mm_experts", "RuntimeError: planted", "0-60"),
-    (last_group, "grouped_linear", "grad of weight", "0-60"),
-    (rounded, "grouped_dbias_dscales", "dbias", "102-111"),
+    (last_group, "grouped_linear", "grad of weight", "220-235"),
+    (rounded, "grouped_dbias_dscales", "dbias", "208-239"),
 ])  # fmt: skip
 def test_a_planted_fault_is_found_and_repeated(grouped_moe, capsys, monkeypatch, plant, op, says, numbers):
     monkeypatch.setattr(grouped_moe, op, partial(plant, getattr(grouped_moe, op)))
@@ -155,10 +155,18 @@ def test_a_planted_fault_is_found_and_repeated(grouped_moe, capsys, monkeypatch,
     assert run(capsys, grouped_moe, *lines[0].split())[0] == 0
 
 
+def draw_past_op(key):
+    """The choices of a key behind that of the op."""
+    draw = fuzz_cases.Draw(key)
+    draw.random()
+    return draw
+
+
 @pytest.mark.parametrize("number, name", [(2861, "grad of hidden_states"), (3316, "grad of top_k_weights")])
 def test_a_row_that_cancels_may_be_off_by_what_its_terms_may(grouped_moe, number, name):
     """The derivative of a gelu next to its zero; an inner product that is a tenth of its largest terms."""
-    case = fuzz.make_case(55, number, "cpu")
+    layer = fuzz_cases.draw_layer(fuzz_cases.Draw(f"55/layer/{number // 100}"), "cpu")
+    case = fuzz_cases.Case(fuzz.OPS["grouped_mm_experts"][0], layer, draw_past_op(f"55/case/{number}"), "cpu")
     trial = fuzz.Trial(grouped_moe, case, "cpu")
     got, want = trial.run(trial.inputs()), trial.want(trial.wide, trial.routings)
     allowed = trial.tolerances(case.dtype)

@@ -3,10 +3,10 @@
     python tools/fuzz.py [--minutes 5] [--seed 0] [--device cuda] [--json FILE]
     python tools/fuzz.py --seed 7 --only 1234
 
-A case draws shapes, dtypes, strides, options and routings. Output and every gradient are compared with the reference,
-norm-wise and by rows. A second run must give the same bits; in most cases it finds NaN in fresh memory and in all that
-must not be read. Inputs, and the memory around them, must stay as they are. On a GPU some cases are captured in a CUDA
-graph, which is replayed with another routing.
+A case draws sizes and routings; four in a row share dtypes, strides and options. Output and every gradient are compared
+with the reference, norm-wise and by rows. A second run must give the same bits; in most cases it finds NaN in fresh
+memory and in all that must not be read. Inputs, and the memory around them, must stay as they are. On a GPU some cases
+are captured in a CUDA graph, which is replayed with another routing.
 
 A case depends on the seed and its number alone, so the line that a failure prints repeats it. If it does not, the
 failure depends on what ran before: --only takes a range, such as 1200-1234, too. Exits with 1 if a case failed.
@@ -35,7 +35,8 @@ from compare import UNIT_ROUNDOFF, tolerances  # noqa: E402
 from machine import describe_machine, load_kernel, scrub, write  # noqa: E402
 from poison import dirty_allocator, poisoned_allocations  # noqa: E402
 
-CASES_PER_LAYER = 100  # many, as each layer compiles kernels of its own on a GPU
+# Many, as each layer compiles kernels of its own on a GPU, and so do an op's options: dtypes, strides, what is wanted.
+CASES_PER_LAYER, CASES_PER_OPTIONS = 100, 4
 # How often a case is run with random roundings, and how many standard deviations beyond the mean of their errors an
 # error may be: first a few, which most are within. The package's roundings have half the variance, so that an error of
 # a single number exceeds the last limit with a probability of 1e-9, that of Student's t.
@@ -45,7 +46,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def make_case(seed: int, number: int, device: str) -> Case:
     layer = draw_layer(Draw(f"{seed}/layer/{number // CASES_PER_LAYER}"), device)
-    draw = Draw(f"{seed}/case/{number}")
+    draw = Draw(f"{seed}/options/{number // CASES_PER_OPTIONS}", numbers=Draw(f"{seed}/case/{number}"))
     (name,) = draw.choices(list(OPS), [share for _, share in OPS.values()])
     return Case(OPS[name][0], layer, draw, device, op=name)
 

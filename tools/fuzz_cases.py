@@ -46,11 +46,16 @@ def expect(condition: bool, message: str) -> None:
 
 
 class Draw(random.Random):
-    """Random choices and numbers that depend on the key alone, not on the machine."""
+    """Random choices and numbers that depend on the keys alone, not on the machine.
 
-    def __init__(self, key: str) -> None:
+    key: of choices. numbers: what sizes, routings and numbers are drawn from, if not from this.
+    """
+
+    def __init__(self, key: str, numbers: Optional["Draw"] = None) -> None:
         super().__init__(key)
-        self.generator = torch.Generator().manual_seed(self.getrandbits(60))
+        self.numbers = numbers or self
+        own = torch.Generator().manual_seed(self.getrandbits(60))
+        self.generator: torch.Generator = numbers.generator if numbers else own
 
     def one(self, *choices):
         return self.choice(choices)
@@ -219,7 +224,7 @@ class Case:
 
     def draw_tokens(self) -> int:
         """Fills in ids. Returns the number of tokens."""
-        draw, layer = self.draw, self.layer
+        draw, layer = self.draw.numbers, self.layer
         tokens = self.choose("rows", draw_slots(draw, layer) // layer.top_k)
         if not self.routings:
             first, second = (draw_ids(draw, layer, tokens) for _ in range(2))
@@ -228,7 +233,7 @@ class Case:
 
     def draw_rows(self) -> int:
         """Fills in splits. Returns the number of rows."""
-        draw, kind = self.draw, self.choose("splits", "sizes", "offsets", "tensor", "list")
+        draw, kind = self.draw.numbers, self.choose("splits", "sizes", "offsets", "tensor", "list")
         rows = self.choose("rows", draw_slots(draw, self.layer))
         if kind == "list" and self.mode == "replay":
             self.options["splits"] = "tensor"

@@ -32,6 +32,5 @@ def _split_rows(splits: Tensor, num_groups: int, num_rows: int, block_m: int, sc
 
 
 if IS_BUILT:
-    fakes = _decode_experts, _decode_lora_experts, _decode_plain_experts, _route_rows, _split_rows
-    for fake in fakes:
+    for fake in (_decode_experts, _decode_lora_experts, _decode_plain_experts, _route_rows, _split_rows):
         torch.library.register_fake(add_op_namespace_prefix(fake.__name__[1:]))(fake)

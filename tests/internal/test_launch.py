@@ -133,14 +133,14 @@ def test_rows_become_codes_elsewhere(grouped_moe, stub, compared, monkeypatch, n
     """By Triton's kernels, forward and backward, where tiles are tall anyway; nowhere without e4m3."""
     become(stub, monkeypatch, name)
     for _ in range(2):
-        scaled(grouped_moe, 2048, kind)
+        scaled(grouped_moe, 2048, kind, extent=256)
     names = {*stub.names()}
     assert rounds_rows(stub) and {"quantized_gemm_kernel", "quantized_up_proj_kernel"} <= names & {*compared}
     assert not any(each.startswith("hopper") for each in names)
     for tokens, changes in ((256, {}), (2048, {"float8": False})):  # 32 slots of an expert
         del stub.variants[:]
         become(stub, monkeypatch, name, **changes)
-        scaled(grouped_moe, tokens, kind)
+        scaled(grouped_moe, tokens, kind, extent=256)
         assert not rounds_rows(stub)
 
 

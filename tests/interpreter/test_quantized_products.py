@@ -16,10 +16,10 @@ FP16, NAN = torch.float16, float("nan")
 SHAPE = {"E": 2, "top_k": 2, "T": 150, "dtype": FP16}  # tall tiles, the second one of an expert not full
 CASES = {
     "blocks": (Case(H=256, I=128, **SHAPE), None),
-    "pairs": (Case(H=256, I=128, **SHAPE), Ranks(16)),
-    "adapters": (Case(H=128, I=128, **SHAPE), Ranks(8, adapters=2)),
+    "pairs": (Case(H=256, I=256, **SHAPE), Ranks(16)),
+    "adapters": (Case(H=256, I=256, **SHAPE), Ranks(8, adapters=2)),
     "odd-extents": (Case(H=144, I=208, parts=2, **SHAPE), None),
-    "half-blocks": (Case(H=128, I=192, **SHAPE), Ranks(8)),
+    "half-blocks": (Case(H=256, I=192, **SHAPE), Ranks(8)),
     "exponents": (Case(H=128, I=256, scales=torch.float8_e8m0fnu, **SHAPE), None),
 }
 

@@ -13,7 +13,7 @@ from ..problems import BlockProblem, GemmProblem
 from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel
 from ..triton.low_rank import factor_constants
-from ..triton.quantize import QuantizedRows
+from ..triton.quantize import BLOCK, QuantizedRows
 from ..triton.scales import codes_and_scales, scale_constants
 
 PATH = "Triton, 8-bit rows and weights"
@@ -25,8 +25,12 @@ def supports(problem: GemmProblem) -> bool:
 
 
 def multiplies_codes(problem: Union[GemmProblem, BlockProblem]) -> bool:
-    """Weights (E, N, K) whose columns are contiguous, where tensor cores take e4m3. Hopper has kernels of its own."""
-    return problem.spec.float8 and not problem.spec.hopper and problem.layout == "nk"
+    """Weights (E, N, K) whose columns are contiguous, where tensor cores take e4m3. Hopper has kernels of its own.
+
+    With a low-rank part K has several blocks: the loop over one is none, whose registers ptxas spills beside the ranks.
+    """
+    p = problem
+    return p.spec.float8 and not p.spec.hopper and p.layout == "nk" and (p.low_rank.rank == 0 or p.k > BLOCK)
 
 
 class Launcher:

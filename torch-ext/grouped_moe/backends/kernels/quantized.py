@@ -149,8 +149,8 @@ def quantized_up_proj_kernel(
         values = ()
         for i in tl.static_range(WIDTH):
             column = n_tile * BLOCK_N + i * PIECE
-            # A whole piece past the last column multiplies those of the last one again, and is not stored.
-            source = tl.minimum(column, N - PIECE) if N % PIECE == 0 else column
+            # A whole piece past the last column multiplies the last ones again, and is not stored.
+            source = tl.minimum(column, N - PIECE) if N % PIECE == 0 and N % BLOCK_N != 0 else column
             gate, up = dot_scaled(x, x_scale_ptrs, w, expert, source, N + source, PIECE, PRODUCT, GATED)
             gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, WIDTH * N, FACTOR, PRECISION)
             if GATED:

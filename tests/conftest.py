@@ -1,5 +1,6 @@
 """Loads the kernel as its users do: from the Hub's name for it, resolved to a local build."""
 
+import dataclasses
 import os
 import sys
 from functools import partial
@@ -94,6 +95,18 @@ def grouped_moe(hub: Hub):
 def module(grouped_moe):
     """A module of the package by its name: `grouped_moe.grouped_linear` is a function."""
     return lambda name: sys.modules[f"{grouped_moe.__name__}.{name}"]
+
+
+@pytest.fixture(params=["gluon", "triton"])
+def kernels_of_codes(request, module, monkeypatch) -> None:
+    """Hopper's own kernels for rows of 8-bit floats, and those for any GPU with e4m3, which a Hopper runs as well."""
+    device = module("common.device")
+    spec = device.device_spec("cuda", torch.cuda.current_device())
+    if request.param == "triton":
+        spec = dataclasses.replace(spec, hopper=False)
+        monkeypatch.setattr(device, "device_spec", lambda device_type, index: spec)
+    elif not spec.hopper:
+        pytest.skip("needs a GPU of compute capability 9.0")
 
 
 @pytest.fixture

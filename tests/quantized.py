@@ -1,6 +1,6 @@
-"""Products with rows of 8-bit floats, which Hopper has kernels for: layers, and what they compute in fp64."""
+"""Products with rows of 8-bit floats, on GPUs with e4m3: layers, and what they compute in fp64."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Tuple
 
 import pytest
 import torch
@@ -13,12 +13,19 @@ BF16, E8M0 = torch.bfloat16, torch.float8_e8m0fnu
 SAME_CODES, SAME_CODES_ROW, ROWS = 8e-3, 5e-2, 6e-2
 
 
-def on_hopper() -> bool:
-    """Whether the GPU is a Hopper, which alone has kernels for rows of 8-bit floats."""
-    return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
+def capability() -> Tuple[int, int]:
+    """Of the GPU; less than any for others than NVIDIA's."""
+    given = torch.cuda.is_available() and torch.version.hip is None
+    return torch.cuda.get_device_capability() if given else (0, 0)
 
 
-hopper = pytest.mark.skipif(not on_hopper(), reason="needs a GPU of compute capability 9.0")
+def has_float8() -> bool:
+    """Whether the GPU has kernels for rows of 8-bit floats."""
+    return capability() >= (8, 9)
+
+
+hopper = pytest.mark.skipif(capability() != (9, 0), reason="needs a GPU of compute capability 9.0")
+float8 = pytest.mark.skipif(not has_float8(), reason="needs a GPU of compute capability 8.9 or later")
 
 
 class Case(NamedTuple):
@@ -44,6 +51,7 @@ CASES = {
     "long-k": Case(E=3, top_k=1, H=1024, I=640, T=500),
     "short-k": Case(H=128, I=128, T=700),
     "limit": Case(limit=1.0),
+    "half-blocks": Case(I=192, parts=2),
 }
 
 
@@ -55,15 +63,15 @@ class Inputs(NamedTuple):
     down: object
 
 
-def make(grouped_moe, case: Case, products: str = "auto") -> Inputs:
+def make(grouped_moe, case: Case, products: str = "auto", device: str = "cuda") -> Inputs:
     def scaled(n: int, k: int, parts: int):
-        weight = grouped_moe.quantize_blocks(torch.randn(case.E, n, k, device="cuda") / k**0.5, parts=parts)
+        weight = grouped_moe.quantize_blocks(torch.randn(case.E, n, k, device=device) / k**0.5, parts=parts)
         scales = weight.scale_inv.log2().round().exp2() if case.scales is E8M0 else weight.scale_inv
         return weight._replace(scale_inv=scales.to(case.scales), products=products)
 
-    x = torch.randn(case.T, case.H, device="cuda").to(case.dtype)
-    ids = torch.rand(case.T, case.E + case.E // 2, device="cuda").argsort(1)[:, : case.top_k]  # some are sentinels
-    weights = torch.rand(case.T, case.top_k, device="cuda")
+    x = torch.randn(case.T, case.H, device=device).to(case.dtype)
+    ids = torch.rand(case.T, case.E + case.E // 2, device=device).argsort(1)[:, : case.top_k]  # some are sentinels
+    weights = torch.rand(case.T, case.top_k, device=device)
     return Inputs(x, ids, weights, scaled(2 * case.I, case.H, case.parts), scaled(case.H, case.I, 1))
 
 
@@ -86,7 +94,7 @@ def mlp(case: Case, rows: Tensor, up: Tensor, down: Tensor, quantize) -> Tensor:
 def reference(case: Case, given: Inputs, quantize=rounded) -> Tensor:
     """The block in fp64. quantize: what becomes of rows."""
     up, down = given.up.dequantize(torch.float64), given.down.dequantize(torch.float64)
-    out = torch.zeros(given.x.shape, dtype=torch.float64, device="cuda")
+    out = torch.zeros(given.x.shape, dtype=torch.float64, device=given.x.device)
     for expert in range(case.E):
         token, choice = (given.ids == expert).nonzero(as_tuple=True)
         y = mlp(case, given.x[token].double(), up[expert], down[expert], quantize)

@@ -1,4 +1,4 @@
-"""Products with rows of 8-bit floats, which Hopper has kernels for: against fp64 on the same codes, and on the rows."""
+"""Products with rows of 8-bit floats, on GPUs with e4m3: against fp64 on the same codes, and on the rows."""
 
 import importlib
 
@@ -6,13 +6,28 @@ import pytest
 import torch
 from compare import assert_bitwise, assert_close
 from poison import poisoned_allocations
-from quantized import BF16, CASES, ROWS, Case, assert_of_same_codes, error, hopper, make, reference, rounded, run
+from quantized import (
+    BF16,
+    CASES,
+    ROWS,
+    Case,
+    assert_of_same_codes,
+    error,
+    float8,
+    hopper,
+    make,
+    reference,
+    rounded,
+    run,
+)
 from torch.nn.functional import pad, silu
 
+by_kernels = pytest.mark.usefixtures("kernels_of_codes")
 by_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-@hopper
+@float8
+@by_kernels
 @pytest.mark.gpu
 @by_case
 def test_products(grouped_moe, case):
@@ -30,7 +45,8 @@ def test_products(grouped_moe, case):
     assert 1e-2 < error(out, reference(case, given, torch.Tensor.double)) < ROWS  # rows were quantized, indeed
 
 
-@hopper
+@float8
+@by_kernels
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 def test_what_is_not_finite_stays_in_its_token(grouped_moe, value):
@@ -45,7 +61,8 @@ def test_what_is_not_finite_stays_in_its_token(grouped_moe, value):
     assert (given.ids[3] >= case.E).all() or got[3].isnan().all()
 
 
-@hopper
+@float8
+@by_kernels
 @pytest.mark.gpu
 def test_ranges(grouped_moe):
     """Tokens of zeros, of tiny and of huge numbers, and scales of zero."""
@@ -81,7 +98,8 @@ def test_few_rows(grouped_moe):
         assert error(run(grouped_moe, case, given._replace(up=kept[0], down=kept[1])), exact) < 1e-2
 
 
-@hopper
+@float8
+@by_kernels
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_sorted_rows(grouped_moe, bias):
@@ -156,7 +174,7 @@ def test_plain_rows_of_linear(grouped_moe, rank):
     assert_close("dx", dx, dwant.detach(), BF16)
 
 
-@hopper
+@float8
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(3, 128), (9, 700), (1, 16), (17, 1030)], ids=str)
 def test_codes_and_scales(grouped_moe, shape):

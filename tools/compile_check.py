@@ -58,6 +58,7 @@ class Target(NamedTuple):
 # Shared memory: CUDA C++ Programming Guide, technical specifications per compute capability; CDNA 3 ISA (LDS).
 TARGETS = {
     "sm80": Target(GPUTarget("cuda", 80, 32), 166912, 108),
+    "sm89": Target(GPUTarget("cuda", 89, 32), 101376, 142),
     "sm90": Target(GPUTarget("cuda", 90, 32), 232448, 132),
     "sm100": Target(GPUTarget("cuda", 100, 32), 232448, 148),
     "sm120": Target(GPUTarget("cuda", 120, 32), 101376, 170),
@@ -233,7 +234,8 @@ class Calls:
         kinds = [(self.block, needs), (self.adapted, adapted)]
         if scaled:
             kinds.append((self.scaled, frozen))
-        if rows.block_m == 128 and kernels.quantizes(self.quantized, x, rows.num_rows, rows.top_k):
+        can_quantize = self.package["backends.triton.up_proj"].can_quantize
+        if rows.block_m == 128 and can_quantize(self.quantized, x, rows.num_rows, rows.top_k):
             kinds += [
                 (self.scaled, frozen),
                 (self.quantized, needs._replace(up=False, down=False)),

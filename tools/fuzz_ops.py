@@ -5,7 +5,7 @@ from typing import Dict, List, Sequence
 
 import torch
 from fuzz_cases import BIASES, CONTEXTS, Case, PerGroup, expect, is_sentinel, per_group
-from quantized import on_hopper
+from quantized import has_float8
 from torch import Tensor
 
 SCALING = 0.5  # of low-rank pairs
@@ -42,7 +42,7 @@ def draw_scaled(case: Case, names: Sequence[str], transposed: bool) -> None:
         case.values[name] = codes.double() * each
         case.scaled[name] = codes, scales.float(), block
     has_blocks_of_rows = any(block == (128, 128) for _, _, block in case.scaled.values())
-    if has_blocks_of_rows and case.products == "auto" and case.dtype.itemsize == 2 and on_hopper():
+    if has_blocks_of_rows and case.products == "auto" and case.dtype.itemsize == 2 and has_float8():
         case.computed_in = torch.float8_e4m3fn
 
 

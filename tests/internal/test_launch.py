@@ -85,9 +85,26 @@ def kernels_of(stub):
     return found
 
 
-def test_the_kinds_launch_all_kernels(grouped_moe, stub):
+# GPUs with e4m3 that are no Hopper.
+OTHERS = {
+    "sm89": {"num_sms": 142, "shared_memory": 101376, "wide_tiles": False, "capability": (8, 9)},
+    "sm100": {"num_sms": 148, "shared_memory": 232448, "capability": (10, 0)},
+    "sm120": {"num_sms": 170, "shared_memory": 101376, "wide_tiles": False, "capability": (12, 0)},
+}
+
+
+def become(stub, monkeypatch, name, **changes):
+    """Makes the stub's GPU another one."""
+    device = stub.module("common.device")
+    spec = device.DeviceSpec(**{"float8": True, "name": name, **OTHERS[name], **changes})
+    monkeypatch.setattr(device, "device_spec", lambda device_type, index: spec)
+
+
+def test_the_kinds_launch_all_kernels(grouped_moe, stub, monkeypatch):
     for kind in KINDS:
         make(grouped_moe, kind)
+    become(stub, monkeypatch, "sm89")
+    make(grouped_moe, "scaled-2048")
     assert {*stub.names()} == {*kernels_of(stub)}
 
 
@@ -100,11 +117,37 @@ def rounds_rows(stub):
     return bool(rounded)
 
 
+@pytest.mark.parametrize("name", ["sm90", *OTHERS])
 @pytest.mark.parametrize("kind", ["interleaved", "w8a16"])
-def test_rows_stay_as_they_are(grouped_moe, stub, kind):
+def test_rows_stay_as_they_are(grouped_moe, stub, monkeypatch, kind, name):
     """Of all products, where one of them is not for rows of 8-bit floats."""
+    if name in OTHERS:
+        become(stub, monkeypatch, name)
     scaled(grouped_moe, 2048, kind)
     assert not rounds_rows(stub)
+
+
+@pytest.mark.parametrize("kind", ["", "loras"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_rows_become_codes_elsewhere(grouped_moe, stub, compared, monkeypatch, name, kind):
+    """By Triton's kernels, forward and backward, where tiles are tall anyway; nowhere without e4m3."""
+    become(stub, monkeypatch, name)
+    for _ in range(2):
+        scaled(grouped_moe, 2048, kind, extent=256)
+    names = {*stub.names()}
+    assert rounds_rows(stub) and {"quantized_gemm_kernel", "quantized_up_proj_kernel"} <= names & {*compared}
+    assert not any(each.startswith("hopper") for each in names)
+    for tokens, changes in ((256, {}), (2048, {"float8": False})):  # 32 slots of an expert
+        del stub.variants[:]
+        become(stub, monkeypatch, name, **changes)
+        scaled(grouped_moe, tokens, kind, extent=256)
+        assert not rounds_rows(stub)
+
+
+def test_few_rows_become_codes_on_hopper(grouped_moe, stub):
+    """Without gradients, by tall tiles."""
+    scaled(grouped_moe, 256)
+    assert "hopper_quantized_up_proj_kernel" in stub.names()
 
 
 @pytest.mark.parametrize("kind", ["gate_up_lora", "down_lora", "loras"])

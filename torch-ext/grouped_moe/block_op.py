@@ -27,7 +27,7 @@ from .common.autograd import (
 )
 from .common.device import on_device
 from .rows import Rows, schedule_size
-from .tuning.heuristic import choose_block_m, quantizing_pays
+from .tuning.heuristic import choose_block_m
 
 _TENSORS = "Tensor? act_scales, Tensor? bias_scales, Tensor? adapters"
 _NUM_KINDS = 5  # the last arguments: activation, parameters, flags, blocks, capacity
@@ -45,8 +45,7 @@ def _make_rows(
     (num_rows, num_experts), routed = (x.shape[0], block.num_experts), index.dim() == 2
     if routed:
         num_rows = block.num_rows(index.numel())
-    quantizes = infers and quantizing_pays(num_rows, num_experts)
-    quantizes = quantizes and kernels.quantizes(block, x, num_rows, index.shape[1] if routed else 0)
+    quantizes = infers and kernels.quantizes(block, x, num_rows, index.shape[1] if routed else 0)
     if routed:
         rows = kernels.route(index, num_experts, x.dtype, block.capacity, quantizes)
     else:

@@ -182,7 +182,7 @@ def _products(
     spec = spec_of(like)
     return lambda rows, slots: (
         choose_block_m(slots, groups, dtype),
-        quantizes and quantizing_pays(rows, groups),
+        quantizes and quantizing_pays(rows, groups, spec),
         rows_per_group(rows, groups) if trains else 0,
         *(wide_pays(rows, groups, n, k, spec) for n, k in shapes),
     )
@@ -214,8 +214,9 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
     from .backends.native.decode import groups_slots
     from .backends.native.fakes import IS_BUILT
     from .backends.native.routing import routing_pays
-    from .backends.triton import is_decode, quantizes
+    from .backends.triton import is_decode
     from .backends.triton.routing import launches_of
+    from .backends.triton.up_proj import can_quantize
 
     top_k = _top_k_of(name, module, target) if top_k is None else top_k
     gated, transposed = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
@@ -233,7 +234,7 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
         for each, t in (("gate_up_proj" if gated else "up_proj", up), ("down_proj", down))
     ]
     block = Block(*weights, *[None] * 4, activation or Activation(), gated, interleaved, transposed, False)
-    quantized = quantizes(block, torch.empty((1, h), device=up.device, dtype=dtype), 1, top_k)
+    quantized = can_quantize(block, torch.empty((1, h), device=up.device, dtype=dtype), 1, top_k)
     native = IS_BUILT and up.is_cuda
     products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, dtype, trains, quantized)
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any, Callable, NamedTuple, Optional
 
 PREFERENCE = ("hopper", "triton", "block_scaled")  # packages beside this module, which have a module per product
-_ON_HOPPER = ("quantized_gemm", "quantized_up_proj")  # products of rows of 8-bit floats, which Hopper alone has
+_OF_CODES = ("quantized_gemm", "quantized_up_proj")  # products of rows of 8-bit floats, which are of scaled weights
 
 
 @lru_cache(maxsize=None)
@@ -14,8 +14,8 @@ def find_launcher(product: str, problem: NamedTuple) -> Optional[Callable[..., A
 
     A module of a product has `supports(problem)` and the class `Launcher`, made of the problem and called with tensors.
     """
-    for backend in PREFERENCE[:1] if product in _ON_HOPPER else PREFERENCE:
-        if backend == "hopper" and not problem.spec.hopper:
+    for backend in PREFERENCE:
+        if backend == "hopper" and not problem.spec.hopper or backend == "triton" and product in _OF_CODES:
             continue
         module = importlib.import_module(f".{backend}.{product}", __package__)
         if module.supports(problem):

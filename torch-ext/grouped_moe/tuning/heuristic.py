@@ -84,9 +84,12 @@ def choose_block_m(num_slots: int, num_experts: int, dtype: torch.dtype, quantiz
     return min(rows_per_group(num_slots, num_experts), 128 if dtype.itemsize == 2 else 64)
 
 
-def quantizing_pays(num_rows: int, num_experts: int) -> bool:
-    """Whether tall tiles with rows of 8-bit floats take less time than others, for so many rows at most."""
-    return num_rows >= _QUANTIZED_ROWS * num_experts
+def quantizing_pays(num_rows: int, num_experts: int, spec: DeviceSpec) -> bool:
+    """Whether tall tiles with rows of 8-bit floats take less time than others, for so many rows at most.
+
+    Hopper's kernels stream weights with tiles that are not full; others are not known to.
+    """
+    return spec.hopper and num_rows >= _QUANTIZED_ROWS * num_experts
 
 
 def rows_per_group(num_rows: int, num_groups: int) -> int:
@@ -304,6 +307,12 @@ def hopper_quantized_config() -> GemmConfig:
     num_warps: of each of its two consumers, which share a tile.
     """
     return GemmConfig(128, 256, 128, 4, 4, 32)
+
+
+@lru_cache(maxsize=None)
+def quantized_config(spec: DeviceSpec) -> GemmConfig:
+    """Config of the Triton kernels that do. Where operands take registers, too, a step is half a block of K."""
+    return GemmConfig(128, 128, 128, 8, 4) if spec.wide_tiles else GemmConfig(128, 128, 64, 8, 6)
 
 
 @lru_cache(maxsize=None)

@@ -13,21 +13,20 @@ from triton.runtime.jit import constexpr_function
 
 from .activation import Options
 from .dependent import wait_for_stream
-from .epilogues import down_dgrad_epilogue, load_preact, up_epilogue
+from .epilogues import down_dgrad_epilogue, gemm_epilogue, load_preact, up_epilogue
 from .gemm import zero_chunk, zero_rows
 from .low_rank import Factor, LowRank, add_low_rank
 from .products import load_masked, locate_rows
-from .quantize import widen_codes
+from .quantize import BLOCK, widen_codes
 from .tiles import (
     Tiling,
-    add_bias,
     column_pieces,
     end_of_rows,
     find_tile,
     load_scales,
     load_slots,
     num_row_tiles,
-    store_columns,
+    scale_rows,
     tile_extent,
     tile_rows,
     tokens_of,
@@ -125,8 +124,14 @@ def load_k_scales(columns, w, start, BLOCK_N: tl.constexpr, PRODUCT: tl.constexp
 
 
 @triton.jit
+def load_row_scales(ptrs, start, PRODUCT: tl.constexpr):
+    """The scales of rows of codes at K = start, by pointers to their first ones; past K, the last ones."""
+    return tl.load(ptrs + tl.minimum(start, PRODUCT.K - 1) // BLOCK)
+
+
+@triton.jit
 def multiply_scaled(x_tile, columns, w, k, k_inside, scales, BLOCK_N: tl.constexpr, PRODUCT: tl.constexpr):
-    """One step of a product: x_tile times the codes at k, times their scales."""
+    """One step of a product: x_tile times the codes at k, times the scales."""
     EVEN_K: tl.constexpr = PRODUCT.K // PRODUCT.K_PARTS % PRODUCT.BLOCK_K == 0
     EVEN_N: tl.constexpr = PRODUCT.N // PRODUCT.HALVES % BLOCK_N == 0
     codes = load_masked(columns.w_ptrs + k[:, None] * w.stride_k, k_inside, columns.inside, EVEN_K, EVEN_N)
@@ -136,11 +141,13 @@ def multiply_scaled(x_tile, columns, w, k, k_inside, scales, BLOCK_N: tl.constex
 
 @triton.jit
 def dot_scaled(
-    x, w, expert, first_column, up_column, BLOCK_N: tl.constexpr, PRODUCT: tl.constexpr, GATED: tl.constexpr
+    x, x_scale_ptrs, w, expert, first_column, up_column,
+    BLOCK_N: tl.constexpr, PRODUCT: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """x @ W^T over K for BLOCK_N columns, (BLOCK_M, BLOCK_N) fp32, and, GATED, for those from up_column on.
 
-    x: `TileRows`. Not GATED, both results are the same. The scales of a step are loaded in the one before it.
+    x: `TileRows`. x_scale_ptrs: of rows of codes, to their first scales; else None. Not GATED, both results are the
+    same. The scales of a step are loaded in the one before it.
     The caller guarantees that no BLOCK_K columns from a multiple of it on, of a part of K, have two scales.
     """
     BLOCK_K: tl.constexpr = PRODUCT.BLOCK_K
@@ -149,6 +156,7 @@ def dot_scaled(
     columns = locate_columns(w, expert, first_column, BLOCK_N, PRODUCT)
     acc = tl.zeros((x.mask.shape[0], BLOCK_N), tl.float32)
     scales = load_k_scales(columns, w, 0, BLOCK_N, PRODUCT)
+    x_scales = load_row_scales(x_scale_ptrs, 0, PRODUCT) if x_scale_ptrs is not None else None
     if GATED:
         up_columns = locate_columns(w, expert, up_column, BLOCK_N, PRODUCT)
         up_acc = tl.zeros((x.mask.shape[0], BLOCK_N), tl.float32)
@@ -160,13 +168,18 @@ def dot_scaled(
             next_start = min(start + BLOCK_K, (part + 1) * PART)
             x_ptrs = x.ptrs + tl.cast(start, tl.int64) * x.stride_k
             x_tile = load_masked(x_ptrs, x.mask, k_inside, False, PART % BLOCK_K == 0)
+            if x_scale_ptrs is not None:
+                next_x_scales = load_row_scales(x_scale_ptrs, next_start, PRODUCT)
             next_scales = load_k_scales(columns, w, next_start, BLOCK_N, PRODUCT)
-            acc += multiply_scaled(x_tile, columns, w, k, k_inside, scales, BLOCK_N, PRODUCT)
+            acc += multiply_scaled(x_tile, columns, w, k, k_inside, scale_rows(scales, x_scales), BLOCK_N, PRODUCT)
             scales = next_scales
             if GATED:
                 next_scales = load_k_scales(up_columns, w, next_start, BLOCK_N, PRODUCT)
-                up_acc += multiply_scaled(x_tile, up_columns, w, k, k_inside, up_scales, BLOCK_N, PRODUCT)
+                step_scales = scale_rows(up_scales, x_scales)
+                up_acc += multiply_scaled(x_tile, up_columns, w, k, k_inside, step_scales, BLOCK_N, PRODUCT)
                 up_scales = next_scales
+            if x_scale_ptrs is not None:
+                x_scales = next_x_scales
     if GATED:
         return acc, up_acc
     else:
@@ -212,15 +225,11 @@ def scaled_gemm_kernel(
         rows, row_mask = tile_rows(first_row, count, BLOCK_M)
         column = n_tile * BLOCK_N
         x = locate_rows(x_ptr, stride_xr, stride_xk, rows.to(tl.int64), row_mask, BLOCK_K)
-        acc, _ = dot_scaled(x, w, expert, column, column, BLOCK_N, PRODUCT, False)
+        acc, _ = dot_scaled(x, None, w, expert, column, column, BLOCK_N, PRODUCT, False)
         acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION)
-        expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
-        scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
-        halves = column_pieces(acc, 2)
-        for i in tl.static_range(2):
-            first_column = column + i * (BLOCK_N // 2)
-            half = add_bias(halves[i], expert_bias_ptr, stride_bn, first_column, scales, N)
-            store_columns(y_ptr, half, first_row, row_mask, first_column, N)
+        gemm_epilogue(
+            acc, bias_ptr, stride_be, stride_bn, scales_ptr, y_ptr, expert, rows, first_row, row_mask, column, N
+        )
         if ZERO_UNGROUPED:
             zero_chunk(y_ptr, last_row, total_rows, tile, N, BLOCK_M * BLOCK_N)
     if ZERO_UNGROUPED:
@@ -277,12 +286,12 @@ def scaled_up_proj_kernel(
         scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
         column = n_tile * BLOCK_N
         if GATED and not INTERLEAVED:
-            gate, up = dot_scaled(x, w, expert, column, N + column, BLOCK_N, PRODUCT, True)
+            gate, up = dot_scaled(x, None, w, expert, column, N + column, BLOCK_N, PRODUCT, True)
             gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, 2 * N, FACTOR, PRECISION)
             up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, FACTOR, PRECISION)
         else:
             # One product of WIDTH columns per output column: gate and up in turn, or the one column itself.
-            gate, _ = dot_scaled(x, w, expert, WIDTH * column, 0, WIDTH * BLOCK_N, PRODUCT, False)
+            gate, _ = dot_scaled(x, None, w, expert, WIDTH * column, 0, WIDTH * BLOCK_N, PRODUCT, False)
             gate = add_low_rank(gate, low_rank, expert, rows, row_mask, WIDTH * column, WIDTH * N, FACTOR, PRECISION)
             up = gate
         gates, ups = column_pieces(gate, 2), column_pieces(up, 2)
@@ -341,7 +350,7 @@ def scaled_down_dgrad_kernel(
         dout = locate_rows(dout_ptr, stride_dt, stride_dk, tokens_of(slots, TOP_K), row_mask, BLOCK_K)
         weights = load_scales(weights_ptr, slots) if weights_ptr is not None else None
         column = n_tile * BLOCK_N
-        grad, _ = dot_scaled(dout, w, expert, column, column, BLOCK_N, PRODUCT, False)
+        grad, _ = dot_scaled(dout, None, w, expert, column, column, BLOCK_N, PRODUCT, False)
         grads = column_pieces(
             add_low_rank(grad, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION), PIECES
         )

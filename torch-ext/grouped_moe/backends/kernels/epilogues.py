@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .activation import act_grad, glu, glu_grad, zero_past
-from .tiles import add_bias, scale_rows, store_columns, tile_ptrs
+from .tiles import add_bias, column_pieces, load_scales, scale_rows, store_columns, tile_ptrs
 
 # Gate and up of a tile travel as two values. If they lie apart, these are (gate, up); otherwise both are the same tile,
 # which has gate and up in turn or, without a gate, the columns themselves.
@@ -44,14 +44,28 @@ def store_halves(ptr, gate, up, first_row, row_mask, first_column, N: tl.constex
 
 
 @triton.jit
-def up_epilogue(
-    gate, up, bias_ptr, stride_bn, preact_ptr, act_ptr, scales, first_row, row_mask, first_column,
-    OPTIONS: tl.constexpr,
+def gemm_epilogue(
+    acc, bias_ptr, stride_be, stride_bn, scales_ptr, y_ptr, expert, rows, first_row, row_mask, first_column,
+    N: tl.constexpr,
 ):  # fmt: skip
-    """Adds the bias to gate and up, and stores the pre-activation and the activation.
+    """Adds the bias, each row's times its scale, and stores a tile of a (rows, N) tensor.
 
-    preact_ptr, act_ptr: None for what is not stored. scales: factors of the activation's rows, or None.
+    bias_ptr: (E, N) or None. scales_ptr: (rows,) or None.
     """
+    expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
+    scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
+    halves = column_pieces(acc, 2)
+    for i in tl.static_range(2):
+        column = first_column + i * (acc.shape[1] // 2)
+        half = add_bias(halves[i], expert_bias_ptr, stride_bn, column, scales, N)
+        store_columns(y_ptr, half, first_row, row_mask, column, N)
+
+
+@triton.jit
+def preact_epilogue(
+    gate, up, bias_ptr, stride_bn, preact_ptr, first_row, row_mask, first_column, OPTIONS: tl.constexpr
+):
+    """Adds the bias to gate and up, and stores the pre-activation if there is preact_ptr: (gate, up), apart."""
     N: tl.constexpr = OPTIONS.N
     if OPTIONS.GATED and not OPTIONS.INTERLEAVED:
         gate = add_bias(gate, bias_ptr, stride_bn, first_column, None, N)
@@ -66,8 +80,22 @@ def up_epilogue(
             store_columns(preact_ptr, gate, first_row, row_mask, WIDTH * first_column, WIDTH * N)
         if OPTIONS.GATED:
             gate, up = split_pairs(gate)
+    return gate, up
+
+
+@triton.jit
+def up_epilogue(
+    gate, up, bias_ptr, stride_bn, preact_ptr, act_ptr, scales, first_row, row_mask, first_column,
+    OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Adds the bias to gate and up, and stores the pre-activation and the activation.
+
+    preact_ptr, act_ptr: None for what is not stored. scales: factors of the activation's rows, or None.
+    """
+    gate, up = preact_epilogue(gate, up, bias_ptr, stride_bn, preact_ptr, first_row, row_mask, first_column, OPTIONS)
     if act_ptr is not None:
-        store_columns(act_ptr, scale_rows(glu(gate, up, OPTIONS), scales), first_row, row_mask, first_column, N)
+        value = scale_rows(glu(gate, up, OPTIONS), scales)
+        store_columns(act_ptr, value, first_row, row_mask, first_column, OPTIONS.N)
 
 
 @triton.jit

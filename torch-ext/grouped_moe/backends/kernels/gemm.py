@@ -4,20 +4,18 @@ import triton
 import triton.language as tl
 
 from .dependent import wait_for_stream
+from .epilogues import gemm_epilogue
 from .low_rank import Factor, LowRank, add_low_rank
 from .products import Product, Weights, dot_rows_advancing, load_w, locate_rows
 from .tiles import (
     Tiling,
-    add_bias,
     column_pieces,
     end_of_rows,
     expert_rows,
     find_tile,
     grouped_order,
-    load_scales,
     num_row_tiles,
     source_rows,
-    store_columns,
     tile_extent,
     tile_rows,
 )
@@ -100,13 +98,9 @@ def grouped_gemm_kernel(
             x = locate_rows(x_ptr, stride_xr, stride_xk, rows.to(tl.int64), row_mask, BLOCK_K)
             acc = dot_rows_advancing(x, w, expert, column, N, BLOCK_N, PRODUCT)
         acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION)
-        expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
-        scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
-        halves = column_pieces(acc, 2)
-        for i in tl.static_range(2):
-            first_column = column + i * (BLOCK_N // 2)
-            half = add_bias(halves[i], expert_bias_ptr, stride_bn, first_column, scales, N)
-            store_columns(y_ptr, half, first_row, row_mask, first_column, N)
+        gemm_epilogue(
+            acc, bias_ptr, stride_be, stride_bn, scales_ptr, y_ptr, expert, rows, first_row, row_mask, column, N
+        )
         if ZERO_UNGROUPED:
             # As many zeros as results with each tile: they are stored while the next tile is computed.
             zero_chunk(y_ptr, last_row, total_rows, tile, N, BLOCK_M * BLOCK_N)

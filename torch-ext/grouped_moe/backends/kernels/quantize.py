@@ -13,7 +13,9 @@ _SMALLEST = tl.constexpr(2.0**-110)  # magnitude that sets a scale: the inverse 
 @triton.jit
 def widen_codes(codes, DTYPE: tl.constexpr):
     """Values of e4m3 codes: of tl.float8e4nv, or, where the GPU has none, of bytes."""
-    if codes.dtype == tl.float8e4nv:
+    if codes.dtype == DTYPE:
+        return codes
+    elif codes.dtype == tl.float8e4nv:
         # By way of fp32, which two fast instructions reach: the conversion from fp16 to bf16 takes four times as long.
         return codes.to(tl.float16).to(tl.float32).to(DTYPE)
     else:

@@ -9,7 +9,7 @@ from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
 from ...operands import FactorLayout, LowRank, forward_layout, low_rank_layout
 from ...rows import Rows, max_tiles
-from ...tuning.heuristic import persistent_grid, triton_path, up_config
+from ...tuning.heuristic import persistent_grid, quantizing_pays, triton_path, up_config
 from ..kernels.experts import up_proj_kernel
 from ..problems import BlockProblem
 from ..table import find_launcher, launcher_of
@@ -102,7 +102,12 @@ def up_proj(
 
 
 def quantizes(block: Block, x: Tensor, num_rows: int, top_k: int) -> bool:
-    """Whether both products are made with rows of 8-bit floats where tiles are tall. top_k: as of `Rows`."""
+    """Whether tiles are to be tall for both products to be made with rows of 8-bit floats. top_k: as of `Rows`."""
+    return quantizing_pays(num_rows, block.num_experts, spec_of(x)) and can_quantize(block, x, num_rows, top_k)
+
+
+def can_quantize(block: Block, x: Tensor, num_rows: int, top_k: int) -> bool:
+    """Whether both products are made with rows of 8-bit floats where tiles are tall."""
     if isinstance(block.up, Tensor):
         return False
     return _quantized_launcher(block, x, Rows(x, block.num_experts, num_rows, BLOCK, top_k), False) is not None

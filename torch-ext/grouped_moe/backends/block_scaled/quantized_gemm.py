@@ -1,0 +1,59 @@
+"""Grouped GEMM of 8-bit rows with 8-bit weights by the Triton kernel."""
+
+from typing import Optional, Union
+
+from torch import Tensor
+
+from ...block_scaled import BlockScaled
+from ...operands import LowRank
+from ...rows import Rows, max_tiles
+from ...tuning.heuristic import persistent_grid, quantized_config
+from ..kernels.quantized import quantized_gemm_kernel
+from ..problems import BlockProblem, GemmProblem
+from ..triton.gemm import bias_and_strides
+from ..triton.launch import Kernel
+from ..triton.low_rank import factor_constants
+from ..triton.quantize import BLOCK, QuantizedRows
+from ..triton.scales import codes_and_scales, scale_constants
+
+PATH = "Triton, 8-bit rows and weights"
+
+
+def supports(problem: GemmProblem) -> bool:
+    """All that tensor cores can read."""
+    return multiplies_codes(problem)
+
+
+def multiplies_codes(problem: Union[GemmProblem, BlockProblem]) -> bool:
+    """Weights (E, N, K) whose columns are contiguous, where tensor cores take e4m3. Hopper has kernels of its own.
+
+    With a low-rank part K has several blocks: the loop over one is none, whose registers ptxas spills beside the ranks.
+    """
+    p = problem
+    return p.spec.float8 and not p.spec.hopper and p.layout == "nk" and (p.low_rank.rank == 0 or p.k > BLOCK)
+
+
+class Launcher:
+    """The Triton kernel, persistent."""
+
+    def __init__(self, problem: GemmProblem):
+        self.problem, self.config = p, config = problem, quantized_config(problem.spec)
+        constants = {
+            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "ZERO_UNGROUPED": p.zero_rest,
+            "PRECISION": p.precision, **factor_constants(p.low_rank), **scale_constants(p.scales),
+            **config.constants(),
+        }  # fmt: skip
+        self.kernel = Kernel(quantized_gemm_kernel, constants, config.options(), config.describe(PATH))
+
+    def __call__(
+        self, x: QuantizedRows, weight: BlockScaled, bias: Optional[Tensor], scales: Optional[Tensor],
+        low_rank: Optional[LowRank], y: Tensor, rows: Rows,
+    ) -> None:  # fmt: skip
+        """Writes y."""
+        p = self.problem
+        tiles = max_tiles(x.shape[0], p.num_groups, p.block_m)
+        self.kernel(
+            persistent_grid(self.config, tiles, p.n, p.spec), x.codes, x.scales,
+            *codes_and_scales(weight, False, p.spec), *bias_and_strides(bias), scales, *(low_rank or (None, None)), y,
+            rows.schedule, x.shape[0],
+        )  # fmt: skip

@@ -1,0 +1,176 @@
+"""Grouped GEMM and up-projection of 8-bit rows with 8-bit weights, for any GPU whose tensor cores multiply e4m3.
+
+One step is 128 columns of K, a block of both scales, whose sums enter the accumulator times these (`.block_scaled`).
+"""
+
+import triton
+import triton.language as tl
+
+from .activation import Options, glu
+from .block_scaled import ScaledProduct, ScaledWeights, dot_scaled
+from .dependent import wait_for_stream
+from .epilogues import gemm_epilogue, preact_epilogue
+from .gemm import zero_chunk, zero_rows
+from .low_rank import Factor, LowRank, add_low_rank
+from .products import locate_rows
+from .quantize import BLOCK, scale_of
+from .tiles import (
+    Tiling,
+    column_pieces,
+    end_of_rows,
+    find_tile,
+    load_scales,
+    load_slots,
+    num_row_tiles,
+    scale_rows,
+    store_columns,
+    tile_extent,
+    tile_ptrs,
+    tile_rows,
+    tokens_of,
+)
+
+
+@triton.jit
+def row_scale_ptrs(x_scale_ptr, sources, K: tl.constexpr):
+    """Pointers to the first scales of rows of codes."""
+    return x_scale_ptr + sources * ((K + BLOCK - 1) // BLOCK)
+
+
+@triton.jit(do_not_specialize=["total_rows"])
+def quantized_gemm_kernel(
+    x_ptr,  # (rows, K) codes, contiguous
+    x_scale_ptr,  # (rows, blocks of K), contiguous
+    w_ptr, stride_we, stride_wn, stride_wk,  # (E, N, K) codes, by strides
+    w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks along N, blocks of K)
+    bias_ptr, stride_be, stride_bn,  # (E, N) or None
+    scales_ptr,  # factors of the bias, (rows,), or None
+    projected_ptr, factor_ptr,  # the low-rank part, as `.low_rank.LowRank` has it, or None
+    y_ptr,  # (rows, N), out
+    schedule_ptr,
+    total_rows,
+    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ZERO_UNGROUPED: tl.constexpr,
+    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
+    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
+    PRECISION: tl.constexpr,
+    N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e, of codes times their scales.
+
+    Rows of no expert are set to 0 if ZERO_UNGROUPED, else not written.
+    Grid: (programs,), persistent.
+    The caller guarantees a schedule made for BLOCK_M, one part of K, and that BLOCK_K divides its blocks of 128.
+    """
+    wait_for_stream()
+    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
+    PRODUCT: tl.constexpr = ScaledProduct(N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K, 1)
+    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
+    w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
+    low_rank = LowRank(projected_ptr, factor_ptr)
+    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
+    last_row = end_of_rows(schedule_ptr, NUM_EXPERTS)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
+        first_row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
+        rows, row_mask = tile_rows(first_row, count, BLOCK_M)
+        sources = rows.to(tl.int64)
+        column = n_tile * BLOCK_N
+        x = locate_rows(x_ptr, K, 1, sources, row_mask, BLOCK_K)
+        x_scale_ptrs = row_scale_ptrs(x_scale_ptr, sources, K)
+        acc, _ = dot_scaled(x, x_scale_ptrs, w, expert, column, column, BLOCK_N, PRODUCT, False)
+        acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION)
+        gemm_epilogue(
+            acc, bias_ptr, stride_be, stride_bn, scales_ptr, y_ptr, expert, rows, first_row, row_mask, column, N
+        )
+        if ZERO_UNGROUPED:
+            zero_chunk(y_ptr, last_row, total_rows, tile, N, BLOCK_M * BLOCK_N)
+    if ZERO_UNGROUPED:
+        zero_rows(y_ptr, last_row, total_rows, num_tiles, N, BLOCK_M * BLOCK_N)
+        first_row = tl.load(schedule_ptr)
+        zero_rows(y_ptr, first_row * 0, first_row, 0, N, BLOCK_M * BLOCK_N)
+
+
+@triton.jit
+def quantized_up_proj_kernel(
+    x_ptr,  # (T, K) codes, contiguous
+    x_scale_ptr,  # (T, blocks of K), contiguous
+    w_ptr, stride_we, stride_wn, stride_wk,  # (E, 2 N or N, K) codes, by strides
+    w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks along 2 N or N, blocks of K)
+    bias_ptr, stride_be, stride_bn,  # (E, 2 N or N) or None
+    projected_ptr, factor_ptr,  # the low-rank part, as `.low_rank.LowRank` has it, or None
+    preact_ptr,  # (S, 2 N or N) or None, out
+    act_ptr, act_scale_ptr,  # (S, N) codes and (S, blocks of N), contiguous, or None, out
+    scales_ptr,  # (rows,) or None
+    row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
+    schedule_ptr,
+    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
+    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
+    PRECISION: tl.constexpr,
+    N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """preact[r] = W[e] x[token of r] + bias[e] of codes times their scales; act[r] = scales[r] activation(preact[r]).
+
+    act comes of the unrounded preact, and becomes codes: a scale is the largest magnitude of 128 columns over 448.
+    Rows past the last expert's are not written.
+    Grid: (programs,), persistent.
+    The caller guarantees what `quantized_gemm_kernel` needs.
+    """
+    wait_for_stream()
+    WIDTH: tl.constexpr = 2 if GATED else 1
+    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
+    tl.static_assert(not INTERLEAVED and BLOCK_N == BLOCK, "gate and up of the columns of one scale lie apart")
+    # Gate and up of all columns, beside the sums of a step, would not fit the registers: each half has a loop over K.
+    PIECE: tl.constexpr = BLOCK_N // WIDTH
+    HALF: tl.constexpr = PIECE // 2
+    PRODUCT: tl.constexpr = ScaledProduct(WIDTH * N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K, WIDTH)
+    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
+    OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+    w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
+    low_rank = LowRank(projected_ptr, factor_ptr)
+    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
+    # What does not depend on the tile is computed anew for each: ptxas would park it in memory.
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), disable_licm=True):
+        expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
+        row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
+        rows, row_mask = tile_rows(row, count, BLOCK_M)
+        tokens = tokens_of(load_slots(row_to_slot_ptr, rows), TOP_K)
+        x = locate_rows(x_ptr, K, 1, tokens, row_mask, BLOCK_K)
+        x_scale_ptrs = row_scale_ptrs(x_scale_ptr, tokens, K)
+        expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
+        scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
+        largest = tl.zeros((BLOCK_M,), tl.float32)
+        values = ()
+        for i in tl.static_range(WIDTH):
+            column = n_tile * BLOCK_N + i * PIECE
+            # A whole piece past the last column multiplies the last ones again, and is not stored.
+            source = tl.minimum(column, N - PIECE) if N % PIECE == 0 and N % BLOCK_N != 0 else column
+            gate, up = dot_scaled(x, x_scale_ptrs, w, expert, source, N + source, PIECE, PRODUCT, GATED)
+            gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, WIDTH * N, FACTOR, PRECISION)
+            if GATED:
+                up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, FACTOR, PRECISION)
+            gates, ups = column_pieces(gate, 2), column_pieces(up, 2)
+            for j in tl.static_range(2):
+                column = n_tile * BLOCK_N + i * PIECE + j * HALF
+                gate, up = preact_epilogue(
+                    gates[j], ups[j], expert_bias_ptr, stride_bn, preact_ptr, row, row_mask, column, OPTIONS
+                )
+                if act_ptr is not None:
+                    value = scale_rows(glu(gate, up, OPTIONS), scales)
+                    if N % BLOCK_N != 0:  # what a gate has past its last column is of up
+                        value = tl.where((column + tl.arange(0, HALF) < N)[None, :], value, 0.0)
+                    largest = tl.maximum(largest, tl.max(tl.abs(value), axis=1))
+                    values += (value,)
+        if act_ptr is not None:
+            scale = scale_of(largest)
+            for i in tl.static_range(2 * WIDTH):
+                codes = values[i] * (1.0 / scale)[:, None]
+                store_columns(act_ptr, codes, row, row_mask, n_tile * BLOCK_N + i * HALF, N)
+            scale_ptrs = tile_ptrs(act_scale_ptr, row, n_tile, (N + BLOCK - 1) // BLOCK, BLOCK_M, 1)
+            tl.store(scale_ptrs, scale[:, None], mask=row_mask[:, None])

@@ -4,6 +4,8 @@
 
 namespace {
 
+constexpr int MAX_CLUSTER = 8;
+
 // Slots of a thread, powers of two.
 constexpr int most_rounds(Reach reach) { return reach == Reach::grid ? 8 : 1; }
 
@@ -12,8 +14,7 @@ int up_to(int value, int multiple) { return (value + multiple - 1) / multiple * 
 template <Reach REACH, int ROUNDS>
 cudaError_t launch_kernel(const RouteArgs &a, const RoutePlan &plan, cudaStream_t stream) {
   const auto kernel = route_kernel<REACH, ROUNDS>;
-  const size_t bytes =
-      RouteMemory::bytes(a.num_experts, REACH == Reach::cluster ? plan.blocks : 0, plan.threads / WARP);
+  const size_t bytes = RouteMemory::bytes(a.num_experts, plan.threads / WARP);
   if (bytes > 48 * 1024) {  // more has to be asked for
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
     if (error != cudaSuccess) return error;
@@ -46,7 +47,7 @@ bool plan_route(int num_slots, int num_experts, int num_sms, int capability, Rou
   };
   if (fits(Reach::block, min(up_to(slots, WARP), 128), 1, 1)) return true;
   const int of_cluster = up_to(slots / MAX_CLUSTER + (slots % MAX_CLUSTER != 0), WARP);
-  if (capability >= 9 && fits(Reach::cluster, min(of_cluster, MAX_WARPS * WARP), 1, MAX_CLUSTER)) return true;
+  if (capability >= 9 && fits(Reach::cluster, min(of_cluster, 512), 1, MAX_CLUSTER)) return true;
   if (fits(Reach::grid, 512, 1, min(num_sms, 32))) return true;
   for (int rounds = 1; rounds <= most_rounds(Reach::grid); rounds *= 2)
     if (fits(Reach::grid, MAX_WARPS * WARP, rounds, num_sms)) return true;

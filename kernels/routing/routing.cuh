@@ -9,20 +9,14 @@
 #include "routing.h"
 #include "scan.cuh"
 
-constexpr int MAX_CLUSTER = 8;  // blocks, as many as every device has that has clusters
-
-// Shared memory of a block.
+// Shared memory of a block, E entries each.
 struct RouteMemory {
-  int *count;         // (E,) slots of each expert in this block's chunk
-  int *earlier;       // (E,) in earlier chunks
-  int *total;         // (E,) in all chunks
-  int *of_chunk;      // (chunks, E) in each chunk, as the blocks of a cluster tell each other
+  int *count;         // slots of each expert in this block's chunk
+  int *earlier;       // in earlier chunks
+  int *total;         // in all chunks
   uint16_t *of_warp;  // (warps, E): in the chunk, before the slots of a warp in the round
-  __device__ RouteMemory(int *memory, int num_experts, int chunks_of_cluster)
-      : count(memory), earlier(count + num_experts), total(earlier + num_experts), of_chunk(total + num_experts),
-        of_warp(reinterpret_cast<uint16_t *>(of_chunk + chunks_of_cluster * num_experts)) {}
-  static size_t bytes(int num_experts, int chunks_of_cluster, int warps) {
-    return num_experts * ((3 + chunks_of_cluster) * sizeof(int) + warps * sizeof(uint16_t));
+  static size_t bytes(int num_experts, int warps) {
+    return num_experts * (3 * sizeof(int) + warps * sizeof(uint16_t));
   }
 };
 
@@ -58,59 +52,22 @@ __device__ __forceinline__ int rank_in_chunk(int expert, int num_experts, const 
   return expert < 0 ? 0 : m.of_warp[warp * num_experts + expert] + rank;
 }
 
-// Says to the other blocks of a cluster that this one has begun, so that they may write to its shared memory.
 template <Reach REACH>
-__device__ __forceinline__ void begin_exchange() {
+__device__ __forceinline__ void meet() {  // of all blocks of the grid: what they have stored is visible
+  if constexpr (REACH == Reach::grid) cooperative_groups::this_grid().sync();
 #if __CUDA_ARCH__ >= 900
-  if constexpr (REACH == Reach::cluster) cooperative_groups::this_cluster().barrier_arrive();
+  if constexpr (REACH == Reach::cluster) cooperative_groups::this_cluster().sync();
 #endif
 }
 
-// earlier[e] = sum of counts[:chunk, e], total[e] = sum of counts[:, e]. Thread e reads its own e without a barrier.
-template <Reach REACH>
-__device__ __forceinline__ void add_up_chunks(const RouteArgs &a, const RouteMemory &m);
-
-template <>
-__device__ __forceinline__ void add_up_chunks<Reach::block>(const RouteArgs &a, const RouteMemory &m) {
-  for (int e = threadIdx.x; e < a.num_experts; e += blockDim.x) m.earlier[e] = 0, m.total[e] = m.count[e];
-}
-
-// Each block writes its counts into the shared memory of all. The caller guarantees `begin_exchange`.
-template <>
-__device__ __forceinline__ void add_up_chunks<Reach::cluster>(const RouteArgs &a, const RouteMemory &m) {
-#if __CUDA_ARCH__ >= 900
-  const auto cluster = cooperative_groups::this_cluster();
-  const int E = a.num_experts, chunk = blockIdx.x, chunks = gridDim.x;
-  cluster.barrier_wait();
-  for (int i = threadIdx.x; i < chunks * E; i += blockDim.x) {
-    const int to = i / E, e = i - to * E;
-    cluster.map_shared_rank(m.of_chunk, to)[chunk * E + e] = m.count[e];
-  }
-  cluster.sync();
-  for (int e = threadIdx.x; e < E; e += blockDim.x) {
-    int earlier = 0, total = 0;
-#pragma unroll
-    for (int c = 0; c < MAX_CLUSTER; ++c) {
-      const int count = c < chunks ? m.of_chunk[c * E + e] : 0;
-      total += count;
-      if (c < chunk) earlier += count;
-    }
-    m.earlier[e] = earlier, m.total[e] = total;
-  }
-#endif
-}
-
-// By way of global memory: a warp adds up every 32nd chunk.
-template <>
-__device__ __forceinline__ void add_up_chunks<Reach::grid>(const RouteArgs &a, const RouteMemory &m) {
+// earlier[e] = sum of counts[:chunk, e], total[e] = sum of counts[:, e]: a warp adds up every 32nd chunk.
+__device__ __forceinline__ void add_up_chunks(const RouteArgs &a, const RouteMemory &m) {
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
   const int chunk = blockIdx.x, chunks = gridDim.x;
-  for (int e = threadIdx.x; e < a.num_experts; e += blockDim.x) {
-    a.counts[int64_t(chunk) * a.num_experts + e] = m.count[e];
-    m.earlier[e] = m.total[e] = 0;
-  }
-  cooperative_groups::this_grid().sync();
-  for (int e = lane; e < a.num_experts && warp < chunks; e += WARP) {
+  for (int e = threadIdx.x; e < a.num_experts; e += blockDim.x) m.earlier[e] = m.total[e] = 0;
+  __syncthreads();
+  if (warp >= chunks) return;
+  for (int e = lane; e < a.num_experts; e += WARP) {
     int earlier = 0, total = 0;
 #pragma unroll 4
     for (int c = warp; c < chunks; c += warps) {
@@ -121,7 +78,6 @@ __device__ __forceinline__ void add_up_chunks<Reach::grid>(const RouteArgs &a, c
     atomicAdd(m.earlier + e, earlier);
     atomicAdd(m.total + e, total);
   }
-  __syncthreads();
 }
 
 // row = offsets[e] + slots of e in earlier chunks + slots of e before this one in its chunk. Every block adds up the
@@ -134,8 +90,7 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP, 1) route_kernel(const RouteAr
   extern __shared__ int memory[];
   __shared__ int partial[2][MAX_WARPS];
   const int E = a.num_experts, thread = threadIdx.x;
-  const RouteMemory m(memory, E, REACH == Reach::cluster ? gridDim.x : 0);
-  begin_exchange<REACH>();
+  const RouteMemory m{memory, memory + E, memory + 2 * E, reinterpret_cast<uint16_t *>(memory + 3 * E)};
   wait_for_stream();
   const int begin = blockIdx.x * ROUNDS * blockDim.x + thread;
   int expert[ROUNDS], rank[ROUNDS];
@@ -147,7 +102,14 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP, 1) route_kernel(const RouteAr
     if (r) __syncthreads();  // all have read their ranks of the round before
     rank[r] = rank_in_chunk(expert[r], E, m);
   }
-  add_up_chunks<REACH>(a, m);
+  if constexpr (REACH == Reach::block) {
+    for (int e = thread; e < E; e += blockDim.x) m.earlier[e] = 0, m.total[e] = m.count[e];
+  } else {
+    for (int e = thread; e < E; e += blockDim.x) a.counts[int64_t(blockIdx.x) * E + e] = m.count[e];
+    meet<REACH>();
+    add_up_chunks(a, m);
+  }
+  __syncthreads();
 
   int end = block_inclusive_scan(thread < E ? m.total[thread] : 0, partial[0]);
   const int first_row = thread < E ? end - m.total[thread] : end;

@@ -26,7 +26,7 @@ struct RoutePlan {
   Reach reach;
   int blocks, threads, rounds;
   bool dependent;  // launched while the kernel before it ends
-  int scratch(int num_experts) const { return reach == Reach::grid ? blocks * num_experts : 0; }
+  int scratch(int num_experts) const { return reach == Reach::block ? 0 : blocks * num_experts; }
 };
 
 constexpr int MAX_EXPERTS = 1024;

@@ -134,6 +134,8 @@ def native(module):
     """The module of the native op for a few tokens."""
     if not module("backends.native.fakes").IS_BUILT:
         pytest.skip("not the CUDA build")
+    # Loads the backend, which keeps the functions that it finds: not those that a test has put in their place.
+    module("backends").backend_of(torch.empty(0, device="cuda"))
     return module("backends.native.decode")
 
 
@@ -156,6 +158,5 @@ def taken(native, monkeypatch, module) -> list:
         return out
 
     monkeypatch.setattr(native, "decode_experts", partial(spy, True))
-    module("backends").backend_of(torch.empty(0, device="cuda"))  # loads the backend
     monkeypatch.setattr(module("backends.native.backend"), "decode_experts", partial(spy, False))
     return found

@@ -241,7 +241,6 @@ SLOTS = (0, 1, 63, 1024, 1025, 8192, 8193, 16385, 140000)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_routes_as_triton_does(native, module, device, monkeypatch, experts, dtype):
     """Every entry that is written, with room for all and for the routed ones, whichever would be faster."""
-    module("backends").backend_of(torch.empty(0, device=device))  # loads the backend
     ours, theirs = (module(f"backends.{name}.routing") for name in ("native", "triton"))
     monkeypatch.setattr(ours, "routing_pays", lambda *_: True)
     launched, op = [], ours.ops.route_rows.default
@@ -268,7 +267,6 @@ def test_routes_as_triton_does(native, module, device, monkeypatch, experts, dty
 @pytest.mark.parametrize("kind", ["sizes", "offsets"])
 def test_splits_as_triton_does(native, module, device, groups, dtype, kind):
     """Every entry that is written, for sizes and offsets of any values, with a stride and at any rate of rows."""
-    module("backends").backend_of(torch.empty(0, device=device))  # loads the backend
     ours, theirs = (module(f"backends.{name}.routing") for name in ("native", "triton"))
     most = torch.iinfo(dtype).max
     for rows in (0, 1, 500, 70000, 3000000):

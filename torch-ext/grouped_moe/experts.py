@@ -48,9 +48,10 @@ def grouped_mm_experts(
     cast as `F.linear` does.
 
     gate_up_lora, down_lora: a `LoRA` each, or None, that is added to the weights without making their sum. Factors are
-    rounded to the dtype of the products, their gradients come in their own. Several adapters in one call: in all that
-    are given a (L, E, r, K) and b (L, E, N, r), with one L; adapter_index (T,), int32 or int64, says which adapter a
-    token has, -1 or any other number outside [0, L) that it has none.
+    rounded to the dtype of the products, but in calls of a few tokens without gradients; their gradients come in their
+    own. Several adapters in one call: in all that are given a (L, E, r, K) and b (L, E, N, r), with one L;
+    adapter_index (T,), int32 or int64, says which adapter a token has, -1 or any other number outside [0, L) that it
+    has none.
 
     Differentiable once, in reverse mode, in all floating tensors; only gradients that are asked for are computed.
     Sums are in fp32 (fp64 for fp64) and in fixed order: results repeat bitwise. No host sync.

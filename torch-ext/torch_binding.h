@@ -48,7 +48,7 @@ torch::stable::Tensor decode_plain_experts_op(
 std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> route_rows_op(
     const torch::stable::Tensor &ids, int64_t num_experts, int64_t num_rows, int64_t block_m, int64_t schedule_size);
 
-// The schedule of rows in place, as `rows.Rows` describes it, from sizes (G,) or offsets (G + 1,), int32 or int64, of any
-// values and any stride.
+// The schedule of rows in place, as `rows.Rows` describes it, from sizes (G,) or offsets (G + 1,), int32 or int64, of
+// any values and any stride.
 torch::stable::Tensor split_rows_op(const torch::stable::Tensor &splits, int64_t num_groups, int64_t num_rows,
                                     int64_t block_m, int64_t schedule_size);

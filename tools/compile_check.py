@@ -236,11 +236,8 @@ class Calls:
             kinds.append((self.scaled, frozen))
         can_quantize = self.package["backends.triton.up_proj"].can_quantize
         if rows.block_m == 128 and can_quantize(self.quantized, x, rows.num_rows, rows.top_k):
-            kinds += [
-                (self.scaled, frozen),
-                (self.quantized, needs._replace(up=False, down=False)),
-                (self.kept, frozen),
-            ]
+            of_codes = self.quantized, needs._replace(up=False, down=False)
+            kinds += [(self.scaled, frozen), of_codes, (self.kept, frozen)]
         for block, asked in kinds:
             self.pipeline.forward(kernels, block, *arguments, save=False)
             out, preact, projected = self.pipeline.forward(kernels, block, *arguments, save=True)

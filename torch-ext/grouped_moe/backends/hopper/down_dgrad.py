@@ -11,7 +11,7 @@ from ...tuning.heuristic import hopper_dgrad_config, persistent_grid
 from ..kernels.hopper_down_dgrad import hopper_down_dgrad_kernel
 from ..problems import BlockProblem
 from ..triton.launch import Kernel
-from .descriptors import RaggedTmaBlock, TmaBlock, describe_low_rank
+from .descriptors import RaggedTmaBlock, RankBlocks, TmaBlock
 from .up_proj import STORE_COLUMNS, describe_halves, fits
 
 _SLOTS = {True: 3, False: 4}  # staging tiles of gate and up, or of no gate, that are on their way or worked on
@@ -33,9 +33,11 @@ class Launcher:
         self.num_dots = -(-problem.n // config.block_n)
         w_block = (config.block_k, config.block_n) if problem.layout == "kn" else (config.block_n, config.block_k)
         self.dout_block, self.w_block = TmaBlock(dtype, config.block_m, config.block_k), TmaBlock(dtype, 1, *w_block)
+        rank = problem.low_rank.padded_rank
+        self.rank_blocks = RankBlocks(dtype, rank, problem.layout, config.block_m, self.w_block, config.block_k)
         self.row_block = RaggedTmaBlock(dtype, config.block_m, STORE_COLUMNS)
         constants = {
-            **problem.constants(), "R": problem.low_rank.padded_rank, "W_KN": problem.layout == "kn",
+            **problem.constants(), "R": rank, "W_KN": problem.layout == "kn",
             "SLOTS": _SLOTS[problem.gated],
             **config.gluon_constants(),
         }  # fmt: skip
@@ -53,7 +55,7 @@ class Launcher:
         outputs = inputs if dpreact is preact else describe_halves(dpreact, p, row_block)
         self.kernel(
             persistent_grid(self.config, tiles, p.n, p.spec), self.dout_block.of(dout), self.w_block.of(block.down),
-            *describe_low_rank(low_rank, p.layout, self.dout_block, self.w_block), scales, *inputs, *outputs,
+            *self.rank_blocks.of(low_rank), scales, *inputs, *outputs,
             None if act is None else row_block.of_rows(act), dots, rows.num_rows,
             rows.row_to_slot if p.top_k else None, rows.schedule,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from ..kernels.hopper_gemm import hopper_gemm_kernel
 from ..problems import GemmProblem
 from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel
-from .descriptors import RaggedTmaBlock, TmaBlock, describe_low_rank
+from .descriptors import RaggedTmaBlock, RankBlocks, TmaBlock
 
 
 def supports(problem: GemmProblem) -> bool:
@@ -32,12 +32,14 @@ class Launcher:
         config, dtype = self.config, problem.dtype
         w_block = (config.block_k, config.block_n) if problem.layout == "kn" else (config.block_n, config.block_k)
         self.x_block, self.w_block = TmaBlock(dtype, config.block_m, config.block_k), TmaBlock(dtype, 1, *w_block)
+        rank = problem.low_rank.padded_rank
+        self.rank_blocks = RankBlocks(dtype, rank, problem.layout, config.block_m, self.w_block, config.block_k)
         # The registers of a warp group hold the sums of 128 x 128 products: wider tiles are shared. Zeros take a
         # staging tile of their own.
         store_rows = min(config.block_m, 128 * 128 // config.block_n)
         self.y_block = RaggedTmaBlock(dtype, store_rows, 32 if problem.zero_rest else 64)
         constants = {
-            "NUM_EXPERTS": problem.num_groups, "N": problem.n, "K": problem.k, "R": problem.low_rank.padded_rank,
+            "NUM_EXPERTS": problem.num_groups, "N": problem.n, "K": problem.k, "R": rank,
             "ZERO_UNGROUPED": problem.zero_rest,
             "W_KN": problem.layout == "kn", **self.config.gluon_constants(),
         }  # fmt: skip
@@ -51,8 +53,8 @@ class Launcher:
         """Writes y."""
         p = self.problem
         tiles = max_tiles(x.shape[0], p.num_groups, p.block_m)
-        low_rank_descs = describe_low_rank(low_rank, p.layout, self.x_block, self.w_block)
         self.kernel(
             persistent_grid(self.config, tiles, p.n, p.spec), self.x_block.of(x), self.w_block.of(weight),
-            *bias_and_strides(bias), scales, *low_rank_descs, self.y_block.of_rows(y), rows.schedule, x.shape[0],
+            *bias_and_strides(bias), scales, *self.rank_blocks.of(low_rank), self.y_block.of_rows(y), rows.schedule,
+            x.shape[0],
         )  # fmt: skip

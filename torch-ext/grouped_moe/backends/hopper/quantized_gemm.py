@@ -16,7 +16,7 @@ from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel
 from ..triton.quantize import BLOCK, QuantizedRows
 from ..triton.scales import scale_arguments
-from .descriptors import RaggedTmaBlock, TmaBlock, describe_low_rank
+from .descriptors import RaggedTmaBlock, RankBlocks, TmaBlock
 
 PATH = "Gluon for Hopper, 8-bit rows and weights"
 
@@ -44,12 +44,11 @@ class Launcher:
         codes = torch.float8_e4m3fn
         self.x_block = TmaBlock(codes, config.block_m, config.block_k)
         self.w_block = TmaBlock(codes, 1, config.block_n, config.block_k)
-        rank_columns = config.block_k // p.dtype.itemsize  # as many bytes as a step of codes
-        self.ranks_block = TmaBlock(p.dtype, config.block_m, rank_columns)
-        self.factor_block = TmaBlock(p.dtype, 1, config.block_n, rank_columns)
+        rank, room = p.low_rank.padded_rank, config.block_k // p.dtype.itemsize  # as many bytes as a step of codes
+        self.rank_blocks = RankBlocks(p.dtype, rank, "nk", config.block_m, self.w_block, room)
         self.y_block = RaggedTmaBlock(p.dtype, config.block_m // 2, 32 if p.zero_rest else 64)
         constants = {
-            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "R": p.low_rank.padded_rank,
+            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "R": rank,
             "ZERO_UNGROUPED": p.zero_rest, **config.gluon_constants(),
         }  # fmt: skip
         options = {"num_warps": config.num_warps}
@@ -64,7 +63,7 @@ class Launcher:
         tiles = max_tiles(x.shape[0], p.num_groups, p.block_m)
         self.kernel(
             persistent_grid(self.config, tiles, p.n, p.spec), self.x_block.of(x.codes), self.w_block.of(weight.data),
-            *describe_low_rank(low_rank, "nk", self.ranks_block, self.factor_block), x.scales,
+            *self.rank_blocks.of(low_rank), x.scales,
             *scale_arguments(weight), *bias_and_strides(bias), scales, self.y_block.of_rows(y), rows.schedule,
             x.shape[0],
         )  # fmt: skip

@@ -15,7 +15,7 @@ from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel
 from ..triton.quantize import BLOCK, QuantizedRows
 from ..triton.scales import scale_arguments
-from .descriptors import RaggedTmaBlock, TmaBlock, describe_low_rank
+from .descriptors import RaggedTmaBlock, RankBlocks, TmaBlock
 from .quantized_gemm import PATH, takes_ranks
 from .up_proj import STORE_COLUMNS, describe_halves
 
@@ -36,12 +36,11 @@ class Launcher:
         self.problem, self.config = p, config = problem, hopper_quantized_config()
         half = config.block_m // 2
         self.w_block = TmaBlock(torch.float8_e4m3fn, 1, 2, config.block_n // 2, config.block_k)
-        rank_columns = config.block_k // p.dtype.itemsize
-        self.ranks_block = TmaBlock(p.dtype, config.block_m, rank_columns)
-        self.factor_block = TmaBlock(p.dtype, 1, 2, config.block_n // 2, rank_columns)
+        rank, room = p.low_rank.padded_rank, config.block_k // p.dtype.itemsize
+        self.rank_blocks = RankBlocks(p.dtype, rank, "nk", config.block_m, self.w_block, room)
         self.preact_block = RaggedTmaBlock(p.dtype, half, STORE_COLUMNS)
         self.act_block = RaggedTmaBlock(torch.float8_e4m3fn, half, BLOCK)
-        constants = {**p.constants(), "R": p.low_rank.padded_rank, "TOP_K": p.top_k, **config.gluon_constants()}
+        constants = {**p.constants(), "R": rank, "TOP_K": p.top_k, **config.gluon_constants()}
         options = {"num_warps": config.num_warps}
         self.kernel = Kernel(hopper_quantized_up_proj_kernel, constants, options, config.describe(PATH))
 
@@ -56,7 +55,7 @@ class Launcher:
         tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
         self.kernel(
             persistent_grid(self.config, tiles, p.width, p.spec), x.codes, x.codes.stride(0) // 16,
-            self.w_block.of(halves), *describe_low_rank(low_rank, "nk", self.ranks_block, self.factor_block),
+            self.w_block.of(halves), *self.rank_blocks.of(low_rank),
             x.scales, *scale_arguments(up), *bias_and_strides(block.up_bias),
             *describe_halves(preact, p, self.preact_block), *act_arguments, scales,
             rows.row_to_slot if p.top_k else None, rows.schedule,

@@ -12,7 +12,7 @@ from ..kernels.hopper_up_proj import hopper_gathered_up_proj_kernel, hopper_up_p
 from ..problems import BlockProblem
 from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel
-from .descriptors import RaggedTmaBlock, TmaBlock, describe_low_rank
+from .descriptors import RaggedTmaBlock, RankBlocks, TmaBlock
 
 STORE_COLUMNS = 32  # that an epilogue stores at once
 _STAGED_COLUMNS = 128  # in all staging tiles of a warp group, where rows are gathered
@@ -58,7 +58,9 @@ class Launcher:
         else:
             w_block = (config.block_k, config.block_n) if p.layout == "kn" else (config.block_n, config.block_k)
         self.w_block = TmaBlock(p.dtype, 1, *w_block)
-        constants = {**p.constants(), "R": p.low_rank.padded_rank, "W_KN": p.layout == "kn", **config.gluon_constants()}
+        rank = p.low_rank.padded_rank
+        self.rank_blocks = RankBlocks(p.dtype, rank, p.layout, config.block_m, self.w_block, config.block_k)
+        constants = {**p.constants(), "R": rank, "W_KN": p.layout == "kn", **config.gluon_constants()}
         if p.top_k:
             constants.update(TOP_K=p.top_k, BUFFERS=_STAGED_COLUMNS // columns)
         function = hopper_gathered_up_proj_kernel if p.top_k else hopper_up_proj_kernel
@@ -80,7 +82,7 @@ class Launcher:
         tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
         self.kernel(
             persistent_grid(self.config, tiles, p.width, p.spec), *source, self.w_block.of(up),
-            *describe_low_rank(low_rank, p.layout, self.x_block, self.w_block), *bias_and_strides(block.up_bias),
+            *self.rank_blocks.of(low_rank), *bias_and_strides(block.up_bias),
             *describe_halves(preact, p, self.out_block),
             None if act is None else self.out_block.of_rows(act), scales, *indices, rows.schedule,
         )  # fmt: skip

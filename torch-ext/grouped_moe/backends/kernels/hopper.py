@@ -13,6 +13,7 @@ from ...common._compat import reinterpret_method
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of a partition's warps
 reinterpret = reinterpret_method()  # of a shared-memory descriptor: (descriptor, dtype, shape, layout)
 
 # Rows of a ragged descriptor end here, wherever a group ends in memory.

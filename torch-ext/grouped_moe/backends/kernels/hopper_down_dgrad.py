@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .activation import Options, act_grad, glu_grad, zero_past
 from .dependent import wait_for_stream
 from .hopper import allocate_barriers, ragged_coordinates, tma_load, tma_store
-from .hopper_pipeline import RankLoads, Schedule, consume, find_tile, produce
-from .hopper_ring import Product, allocate_ring, finish_products
+from .hopper_pipeline import Schedule, consume, find_tile, produce
+from .hopper_ring import Product, Ranks, Ring, allocate_slots, finish_products
 from .tiles import Tiling, column_pieces, load_scales, load_slots, num_row_tiles
 
 
@@ -229,7 +229,7 @@ def consume_dgrad(
 def hopper_down_dgrad_kernel(
     dout_desc,  # (rows, K), blocks of (BLOCK_M, BLOCK_K)
     w_desc,  # (E, K, N), blocks of (1, BLOCK_K, BLOCK_N), if W_KN; else (E, N, K), blocks of (1, BLOCK_N, BLOCK_K)
-    projected_desc, factor_desc,  # the low-rank part, in blocks as dout and w: (rows, R), and (E, R, N) if W_KN
+    projected_desc, factor_desc,  # the low-rank part: (rows, R), and (E, R, N) if W_KN, else (E, N, R); or None
     weights_ptr,  # routing weight per slot, or None
     gate_desc, up_desc,  # (rows, N) each, the halves of preact, both (rows, 2 N) if INTERLEAVED; up only if GATED
     dgate_desc, dup_desc,  # the same of dpreact, out, or None; it may be preact
@@ -256,7 +256,8 @@ def hopper_down_dgrad_kernel(
     PRODUCT: gl.constexpr = Product(N, K, R, W_KN, BLOCK_N, False)
     OPTIONS: gl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     TILES: gl.constexpr = (2 if GATED else 1) * SLOTS
-    ring = allocate_ring(dout_desc, w_desc, STAGES, 1)
+    lhs, rhs, full, empty = allocate_slots(dout_desc, w_desc, STAGES, 1)
+    ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
     staging = gl.allocate_shared_memory(w_desc.dtype, [TILES] + gate_desc.block_type.shape, gate_desc.layout)
     preact = Preact(gate_desc, up_desc, staging, allocate_barriers(SLOTS, 1))
     pingpong = allocate_barriers(2, 1)
@@ -265,10 +266,9 @@ def hopper_down_dgrad_kernel(
         pingpong=allocate_barriers(2, 1),
     )  # fmt: skip
     schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)
-    ranks = RankLoads(projected_desc, factor_desc, ring)
     # Registers of a thread: a consumer's holds 128 sums of products.
     gl.warp_specialize([
         (consume_dgrad, (0, ring, pingpong, output, schedule, TILING, PRODUCT, OPTIONS)),
         (consume_dgrad, (1, ring, pingpong, output, schedule, TILING, PRODUCT, OPTIONS)),
-        (produce, (dout_desc, w_desc, ranks, ring, schedule, None, TILING, PRODUCT)),
+        (produce, (dout_desc, w_desc, ring, schedule, None, TILING, PRODUCT)),
     ], [4, 1], [232, 40])  # fmt: skip

@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .dependent import wait_for_stream
 from .hopper import allocate_barriers, ragged_coordinates, tma_store, write_staging
-from .hopper_pipeline import Bias, RankLoads, Schedule, Zeros, allocate_zeros, consume, produce
-from .hopper_ring import Product, allocate_ring, finish_products
+from .hopper_pipeline import Bias, Schedule, Zeros, allocate_zeros, consume, produce
+from .hopper_ring import Product, Ranks, Ring, allocate_slots, finish_products
 from .tiles import Tiling, column_pieces, load_bias, load_scales, num_row_tiles
 
 
@@ -78,7 +78,7 @@ def hopper_gemm_kernel(
     w_desc,  # (E, K, N), blocks of (1, BLOCK_K, BLOCK_N), if W_KN; else (E, N, K), blocks of (1, BLOCK_N, BLOCK_K)
     bias_ptr, stride_be, stride_bn,  # (E, N) or None
     scales_ptr,  # (rows,) or None
-    projected_desc, factor_desc,  # the low-rank part, in blocks as x and w: (rows, R), (E, N, R) or, W_KN, (E, R, N)
+    projected_desc, factor_desc,  # the low-rank part: (rows, R), (E, N, R) or, W_KN, (E, R, N); or None
     y_desc,  # (rows, N), out; ragged, blocks of some columns and BLOCK_M rows or, of shared tiles, half of them
     schedule_ptr,
     total_rows,
@@ -99,7 +99,8 @@ def hopper_gemm_kernel(
     ROWS: gl.constexpr = y_desc.block_type.shape[2]
     SHARED: gl.constexpr = ROWS < BLOCK_M
     dtype: gl.constexpr = x_desc.dtype
-    ring = allocate_ring(x_desc, w_desc, STAGES, 2 if SHARED else 1)
+    lhs, rhs, full, empty = allocate_slots(x_desc, w_desc, STAGES, 2 if SHARED else 1)
+    ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
     staging = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
     pingpong = allocate_barriers(2, 1)
     if ZERO_UNGROUPED:
@@ -107,12 +108,11 @@ def hopper_gemm_kernel(
     else:
         zeros: gl.constexpr = None
     schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)
-    ranks = RankLoads(projected_desc, factor_desc, ring)
     # Registers of a thread: a consumer's holds 128 sums of products.
     gl.warp_specialize([
         (consume_gemm, (0, ring, pingpong, y_desc, staging, bias_ptr, stride_be, stride_bn, scales_ptr, schedule,
                         TILING, PRODUCT, SHARED)),
         (consume_gemm, (1, ring, pingpong, y_desc, staging, bias_ptr, stride_be, stride_bn, scales_ptr, schedule,
                         TILING, PRODUCT, SHARED)),
-        (produce, (x_desc, w_desc, ranks, ring, schedule, zeros, TILING, PRODUCT)),
+        (produce, (x_desc, w_desc, ring, schedule, zeros, TILING, PRODUCT)),
     ], [4, 1], [232, 40])  # fmt: skip

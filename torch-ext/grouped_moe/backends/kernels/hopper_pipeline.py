@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .hopper import ragged_coordinates, tma_load, tma_store
-from .hopper_ring import Ring, load_weight, multiply, multiply_half, next_slot, num_steps, slot_at
+from .hopper_ring import load_weight, multiply, multiply_half, next_slot, num_steps, rank_slot, slot_at
 from .tiles import end_of_rows, expert_rows, expert_tiles, grouped_order, tile_experts
 
 
@@ -50,17 +50,6 @@ class Bias(NamedTuple):
     ptr: gl.tensor
     stride_e: gl.tensor
     stride_n: gl.tensor
-
-
-class RankLoads(NamedTuple):
-    """How a producer loads the low-rank part: descriptors of its rows and its factor, or None, and the ring for them.
-
-    The ring's slots are those of the product's own operands, maybe seen as another dtype.
-    """
-
-    rows_desc: object
-    factor_desc: object
-    ring: Ring
 
 
 class Zeros(NamedTuple):
@@ -144,20 +133,31 @@ def load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT
 
 
 @gluon.jit
-def load_ranks(ranks, expert, row, n_tile, slot, phase, PRODUCT: gl.constexpr):
-    """Loads the steps of the low-rank part, if there is one, as they come to be free: the next (slot, phase)."""
-    if ranks.factor_desc is not None:
-        for k in range(0, PRODUCT.R, ranks.ring.lhs.shape[2]):
-            load_step(ranks.rows_desc, ranks.factor_desc, expert, row, n_tile, k, ranks.ring, slot, phase, PRODUCT)
-            slot, phase = next_slot(slot, phase, ranks.ring.lhs.shape[0])
+def load_rank_step(expert, row, n_tile, k, ring, slot, phase, PRODUCT: gl.constexpr):
+    """`load_step` of the low-rank part, whose ranks from k on are loaded."""
+    rows_desc, factor_desc = ring.ranks
+    mbarrier.wait(ring.empty.index(slot), phase)
+    full = ring.full.index(slot)
+    mbarrier.expect(full, rows_desc.block_type.nbytes + factor_desc.block_type.nbytes)
+    tma_load(rows_desc, [row, k], full, rank_slot(ring.lhs, rows_desc, slot))
+    load_weight(factor_desc, expert, n_tile, k, full, rank_slot(ring.rhs, factor_desc, slot), PRODUCT)
+
+
+@gluon.jit
+def load_ranks(expert, row, n_tile, ring, slot, phase, PRODUCT: gl.constexpr):
+    """Loads the steps of the low-rank part, if there is one, as slots come to be free: the next (slot, phase)."""
+    if PRODUCT.R > 0:
+        for k in range(0, PRODUCT.R, ring.ranks.rows_desc.block_type.shape[1]):
+            load_rank_step(expert, row, n_tile, k, ring, slot, phase, PRODUCT)
+            slot, phase = next_slot(slot, phase, ring.lhs.shape[0])
     return slot, phase
 
 
 @gluon.jit
-def produce(x_desc, w_desc, ranks, ring, schedule, zeros, TILING: gl.constexpr, PRODUCT: gl.constexpr):
+def produce(x_desc, w_desc, ring, schedule, zeros, TILING: gl.constexpr, PRODUCT: gl.constexpr):
     """The producer warp: fills the ring with x and w of each tile, and meanwhile zeros the rows of no group.
 
-    ranks: RankLoads. zeros: None to leave rows of no group as they are.
+    zeros: None to leave rows of no group as they are.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
@@ -185,12 +185,12 @@ def produce(x_desc, w_desc, ranks, ring, schedule, zeros, TILING: gl.constexpr, 
         group1 = load_group(expert1, schedule, TILING)
         expert2 = load_expert(tile + 2 * step, schedule, TILING)
         if PRODUCT.RANKS_FIRST:
-            slot, phase = load_ranks(ranks, expert, row, n_tile, slot, phase, PRODUCT)
+            slot, phase = load_ranks(expert, row, n_tile, ring, slot, phase, PRODUCT)
         for k in range(0, PRODUCT.K, BLOCK_K):
             load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT)
             slot, phase = next_slot(slot, phase, STAGES)
         if not PRODUCT.RANKS_FIRST:
-            slot, phase = load_ranks(ranks, expert, row, n_tile, slot, phase, PRODUCT)
+            slot, phase = load_ranks(expert, row, n_tile, ring, slot, phase, PRODUCT)
         if zeros is not None:
             last = gl.minimum(block + blocks_per_tile, blocks)
             zero_blocks(zeros, block, last, first_row, last_row, PRODUCT.N)

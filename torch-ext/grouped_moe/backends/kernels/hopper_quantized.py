@@ -10,9 +10,9 @@ from .activation import Options, glu
 from .dependent import wait_for_stream
 from .hopper import Tokens, allocate_barriers, ragged_coordinates, tma_store, write_staging
 from .hopper_gemm import Output
-from .hopper_pipeline import Bias, RankLoads, Schedule, Zeros, allocate_zeros, produce
-from .hopper_promoted import HALF, Scales, consume_promoted, ring_of_ranks
-from .hopper_ring import Product, Ring, allocate_ring, num_steps
+from .hopper_pipeline import Bias, Schedule, Zeros, allocate_zeros, produce
+from .hopper_promoted import HALF, Scales, consume_promoted
+from .hopper_ring import Product, Ranks, Ring, allocate_slots, num_steps
 from .hopper_up_proj import produce_gathered, store_piece
 from .quantize import scale_of
 from .tiles import Tiling, column_pieces, load_bias, load_scales, num_row_tiles
@@ -48,12 +48,12 @@ def gemm_epilogue(left, right, tile, output, N: gl.constexpr):
 
 @gluon.jit
 def consume_gemm(
-    GROUP: gl.constexpr, ring, ranks, lead_barrier, scales, schedule, TILING: gl.constexpr, PRODUCT: gl.constexpr,
+    GROUP: gl.constexpr, ring, lead_barrier, scales, schedule, TILING: gl.constexpr, PRODUCT: gl.constexpr,
     output,
 ):  # fmt: skip
     """A consumer warp group of a GEMM of rows in place."""
     consume_promoted(
-        GROUP, ring, ranks, lead_barrier, scales, schedule, TILING, PRODUCT, 0, False, gemm_epilogue, output, PRODUCT.N
+        GROUP, ring, lead_barrier, scales, schedule, TILING, PRODUCT, 0, False, gemm_epilogue, output, PRODUCT.N
     )
 
 
@@ -61,7 +61,7 @@ def consume_gemm(
 def hopper_quantized_gemm_kernel(
     x_desc,  # (rows, K) codes, blocks of (BLOCK_M, BLOCK_K)
     w_desc,  # (E, N, K) codes, blocks of (1, BLOCK_N, BLOCK_K)
-    projected_desc, factor_desc,  # the low-rank part, (rows, R) and (E, N, R), in blocks of as many bytes; or None
+    projected_desc, factor_desc,  # the low-rank part, (rows, R) and (E, N, R), or None
     x_scale_ptr,  # (rows, blocks of K), contiguous
     w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks of N, blocks of K)
     bias_ptr, stride_be, stride_bn,  # (E, N) or None
@@ -84,12 +84,8 @@ def hopper_quantized_gemm_kernel(
     PRODUCT: gl.constexpr = Product(N, K, R, False, BLOCK_N, True)
     gl.static_assert(BLOCK_N == 2 * HALF and BLOCK_K == HALF)
     dtype: gl.constexpr = y_desc.dtype
-    ring = allocate_ring(x_desc, w_desc, STAGES, 2)
-    if factor_desc is not None:
-        rank_ring = ring_of_ranks(ring, projected_desc, factor_desc)
-    else:
-        rank_ring: gl.constexpr = None
-    ranks = RankLoads(projected_desc, factor_desc, rank_ring)
+    lhs, rhs, full, empty = allocate_slots(x_desc, w_desc, STAGES, 2)
+    ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
     staging0 = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
     staging1 = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
     if num_steps(K, 0, BLOCK_K) > STAGES:  # only where it is waited for: see `allocate_barriers`
@@ -107,9 +103,9 @@ def hopper_quantized_gemm_kernel(
     output1 = Output(y_desc, staging1, bias, scales_ptr)
     # Registers of a thread: a consumer's holds 128 sums, and 64 of one step.
     gl.warp_specialize([
-        (consume_gemm, (0, ring, rank_ring, lead_barrier, scales, schedule, TILING, PRODUCT, output0)),
-        (consume_gemm, (1, ring, rank_ring, lead_barrier, scales, schedule, TILING, PRODUCT, output1)),
-        (produce, (x_desc, w_desc, ranks, ring, schedule, zeros, TILING, PRODUCT)),
+        (consume_gemm, (0, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output0)),
+        (consume_gemm, (1, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output1)),
+        (produce, (x_desc, w_desc, ring, schedule, zeros, TILING, PRODUCT)),
     ], [4, 1], [232, 40])  # fmt: skip
 
 
@@ -168,12 +164,12 @@ def quantizing_epilogue(gate, up, tile, output, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def consume_up(
-    GROUP: gl.constexpr, ring, ranks, lead_barrier, scales, schedule, TILING: gl.constexpr, PRODUCT: gl.constexpr,
+    GROUP: gl.constexpr, ring, lead_barrier, scales, schedule, TILING: gl.constexpr, PRODUCT: gl.constexpr,
     TOP_K: gl.constexpr, output, OPTIONS: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group of an up-projection."""
     consume_promoted(
-        GROUP, ring, ranks, lead_barrier, scales, schedule, TILING, PRODUCT, TOP_K, True, quantizing_epilogue, output,
+        GROUP, ring, lead_barrier, scales, schedule, TILING, PRODUCT, TOP_K, True, quantizing_epilogue, output,
         OPTIONS,
     )  # fmt: skip
 
@@ -182,7 +178,7 @@ def consume_up(
 def hopper_quantized_up_proj_kernel(
     x_ptr, unit_stride,  # (T, K) codes, columns contiguous, read at the token of a row; steps of 16 bytes
     w_desc,  # (E, 2, N, K) codes, blocks of gate and up: (1, 2, BLOCK_N / 2, BLOCK_K)
-    projected_desc, factor_desc,  # the low-rank part, (rows, R) and (E, 2, N, R), in blocks of as many bytes; or None
+    projected_desc, factor_desc,  # the low-rank part, (rows, R) and (E, 2, N, R), or None
     x_scale_ptr,  # (T, blocks of K), contiguous
     w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks of N of gate and of up, blocks of K)
     bias_ptr, stride_be, stride_bn,  # (E, 2 N) or None
@@ -214,12 +210,8 @@ def hopper_quantized_up_proj_kernel(
     lhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], lhs_layout)
     rhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     # A slot is full after the arrivals of the load of weights and of the warps that copy.
-    ring = Ring(lhs, rhs, full=allocate_barriers(STAGES, 2), empty=allocate_barriers(STAGES, 2))
-    if factor_desc is not None:
-        rank_ring = ring_of_ranks(ring, projected_desc, factor_desc)
-    else:
-        rank_ring: gl.constexpr = None
-    ranks = RankLoads(projected_desc, factor_desc, rank_ring)
+    full, empty = allocate_barriers(STAGES, 2), allocate_barriers(STAGES, 2)
+    ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
     if act_desc is not None:
         act_shape: gl.constexpr = act_desc.block_type.shape
         act_staging0 = gl.allocate_shared_memory(act_desc.dtype, act_shape, act_desc.layout)
@@ -250,7 +242,7 @@ def hopper_quantized_up_proj_kernel(
     tokens = Tokens(x_ptr, unit_stride, row_to_slot_ptr)
     # Registers of a thread: a consumer's holds 128 sums, and 64 of one step.
     gl.warp_specialize([
-        (consume_up, (0, ring, rank_ring, lead_barrier, scales, schedule, TILING, PRODUCT, TOP_K, output0, OPTIONS)),
-        (consume_up, (1, ring, rank_ring, lead_barrier, scales, schedule, TILING, PRODUCT, TOP_K, output1, OPTIONS)),
-        (produce_gathered, (tokens, w_desc, ranks, ring, schedule, TILING, PRODUCT, TOP_K, 1)),
+        (consume_up, (0, ring, lead_barrier, scales, schedule, TILING, PRODUCT, TOP_K, output0, OPTIONS)),
+        (consume_up, (1, ring, lead_barrier, scales, schedule, TILING, PRODUCT, TOP_K, output1, OPTIONS)),
+        (produce_gathered, (tokens, w_desc, ring, schedule, TILING, PRODUCT, TOP_K, 1)),
     ], [4, 4], [224, 56])  # fmt: skip

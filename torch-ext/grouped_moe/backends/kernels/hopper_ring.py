@@ -13,16 +13,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.runtime.jit import constexpr_function
 
-from .hopper import allocate_barriers, tma_load
+from .hopper import allocate_barriers, reinterpret, tma_load
+
+
+class Ranks(NamedTuple):
+    """The descriptors of a low-rank part, None without one. A block takes a slot of the ring, or less of it."""
+
+    rows_desc: object  # (rows, R)
+    factor_desc: object  # (E, N, R) or, W_KN, (E, R, N), gate and up apart where those of the weight are
 
 
 class Ring(NamedTuple):
-    """Shared-memory buffers and barriers; dimension 0 is STAGES, the number of slots."""
+    """Shared-memory buffers and barriers; dimension 0 is STAGES, the number of slots. Ranks take steps, too."""
 
     lhs: gl.shared_memory_descriptor  # the activations: (STAGES, BLOCK_M, BLOCK_K), or K first in a weight gradient
     rhs: gl.shared_memory_descriptor  # the weights, in blocks of their descriptor, or the weight gradient's other rows
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    ranks: Ranks
 
 
 class Product(NamedTuple):
@@ -40,11 +48,14 @@ class Product(NamedTuple):
 
 
 @gluon.jit
-def allocate_ring(lhs_desc, rhs_desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A ring that one warp fills by TMA, in blocks of the descriptors. CONSUMERS: warp groups that read each slot."""
+def allocate_slots(lhs_desc, rhs_desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Buffers and barriers of a ring that one warp fills by TMA, in blocks of the descriptors: (lhs, rhs, full, empty).
+
+    CONSUMERS: warp groups that read each slot.
+    """
     lhs = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES] + lhs_desc.block_type.shape, lhs_desc.layout)
     rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES] + rhs_desc.block_type.shape, rhs_desc.layout)
-    return Ring(lhs, rhs, full=allocate_barriers(STAGES, 1), empty=allocate_barriers(STAGES, CONSUMERS))
+    return lhs, rhs, allocate_barriers(STAGES, 1), allocate_barriers(STAGES, CONSUMERS)
 
 
 @constexpr_function
@@ -60,6 +71,23 @@ def narrow_columns(R, BLOCK_K):
     while columns < R % BLOCK_K:
         columns *= 2
     return columns % BLOCK_K if R % BLOCK_K else 0
+
+
+@constexpr_function
+def has_shape(buffers, block):
+    """Whether each of some buffers has the shape of a block."""
+    return list(buffers[1:]) == list(block)
+
+
+@gluon.jit
+def rank_slot(buffers, desc, slot):
+    """A slot of the ring's buffers as the low-rank part has it: a block of its descriptor."""
+    if buffers.dtype == desc.dtype and has_shape(buffers.shape, desc.block_type.shape):
+        return buffers.index(slot)
+    else:
+        shape: gl.constexpr = desc.block_type.shape
+        layout: gl.constexpr = desc.layout
+        return reinterpret(buffers.index(slot), desc.dtype, shape, layout)
 
 
 @gluon.jit
@@ -143,11 +171,14 @@ def multiply(
         slot, phase = next_slot(slot, phase, STAGES)
     if LAST > 0:
         mbarrier.wait(ring.full.index(slot), phase)
+        x = rank_slot(ring.lhs, ring.ranks.rows_desc, slot).slice(FIRST_ROW, ROWS)
+        w = rank_slot(ring.rhs, ring.ranks.factor_desc, slot)
+        BLOCK_R: gl.constexpr = x.shape[1]
         if PRODUCT.W_KN:
-            w = ring.rhs.index(slot).reshape([BLOCK_K, BLOCK_N]).slice(0, LAST)
+            w = w.reshape([BLOCK_R, BLOCK_N]).slice(0, LAST)
         else:
-            w = ring.rhs.index(slot).reshape([BLOCK_N, BLOCK_K]).slice(0, LAST, dim=1).permute((1, 0))
-        x = ring.lhs.index(slot).slice(FIRST_ROW, ROWS).slice(0, LAST, dim=1)
+            w = w.reshape([BLOCK_N, BLOCK_R]).slice(0, LAST, dim=1).permute((1, 0))
+        x = x.slice(0, LAST, dim=1)
         acc = multiply_step(acc, x, w, ring, slot, STEPS, ADD=True)
         slot, phase = next_slot(slot, phase, STAGES)
     return acc, slot, phase

@@ -15,8 +15,18 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .activation import Options, glu
 from .dependent import wait_for_stream
 from .hopper import Tokens, allocate_barriers, cp_async, ragged_coordinates, tma_store, write_staging
-from .hopper_pipeline import Bias, RankLoads, Schedule, Tile, consume, find_tile, load_step, produce
-from .hopper_ring import Product, Ring, allocate_ring, finish_products, load_weight, multiply_half, next_slot, num_steps
+from .hopper_pipeline import Bias, Schedule, Tile, consume, find_tile, load_rank_step, produce
+from .hopper_ring import (
+    Product,
+    Ranks,
+    Ring,
+    allocate_slots,
+    finish_products,
+    load_weight,
+    multiply_half,
+    next_slot,
+    num_steps,
+)
 from .tiles import Tiling, column_pieces, load_bias, load_scales, load_slots, num_row_tiles
 
 
@@ -141,11 +151,11 @@ def hopper_up_proj_kernel(
     PRODUCT: gl.constexpr = Product(WIDTH, K, R, W_KN, BLOCK_N, False)
     OPTIONS: gl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     out_desc = gate_desc if act_desc is None else act_desc
-    ring = allocate_ring(x_desc, w_desc, STAGES, 1)
+    lhs, rhs, full, empty = allocate_slots(x_desc, w_desc, STAGES, 1)
+    ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
     staging0 = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
     staging1 = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
     pingpong = allocate_barriers(2, 1)
-    ranks = RankLoads(projected_desc, factor_desc, ring)
     schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)
     bias = Bias(bias_ptr, stride_be, stride_bn)
     output0 = UpOutput(gate_desc, up_desc, act_desc, staging0, bias, scales_ptr)
@@ -154,7 +164,7 @@ def hopper_up_proj_kernel(
     gl.warp_specialize([
         (consume_up, (0, ring, pingpong, output0, schedule, TILING, PRODUCT, OPTIONS)),
         (consume_up, (1, ring, pingpong, output1, schedule, TILING, PRODUCT, OPTIONS)),
-        (produce, (x_desc, w_desc, ranks, ring, schedule, None, TILING, PRODUCT)),
+        (produce, (x_desc, w_desc, ring, schedule, None, TILING, PRODUCT)),
     ], [4, 1], [232, 40])  # fmt: skip
 
 
@@ -194,13 +204,13 @@ def load_tokens(tokens, row, end, index, TOP_K: gl.constexpr):
 
 
 @gluon.jit
-def load_ranks_in_turn(ranks, expert, row, n_tile, slot, phase, filled, PRODUCT: gl.constexpr, LAG: gl.constexpr):
+def load_ranks_in_turn(expert, row, n_tile, ring, slot, phase, filled, PRODUCT: gl.constexpr, LAG: gl.constexpr):
     """`load_ranks` by threads that copy other steps: these slots, too, are committed late. Returns `filled` as well."""
-    if ranks.factor_desc is not None:
-        STAGES: gl.constexpr = ranks.ring.lhs.shape[0]
-        for k in range(0, PRODUCT.R, ranks.ring.lhs.shape[2]):
-            load_step(ranks.rows_desc, ranks.factor_desc, expert, row, n_tile, k, ranks.ring, slot, phase, PRODUCT)
-            commit_slot(ranks.ring.full, slot, filled, LAG, STAGES)
+    if PRODUCT.R > 0:
+        STAGES: gl.constexpr = ring.lhs.shape[0]
+        for k in range(0, PRODUCT.R, ring.ranks.rows_desc.block_type.shape[1]):
+            load_rank_step(expert, row, n_tile, k, ring, slot, phase, PRODUCT)
+            commit_slot(ring.full, slot, filled, LAG, STAGES)
             filled += 1
             slot, phase = next_slot(slot, phase, STAGES)
     return slot, phase, filled
@@ -208,12 +218,12 @@ def load_ranks_in_turn(ranks, expert, row, n_tile, slot, phase, filled, PRODUCT:
 
 @gluon.jit
 def produce_gathered(
-    tokens, w_desc, ranks, ring, schedule,
+    tokens, w_desc, ring, schedule,
     TILING: gl.constexpr, PRODUCT: gl.constexpr, TOP_K: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
     """The producer warps: fill the ring with rows and weights of each tile. The next tile is located meanwhile.
 
-    ranks: RankLoads of rows in place. LAG: steps by which slots are committed late.
+    LAG: steps by which slots are committed late.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
@@ -237,7 +247,7 @@ def produce_gathered(
         token = load_tokens(tokens, row, end, index, TOP_K)
         if PRODUCT.RANKS_FIRST:
             slot, phase, filled = load_ranks_in_turn(
-                ranks, this_expert, this_row, this_n_tile, slot, phase, filled, PRODUCT, LAG
+                this_expert, this_row, this_n_tile, ring, slot, phase, filled, PRODUCT, LAG
             )
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(ring.empty.index(slot), phase)
@@ -253,7 +263,7 @@ def produce_gathered(
             slot, phase = next_slot(slot, phase, STAGES)
         if not PRODUCT.RANKS_FIRST:
             slot, phase, filled = load_ranks_in_turn(
-                ranks, this_expert, this_row, this_n_tile, slot, phase, filled, PRODUCT, LAG
+                this_expert, this_row, this_n_tile, ring, slot, phase, filled, PRODUCT, LAG
             )
     commit_remaining(ring.full, slot, filled, LAG, STAGES)
 
@@ -310,7 +320,8 @@ def hopper_gathered_up_proj_kernel(
     lhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], lhs_layout)
     rhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     # A slot is full after the arrivals of the load of weights and of the warps that copy.
-    ring = Ring(lhs, rhs, full=allocate_barriers(STAGES, 2), empty=allocate_barriers(STAGES, 2))
+    full, empty = allocate_barriers(STAGES, 2), allocate_barriers(STAGES, 2)
+    ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
     staging0 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
     staging1 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
     # Only where it is waited for: see `allocate_barriers`.
@@ -323,10 +334,9 @@ def hopper_gathered_up_proj_kernel(
     output0 = UpOutput(gate_desc, up_desc, act_desc, staging0, bias, scales_ptr)
     output1 = UpOutput(gate_desc, up_desc, act_desc, staging1, bias, scales_ptr)
     tokens = Tokens(x_ptr, unit_stride, row_to_slot_ptr)
-    ranks = RankLoads(projected_desc, factor_desc, ring)
     # Registers of a thread: a consumer's holds 128 sums of products.
     gl.warp_specialize([
         (consume_shared, (0, ring, lead_barrier, output0, schedule, TILING, PRODUCT, OPTIONS)),
         (consume_shared, (1, ring, lead_barrier, output1, schedule, TILING, PRODUCT, OPTIONS)),
-        (produce_gathered, (tokens, w_desc, ranks, ring, schedule, TILING, PRODUCT, TOP_K, STAGES // 2)),
+        (produce_gathered, (tokens, w_desc, ring, schedule, TILING, PRODUCT, TOP_K, STAGES // 2)),
     ], [4, 4], [208, 88])  # fmt: skip

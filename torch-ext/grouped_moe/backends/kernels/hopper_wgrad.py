@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .dependent import wait_for_stream
 from .hopper import Tokens, allocate_barriers, cp_async, ragged_coordinates, tma_load, tma_store, write_staging
-from .hopper_ring import Ring, allocate_ring, finish_products, multiply_step, next_slot
+from .hopper_ring import Ranks, Ring, allocate_slots, finish_products, multiply_step, next_slot
 from .hopper_scheduler import WgradTiling, find_tile, num_program_tiles, schedule_experts
 
 
@@ -202,7 +202,8 @@ def hopper_wgrad_kernel(
     staging = gl.allocate_shared_memory(dw_desc.dtype, [2] + dw_desc.block_shape, dw_desc.layout)
     # Only where it is waited for: see `allocate_barriers`.
     output = WgradOutput(dw_desc, staging, allocate_barriers(2, 1) if ACCUMULATE else None)
-    ring = allocate_ring(p_desc, q_desc, STAGES, 2)
+    lhs, rhs, full, empty = allocate_slots(p_desc, q_desc, STAGES, 2)
+    ring = Ring(lhs, rhs, full, empty, Ranks(None, None))
     gl.warp_specialize([
         (consume, (0, ring, scheduler, output, TILING, False)),
         (consume, (1, ring, scheduler, output, TILING, False)),
@@ -247,7 +248,8 @@ def hopper_gathered_wgrad_kernel(
         lhs = gl.allocate_shared_memory(rows_desc.dtype, [STAGES] + rows_desc.block_shape, rows_desc.layout)
         rhs = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], LAYOUT)
     # A slot is full when the other operand has landed and each thread of the producer has arrived.
-    ring = Ring(lhs, rhs, full=allocate_barriers(STAGES, 1 + 32 * WARPS), empty=allocate_barriers(STAGES, 2))
+    full, empty = allocate_barriers(STAGES, 1 + 32 * WARPS), allocate_barriers(STAGES, 2)
+    ring = Ring(lhs, rhs, full, empty, Ranks(None, None))
     tokens = Tokens(tokens_ptr, unit_stride, row_to_slot_ptr)
     gl.warp_specialize([
         (consume, (0, ring, scheduler, output, TILING, True)),

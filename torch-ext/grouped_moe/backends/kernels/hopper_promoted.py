@@ -121,9 +121,9 @@ def multiply_promoted(
 ):  # fmt: skip
     """x @ w over the next slots for half GROUP of the rows of a tile: (left half, right half, slot, phase).
 
-    scales: TileScales. stride_k: from one block of a weight's K to the
-    next. lead_barrier, lead_phase: as in `multiply_half`; steps of ranks come before and only make a tile longer. While
-    group 1 waits it holds one more slot.
+    scales: TileScales. stride_k: from one block of a weight's K to the next. lead_barrier, lead_phase: as in
+    `multiply_half`; steps of ranks come before and only make a tile longer. While group 1 waits it holds one slot more
+    than there: the lead, this slot and those committed late must not exceed STAGES.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     STEPS: gl.constexpr = num_steps(PRODUCT.K, 0, ring.lhs.shape[2])

@@ -7,6 +7,7 @@ fp32 and fp16 only: `tl.dot` of bf16 is wrong in the interpreter of Triton 3.6 t
 
 import importlib
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +29,34 @@ def device_spec(grouped_moe):
     device = importlib.import_module(f"{grouped_moe.__name__}.common.device")
     patch, spec = pytest.MonkeyPatch(), device.DeviceSpec(2, 232448)
     patch.setattr(device, "device_spec", lambda device_type, index: spec)
+    yield
+    patch.undo()
+
+
+class PatchedOnce:
+    """The language as interpreted functions see it: patched once in a kernel for the functions of each module.
+
+    Triton patches it anew for each call of a device function, which takes a quarter of the time of these tests.
+    """
+
+    modules = set()  # globals of functions that it is patched for
+
+    def __init__(self, patch, function):
+        if id(function.__globals__) not in self.modules:
+            self.modules.add(id(function.__globals__))
+            self.scope = patch(function)
+
+    def restore(self):
+        """At the end of a kernel."""
+        self.modules.clear()
+        self.scope.restore()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patched_once():
+    interpreter, patch = importlib.import_module("triton.runtime.interpreter"), pytest.MonkeyPatch()
+    if hasattr(interpreter, "_patch_lang"):  # private: without it these tests take longer
+        patch.setattr(interpreter, "_patch_lang", partial(PatchedOnce, interpreter._patch_lang))
     yield
     patch.undo()
 

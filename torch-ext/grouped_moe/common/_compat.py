@@ -50,7 +50,7 @@ def reinterpret_method() -> Any:
     """Gluon's function that sees a piece of shared memory as another dtype, or None.
 
     Triton 3.9 has it as a public method of shared-memory descriptors, before that its name is private. Without it
-    low-rank parts go to kernels that widen 8-bit weights.
+    low-rank parts of 8-bit weights go to kernels that widen these, and others are loaded in blocks of a whole step.
     """
     from triton.experimental.gluon.language import shared_memory_descriptor as descriptor
 

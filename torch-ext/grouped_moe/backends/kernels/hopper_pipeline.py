@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .hopper import ragged_coordinates, tma_load, tma_store
-from .hopper_ring import load_weight, multiply, multiply_half, next_slot, num_steps, rank_slot, slot_at
+from .hopper_ring import load_weight, multiply, multiply_half, next_slot, num_steps, slot_as, slot_at
 from .tiles import end_of_rows, expert_rows, expert_tiles, grouped_order, tile_experts
 
 
@@ -128,27 +128,17 @@ def load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT
     mbarrier.wait(ring.empty.index(slot), phase)
     full = ring.full.index(slot)
     mbarrier.expect(full, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
-    tma_load(x_desc, [row, k], full, ring.lhs.index(slot))
-    load_weight(w_desc, expert, n_tile, k, full, ring.rhs.index(slot), PRODUCT)
-
-
-@gluon.jit
-def load_rank_step(expert, row, n_tile, k, ring, slot, phase, PRODUCT: gl.constexpr):
-    """`load_step` of the low-rank part, whose ranks from k on are loaded."""
-    rows_desc, factor_desc = ring.ranks
-    mbarrier.wait(ring.empty.index(slot), phase)
-    full = ring.full.index(slot)
-    mbarrier.expect(full, rows_desc.block_type.nbytes + factor_desc.block_type.nbytes)
-    tma_load(rows_desc, [row, k], full, rank_slot(ring.lhs, rows_desc, slot))
-    load_weight(factor_desc, expert, n_tile, k, full, rank_slot(ring.rhs, factor_desc, slot), PRODUCT)
+    tma_load(x_desc, [row, k], full, slot_as(ring.lhs, x_desc, slot))
+    load_weight(w_desc, expert, n_tile, k, full, slot_as(ring.rhs, w_desc, slot), PRODUCT)
 
 
 @gluon.jit
 def load_ranks(expert, row, n_tile, ring, slot, phase, PRODUCT: gl.constexpr):
     """Loads the steps of the low-rank part, if there is one, as slots come to be free: the next (slot, phase)."""
     if PRODUCT.R > 0:
-        for k in range(0, PRODUCT.R, ring.ranks.rows_desc.block_type.shape[1]):
-            load_rank_step(expert, row, n_tile, k, ring, slot, phase, PRODUCT)
+        rows_desc, factor_desc = ring.ranks
+        for k in range(0, PRODUCT.R, rows_desc.block_type.shape[1]):
+            load_step(rows_desc, factor_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT)
             slot, phase = next_slot(slot, phase, ring.lhs.shape[0])
     return slot, phase
 

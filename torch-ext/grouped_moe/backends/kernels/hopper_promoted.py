@@ -25,7 +25,7 @@ from triton.runtime.jit import constexpr_function
 from .block_scaled import widen_scales
 from .hopper import Tokens, thread_barrier
 from .hopper_pipeline import Tile, find_tile
-from .hopper_ring import narrow_columns, next_slot, num_steps, previous_slot, rank_slot
+from .hopper_ring import narrow_columns, next_slot, num_steps, previous_slot, slot_as
 from .hopper_up_proj import load_tokens
 
 HALF = gl.constexpr(128)  # columns of half a tile: those of a weight's scale
@@ -95,8 +95,8 @@ def multiply_ranks(sums, ring, slot, STEP: gl.constexpr, R: gl.constexpr, FIRST_
     OF_RANKS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 16])
     OF_CODES: gl.constexpr = sums.type.layout
     BLOCK_R: gl.constexpr = ring.ranks.rows_desc.block_type.shape[1]
-    x = rank_slot(ring.lhs, ring.ranks.rows_desc, slot).slice(FIRST_ROW, sums.shape[0])
-    w = rank_slot(ring.rhs, ring.ranks.factor_desc, slot).reshape([2 * HALF, BLOCK_R]).slice(FIRST_COLUMN, HALF)
+    x = slot_as(ring.lhs, ring.ranks.rows_desc, slot).slice(FIRST_ROW, sums.shape[0])
+    w = slot_as(ring.rhs, ring.ranks.factor_desc, slot).reshape([2 * HALF, BLOCK_R]).slice(FIRST_COLUMN, HALF)
     x = x.slice(0, used_columns(STEP, R, BLOCK_R), dim=1)
     w = w.slice(0, used_columns(STEP, R, BLOCK_R), dim=1).permute((1, 0))
     sums = gl.convert_layout(sums, OF_RANKS, assert_trivial=True)

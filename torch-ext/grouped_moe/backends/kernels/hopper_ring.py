@@ -80,8 +80,8 @@ def has_shape(buffers, block):
 
 
 @gluon.jit
-def rank_slot(buffers, desc, slot):
-    """A slot of the ring's buffers as the low-rank part has it: a block of its descriptor."""
+def slot_as(buffers, desc, slot):
+    """A slot of the ring's buffers as a block of a descriptor: that of the operands, or of the low-rank part."""
     if buffers.dtype == desc.dtype and has_shape(buffers.shape, desc.block_type.shape):
         return buffers.index(slot)
     else:
@@ -171,8 +171,8 @@ def multiply(
         slot, phase = next_slot(slot, phase, STAGES)
     if LAST > 0:
         mbarrier.wait(ring.full.index(slot), phase)
-        x = rank_slot(ring.lhs, ring.ranks.rows_desc, slot).slice(FIRST_ROW, ROWS)
-        w = rank_slot(ring.rhs, ring.ranks.factor_desc, slot)
+        x = slot_as(ring.lhs, ring.ranks.rows_desc, slot).slice(FIRST_ROW, ROWS)
+        w = slot_as(ring.rhs, ring.ranks.factor_desc, slot)
         BLOCK_R: gl.constexpr = x.shape[1]
         if PRODUCT.W_KN:
             w = w.reshape([BLOCK_R, BLOCK_N]).slice(0, LAST)

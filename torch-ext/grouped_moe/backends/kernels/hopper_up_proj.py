@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .activation import Options, glu
 from .dependent import wait_for_stream
 from .hopper import Tokens, allocate_barriers, cp_async, ragged_coordinates, tma_store, write_staging
-from .hopper_pipeline import Bias, Schedule, Tile, consume, find_tile, load_rank_step, produce
+from .hopper_pipeline import Bias, Schedule, Tile, consume, find_tile, load_step, produce
 from .hopper_ring import (
     Product,
     Ranks,
@@ -208,8 +208,9 @@ def load_ranks_in_turn(expert, row, n_tile, ring, slot, phase, filled, PRODUCT: 
     """`load_ranks` by threads that copy other steps: these slots, too, are committed late. Returns `filled` as well."""
     if PRODUCT.R > 0:
         STAGES: gl.constexpr = ring.lhs.shape[0]
-        for k in range(0, PRODUCT.R, ring.ranks.rows_desc.block_type.shape[1]):
-            load_rank_step(expert, row, n_tile, k, ring, slot, phase, PRODUCT)
+        rows_desc, factor_desc = ring.ranks
+        for k in range(0, PRODUCT.R, rows_desc.block_type.shape[1]):
+            load_step(rows_desc, factor_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT)
             commit_slot(ring.full, slot, filled, LAG, STAGES)
             filled += 1
             slot, phase = next_slot(slot, phase, STAGES)

@@ -36,7 +36,7 @@ def device_spec(grouped_moe):
 class PatchedOnce:
     """The language as interpreted functions see it: patched once in a kernel for the functions of each module.
 
-    Triton patches it anew for each call of a device function, which takes a quarter of the time of these tests.
+    Triton patches it anew for each call of a device function, which takes two fifths of the time of these tests.
     """
 
     modules = set()  # globals of functions that it is patched for

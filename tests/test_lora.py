@@ -225,9 +225,13 @@ def test_strides(grouped_moe, device, layout, adapters):
 
 
 @pytest.mark.parametrize("pairs", [Pairs(rank=5), Pairs(rank=16, adapters=3), Pairs(given=DOWN)], ids=str)
-def test_saved_memory(grouped_moe, device, pairs):
-    """With the base frozen: the hidden states, the pre-activation, and the first LoRA's rank columns of each row."""
-    case, inputs, arguments = make(grouped_moe, "tall-wide", pairs, BF16, device)
+@by_recompute
+def test_saved_memory(grouped_moe, device, pairs, recompute):
+    """With the base frozen: the hidden states, the pre-activation, and the rank columns of each LoRA for each row.
+
+    With recompute the hidden states and those of the second LoRA.
+    """
+    case, inputs, arguments = make(grouped_moe, "tall-wide", pairs, BF16, device, recompute=recompute)
     leaves = with_leaves(inputs, ("gate_up_proj", "down_proj"))
     named = {name: t.requires_grad_() for name, t in factors(arguments).items()}
     saved = []
@@ -235,8 +239,9 @@ def test_saved_memory(grouped_moe, device, pairs):
         call(grouped_moe, case, leaves, **with_factors(arguments, named))
     given = {t.data_ptr() for t in (*leaves, *named.values()) if t is not None}
     own = [t for t in saved if t.is_floating_point() and t.numel() and t.data_ptr() not in given]
-    rank = -(-pairs.rank * max(1, pairs.adapters) // 8) * 8 if "gate_up_lora" in pairs.given else 0
-    assert sum(t.numel() for t in own) == case.T * case.top_k * (case.preact_width + rank)
+    rank = -(-pairs.rank * max(1, pairs.adapters) // 8) * 8
+    columns = rank if recompute else case.preact_width + rank * len(pairs.given)
+    assert sum(t.numel() for t in own) == case.T * case.top_k * columns
 
 
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["backward-outside", "backward-inside"])
@@ -279,8 +284,8 @@ def test_opcheck(grouped_moe, module, device, pairs, recompute):
     frozen = [t.detach() if isinstance(t, torch.Tensor) else t for t in given]
     torch.library.opcheck(ops.experts_inference.default, frozen)
     with poisoned_allocations():  # what stays unwritten holds the same each time
-        torch.library.opcheck(ops.experts_forward.default, (*frozen, not recompute))
-    _, *saved = ops.experts_forward.default(*frozen, not recompute)
+        torch.library.opcheck(ops.experts_forward.default, (*frozen, True))
+    _, *saved = ops.experts_forward.default(*frozen, True)
     needs = [True, True, False, False, False, False, False, *(t is not None for t in named)]
     torch.library.opcheck(ops.experts_backward.default, (dout, x.detach(), *frozen[2:], *saved, needs))
 
@@ -327,5 +332,5 @@ def test_flops(grouped_moe, device, recompute, adapters):
     with FlopCounterMode(display=False) as counter:
         out = call(grouped_moe, case, inputs, **with_factors(arguments, named))
         torch.autograd.grad(out.sum(), [x, *named.values()])
-    products = 2 * (up + down) + 3 * (up_pair + down_pair) + rank * case.I + recompute * (up + up_pair)
+    products = 2 * (up + down) + 3 * (up_pair + down_pair) + recompute * (up + up_pair)
     assert counter.get_total_flops() == 2 * case.T * case.top_k * products

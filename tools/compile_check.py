@@ -240,10 +240,12 @@ class Calls:
             kinds += [(self.scaled, frozen), of_codes, (self.kept, frozen)]
         for block, asked in kinds:
             self.pipeline.forward(kernels, block, *arguments, save=False)
-            out, preact, projected = self.pipeline.forward(kernels, block, *arguments, save=True)
+            out, saved = self.pipeline.forward(kernels, block, *arguments, save=True)
             given = {"dout": out, "needs": asked, **scales}
-            backward(block=block, preact=preact, projected=projected, **given)
-            backward(block=block._replace(recompute=True), preact=None, projected=None, **given)
+            backward(block=block, saved=saved, **given)
+            recomputed = block._replace(recompute=True)
+            out, saved = self.pipeline.forward(kernels, recomputed, *arguments, save=True)
+            backward(block=recomputed, saved=saved, **given)
 
     def experts(self) -> None:
         """`grouped_mm_experts`, `route`, `gather_rows` and `combine_rows`."""

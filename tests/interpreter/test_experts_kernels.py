@@ -55,11 +55,11 @@ def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1, capacity
     needs = module("block").Needs(**needs, bias_scales=False)
     with GuardedAllocations(*inputs):
         rows = kernels.route(ids, case.E, x.dtype, capacity)
-        out, preact, _ = pipeline.forward(kernels, block, x, rows, weights, None, save=not case.recompute)
+        out, saved = pipeline.forward(kernels, block, x, rows, weights, None, save=True)
         for _ in range(passes):
-            given = preact.clone() if spent else preact
-            grads = pipeline.backward(kernels, block, dout, x, rows, weights, None, given, None, needs, spent)
-            assert not spent or given.untyped_storage().nbytes() == 0
+            given = saved._replace(preact=saved.preact.clone()) if spent else saved
+            grads = pipeline.backward(kernels, block, dout, x, rows, weights, None, given, needs, spent)
+            assert not spent or given.preact.untyped_storage().nbytes() == 0
         out, grads = out.clone(), {name: getattr(grads, field) for field, name in GRADIENTS.items()}
         assert [name for name, grad in grads.items() if grad is not None] == asked
         return Result(out, {name: grads[name].clone() for name in asked})

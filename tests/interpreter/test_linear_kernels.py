@@ -207,8 +207,8 @@ def test_grouped_mlp(module, grouped_moe, kernels, mlp_id, dtype):
     needs = module("block").Needs(*(given[name] is not None for name in NAMES))
     with GuardedAllocations(*given.values(), inputs.offsets, dy):
         split = kernels.split_rows(inputs.offsets, block.num_experts, mlp.rows, dtype)
-        y, preact, _ = pipeline.forward(kernels, block, x, split, *scales, save=not case.recompute)
-        grads = pipeline.backward(kernels, block, dy, x, split, *scales, preact, None, needs)
+        y, saved = pipeline.forward(kernels, block, x, split, *scales, save=True)
+        grads = pipeline.backward(kernels, block, dy, x, split, *scales, saved, needs)
         got = {name: tensor.clone() for name, tensor in zip(("y", *NAMES), (y, *grads)) if tensor is not None}
     if scales[0] is scales[1] and scales[0] is not None:
         got["activation_scales"] += got.pop("bias_scales")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import pipeline
 from .backends import backend_of
-from .block import BLOCK_SCHEMA, Block, Grads, Needs, fake_grads, make_block
+from .block import BLOCK_SCHEMA, Block, Grads, Needs, Saved, fake_grads, make_block
 from .common.autograd import (
     define_differentiable_op,
     define_op,
@@ -66,17 +66,16 @@ def _inference(x, index, act_scales, bias_scales, adapters, *arguments) -> Tenso
 
 
 def _forward(x, index, act_scales, bias_scales, adapters, *arguments_and_save) -> Tuple[Tensor, ...]:
-    """(out, preact, projected, schedule, row_to_slot, slot_to_row).
+    """(out, *Saved, schedule, row_to_slot, slot_to_row).
 
-    preact, and the rows that the first LoRA projected, are empty unless they are to be saved; the maps are empty for
-    rows that are sorted already.
+    What is not saved is empty, and so are the maps for rows that are sorted already.
     """
     *arguments, save = arguments_and_save
     block, kernels = make_block(*arguments), backend_of(x)
     with on_device(x):
         rows = _make_rows(kernels, index, block, x, adapters, infers=False)
-        out, *saved = pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=save)
-    saved, maps = saved if save else (None, None), (rows.row_to_slot, rows.slot_to_row)
+        out, saved = pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=save)
+    maps = rows.row_to_slot, rows.slot_to_row
     return or_empty((out, *saved), x) + or_empty((rows.schedule, *maps), rows.schedule)
 
 
@@ -86,21 +85,26 @@ def _forward_fake(x, index, act_scales, bias_scales, adapters, *arguments_and_sa
     if index.dim() == 2:
         num_slots = index.shape[0] * index.shape[1]
     num_rows = block.num_rows(num_slots)
-    preact = x.new_empty((num_rows, block.preact_width) if save else 0)
-    projected = x.new_empty((num_rows, block.up_lora.padded_rank) if save and block.up_lora is not None else 0)
+    save_preact = save and not block.recompute
+    widths = Saved(
+        block.preact_width if save_preact else None,
+        block.up_lora.padded_rank if save_preact and block.up_lora is not None else None,
+        block.down_lora.padded_rank if save and block.down_lora is not None else None,
+    )
+    saved = (x.new_empty(0 if width is None else (num_rows, width)) for width in widths)
     maps = (num_rows, num_slots) if index.dim() == 2 else (0, 0)
     sizes = schedule_size(num_rows, block.num_experts), *maps
-    return x.new_empty(x.shape), preact, projected, *(index.new_empty(size, dtype=torch.int32) for size in sizes)
+    return x.new_empty(x.shape), *saved, *(index.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
 def _backward(dout, x, act_scales, bias_scales, adapters, *rest, overwrite: bool) -> Grads:
     """The gradients that are asked for. rest: the block's arguments, what was saved, and which gradients are needed."""
-    *arguments, preact, projected, schedule, row_to_slot, slot_to_row, needs = rest
+    *arguments, preact, up_rows, down_rows, schedule, row_to_slot, slot_to_row, needs = rest
     block, kernels = make_block(*arguments), backend_of(dout)
     # Hooks on what was saved may return it in other strides.
-    act_scales, bias_scales, adapters, preact, projected, schedule, row_to_slot, slot_to_row = (
-        None if tensor is None else tensor.contiguous()
-        for tensor in (act_scales, bias_scales, adapters, preact, projected, schedule, row_to_slot, slot_to_row)
+    saved = Saved(*map(_contiguous, (preact, up_rows, down_rows)))
+    act_scales, bias_scales, adapters, schedule, row_to_slot, slot_to_row = map(
+        _contiguous, (act_scales, bias_scales, adapters, schedule, row_to_slot, slot_to_row)
     )
     with on_device(dout):
         if slot_to_row is None:
@@ -110,9 +114,13 @@ def _backward(dout, x, act_scales, bias_scales, adapters, *rest, overwrite: bool
             num_rows, top_k = row_to_slot.shape[0], act_scales.shape[1]
             rows = Rows(schedule, block.num_experts, num_rows, block_m, top_k, row_to_slot, slot_to_row)
         return pipeline.backward(
-            kernels, block, dout, x, rows._replace(adapters=adapters), act_scales, bias_scales, preact, projected,
-            Needs(*needs), overwrite,
+            kernels, block, dout, x, rows._replace(adapters=adapters), act_scales, bias_scales, saved, Needs(*needs),
+            overwrite,
         )  # fmt: skip
+
+
+def _contiguous(tensor: Optional[Tensor]) -> Optional[Tensor]:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _backward_op(dout, *rest) -> Tuple[Tensor, ...]:
@@ -124,7 +132,7 @@ def _backward_overwriting_op(*args) -> List[Tensor]:
 
 
 def _fake_grads(dout, x, act_scales, bias_scales, adapters, *rest) -> Grads:
-    *arguments, _, _, _, _, _, needs = rest
+    *arguments, _, _, _, _, _, _, needs = rest
     return fake_grads(Needs(*needs), make_block(*arguments), dout, act_scales, bias_scales)
 
 
@@ -140,13 +148,14 @@ _infer = define_op("experts_inference", f"({_ARGUMENTS}) -> Tensor", _inference,
 _run_forward = define_op(
     "experts_forward",
     f"({_ARGUMENTS}, bool save)"
-    " -> (Tensor out, Tensor preact, Tensor projected, Tensor schedule, Tensor row_to_slot, Tensor slot_to_row)",
+    " -> (Tensor out, Tensor preact, Tensor up_rows, Tensor down_rows, Tensor schedule, Tensor row_to_slot,"
+    " Tensor slot_to_row)",
     _forward,
     _forward_fake,
 )
 _BACKWARD = (
-    f"(Tensor dout, Tensor? x, {_TENSORS}, {BLOCK_SCHEMA}, Tensor%s preact, Tensor? projected,"
-    " Tensor schedule, Tensor? row_to_slot, Tensor? slot_to_row, bool[] needs)"
+    f"(Tensor dout, Tensor? x, {_TENSORS}, {BLOCK_SCHEMA}, Tensor%s preact, Tensor? up_rows,"
+    " Tensor? down_rows, Tensor schedule, Tensor? row_to_slot, Tensor? slot_to_row, bool[] needs)"
 )
 _run_backward = define_op(
     "experts_backward",
@@ -178,7 +187,7 @@ class _Experts(torch.autograd.Function):
         needs_weights = needs_weights[:-_NUM_SCALES]
         needs = ctx.needs = Needs(needs_x, needs_act_scales, needs_bias_scales, *needs_weights)
         _, _, (_, _, _, recompute), *_ = kind
-        out, preact, projected, schedule, *maps = _run_forward(*inputs, needs.preact and not recompute)
+        out, preact, up_rows, down_rows, schedule, *maps = _run_forward(*inputs, needs.preact or needs.down_b)
         ctx.set_materialize_grads(False)
         ctx.kind = kind
         mark_as_own(preact)
@@ -186,7 +195,7 @@ class _Experts(torch.autograd.Function):
         maps = maps if index.dim() == 2 else (None, None)
         ctx.save_for_backward(
             x if reads_x else None, act_scales, bias_scales, adapters, *weights, preact,
-            projected if needs.up_b else None, schedule, *maps,
+            up_rows if needs.up_b else None, down_rows if needs.down_b else None, schedule, *maps,
         )  # fmt: skip
         return out, preact
 
@@ -195,9 +204,9 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, saved, dout, _):
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
-        *tensors, preact, projected, schedule, row_to_slot, slot_to_row = saved
-        rows = schedule, row_to_slot, slot_to_row
-        arguments = dout, *tensors, *ctx.kind, preact, projected, *rows, list(ctx.needs)
+        *tensors, preact, up_rows, down_rows, schedule, row_to_slot, slot_to_row = saved
+        made_by_forward = preact, up_rows, down_rows, schedule, row_to_slot, slot_to_row
+        arguments = dout, *tensors, *ctx.kind, *made_by_forward, list(ctx.needs)
         if ctx.needs.preact and is_plain(dout) and take_over(preact):
             made = _run_backward_overwriting(*arguments)
         else:

@@ -46,7 +46,8 @@ def grouped_mlp(
 
     Differentiable once, in reverse mode, in all floating tensors, each only when asked for; fp32 accumulation; bitwise
     repeatable; no host sync. Saved for backward: x (not if gate_up_proj and the a of its LoRA are frozen), the
-    pre-activation, (rows, 2 I) or (rows, I), and (rows, L r) for the b of gate_up_lora; with recompute=True x alone.
+    pre-activation, (rows, 2 I) or (rows, I), and (rows, L r) for the b of each LoRA; with recompute=True x and the
+    (rows, L r) of down_lora.
     Raises TypeError or ValueError that names the argument.
     """
     checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)

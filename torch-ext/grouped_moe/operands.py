@@ -114,9 +114,27 @@ def project(
     """
     if lora is None:
         return None
-    a, b = _as_factor(lora.a, rows.num_groups).transpose(2, 3), _as_factor(lora.b, rows.num_groups)
-    first, second = (b, a) if backward else (a, b)
-    return LowRank(kernels.project(x, first, rows, scaling=lora.scaling, of_tokens=of_tokens), second)
+    first, second = _both_factors(lora, rows)
+    if backward:
+        first, second = second, first
+    projected, _ = kernels.project(x, first, rows, scaling=lora.scaling, of_tokens=of_tokens)
+    return LowRank(projected, second)
+
+
+def project_and_scale(
+    kernels: ModuleType, lora: Optional[LoRA], x: Tensor, rows: Rows, scales: Optional[Tensor]
+) -> Tuple[Optional[LowRank], Optional[Tensor]]:
+    """What `project` returns, and its rows times scales, one per slot of routed rows, or without scales as they are."""
+    if lora is None:
+        return None, None
+    first, second = _both_factors(lora, rows)
+    projected, scaled = kernels.project(x, first, rows, scaling=lora.scaling, scales=scales)
+    return LowRank(projected, second), projected if scaled is None else scaled
+
+
+def _both_factors(lora: LoRA, rows: Rows) -> Tuple[Tensor, Tensor]:
+    """a as (L, E, K, r), b as (L, E, N, r): views."""
+    return _as_factor(lora.a, rows.num_groups).transpose(2, 3), _as_factor(lora.b, rows.num_groups)
 
 
 def factor_grad(

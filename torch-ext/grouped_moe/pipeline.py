@@ -11,8 +11,8 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from .block import Block, Grads, Needs
-from .operands import factor_grad, project
+from .block import Block, Grads, Needs, Saved
+from .operands import factor_grad, project, project_and_scale
 from .rows import Rows, unit_rows
 
 
@@ -24,25 +24,29 @@ def forward(
     act_scales: Optional[Tensor],
     bias_scales: Optional[Tensor],
     save: bool,
-) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-    """(out, preact (rows, P) if it is to be saved, x projected on the ranks of a LoRA (rows, R) if there is one).
+) -> Tuple[Tensor, Saved]:
+    """The output, and what a backward needs of it if that is to be saved.
 
     Rows in place: out[r] = W2[e] (act_scales[r] a(W1[e] x[r] + b1[e])) + bias_scales[r] b2[e], 0 for rows of no group.
     Routed rows: out[t] = sum over the slots of token t of act_scales[slot] (W2[e] a(W1[e] x[t] + b1[e]) + b2[e]).
     """
-    routed = rows.top_k > 0
+    routed, save_preact = rows.top_k > 0, save and not block.recompute
     low_rank = project(kernels, block.up_lora, x, rows, of_tokens=routed)
     preact, act = kernels.up_proj(
-        block, x, rows, None if routed else act_scales, save=save, activate=True, low_rank=low_rank
+        block, x, rows, None if routed else act_scales, save=save_preact, activate=True, low_rank=low_rank
     )
-    projected = None if low_rank is None else low_rank.rows
-    low_rank = project(kernels, block.down_lora, act, rows)
+    up_rows = low_rank.rows if save_preact and low_rank is not None else None
+    # The activation of rows in place has its scales already.
+    low_rank, down_rows = project_and_scale(
+        kernels, block.down_lora, act, rows, act_scales if save and routed else None
+    )
     y = kernels.gemm(
         act, block.down, rows, transposed=block.transposed, bias=block.down_bias,
         scales=None if routed else bias_scales, zero_rest=not routed, low_rank=low_rank,
     )  # fmt: skip
     del act, low_rank
-    return (kernels.combine(y, act_scales, rows) if routed else y), preact, projected
+    out = kernels.combine(y, act_scales, rows) if routed else y
+    return out, Saved(preact, up_rows, down_rows if save else None)
 
 
 def backward(
@@ -53,25 +57,25 @@ def backward(
     rows: Rows,
     act_scales: Optional[Tensor],
     bias_scales: Optional[Tensor],
-    preact: Optional[Tensor],
-    projected: Optional[Tensor],
+    saved: Saved,
     needs: Needs,
     overwrite: bool = False,
 ) -> Grads:
     """The gradients that are asked for. The gradient of the pre-activation leads to those of x and of the first weight.
 
-    x: for the gradients of the first weight and of its LoRA, and for recomputing alone. preact, projected: None for a
-    block that recomputes them. overwrite: the gradient of the pre-activation takes its place, and its memory is given
-    back at the end. Each buffer goes before the next one comes, and the gradients of weights, which stay, come last.
+    x: for the gradients of the first weight and of its LoRA, and for recomputing alone. overwrite: the gradient of the
+    pre-activation takes its place, and its memory is given back at the end. Each buffer goes before the next one comes,
+    and the gradients of weights, which stay, come last.
     """
     routed, transposed = rows.top_k > 0, block.transposed
     dout, x = unit_rows(dout), None if x is None else unit_rows(x)
+    preact, up_rows, down_rows = saved
     dpreact = codes = act = dots = dx = dup = dup_bias = ddown = None
     if needs.preact:
         if block.recompute:
             low_rank = project(kernels, block.up_lora, x, rows, of_tokens=routed)
             preact, _ = kernels.up_proj(block, x, rows, None, save=True, activate=False, low_rank=low_rank)
-            projected = None if low_rank is None else low_rank.rows
+            up_rows = None if low_rank is None else low_rank.rows
         low_rank = project(kernels, block.down_lora, dout, rows, of_tokens=routed, backward=True)
         dpreact, codes, act, dots = kernels.down_dgrad(
             block, dout, rows, act_scales, preact, needs_dpreact=needs.beyond_x, leads_to_x=needs.x,
@@ -90,8 +94,7 @@ def backward(
     if needs.down_a:
         ddown_a = factor_grad(kernels, block.down_lora, "a", low_rank.rows, act, rows)
     if needs.down_b:
-        low_rank = project(kernels, block.down_lora, act, rows)
-        ddown_b = factor_grad(kernels, block.down_lora, "b", dout, low_rank.rows, rows, lhs_of_tokens=routed)
+        ddown_b = factor_grad(kernels, block.down_lora, "b", dout, down_rows, rows, lhs_of_tokens=routed)
     act = act if needs.down else None
     low_rank = None
     if needs.x or needs.up_a:
@@ -108,7 +111,7 @@ def backward(
     if needs.up_a:
         dup_a = factor_grad(kernels, block.up_lora, "a", low_rank.rows, x, rows, rhs_of_tokens=routed)
     if needs.up_b:
-        dup_b = factor_grad(kernels, block.up_lora, "b", dpreact, projected, rows)
+        dup_b = factor_grad(kernels, block.up_lora, "b", dpreact, up_rows, rows)
     if needs.up:
         dup = torch.empty_like(block.up)
         kernels.wgrad(dpreact, x, rows, _as_nk(dup, block), rhs_of_tokens=routed)

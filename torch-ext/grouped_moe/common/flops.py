@@ -31,11 +31,11 @@ def _experts_backward(dout: Shape, _x, _scales, _bias_scales, _adapters, *weight
     rows = dout[0] if slot_to_row is None else slot_to_row[0]
     up_a, up_b, down_a, down_b = factors
     x, act_scales, _, needs_up, needs_down, up_bias, _, needs_up_a, needs_up_b, needs_down_a, needs_down_b = needs
-    dgrad = x or act_scales or needs_up or needs_down or up_bias or any(needs[7:])
+    dgrad = x or act_scales or needs_up or needs_down or up_bias or needs_up_a or needs_up_b or needs_down_a
     recomputed = flags[-1] and dgrad
     products = (recomputed + x) * (up + up_a + up_b) + dgrad * (down + down_a + down_b)
     products += needs_up * up + needs_down * down + needs_up_a * (up_a + (0 if x else up_b)) + needs_up_b * up_b
-    products += needs_down_a * down_a + needs_down_b * (down_a + down_b)
+    products += needs_down_a * down_a + needs_down_b * down_b
     return 2 * rows * products
 
 

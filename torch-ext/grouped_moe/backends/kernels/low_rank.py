@@ -7,7 +7,18 @@ import triton.language as tl
 
 from .dependent import let_next_start, wait_for_stream
 from .quantize import BLOCK, widen_codes
-from .tiles import expert_rows, expert_tiles, find_expert, load_slots, num_row_tiles, tile_rows, tokens_of
+from .tiles import (
+    expert_rows,
+    expert_tiles,
+    find_expert,
+    load_scales,
+    load_slots,
+    num_row_tiles,
+    scale_rows,
+    store_columns,
+    tile_rows,
+    tokens_of,
+)
 
 
 class Factor(NamedTuple):
@@ -43,6 +54,7 @@ def project_kernel(
     factor_ptr,  # (L, E, K, RANK), as `Factor` has it
     adapters_ptr,  # adapter of each token, or of each row in place, or None
     z_ptr,  # (rows, R), out
+    scales_ptr, scaled_ptr,  # factor of each slot, (S,); z times these, (rows, R), out; or None twice
     row_to_slot_ptr,  # (rows,) int32, or None for rows in place
     schedule_ptr,
     scaling,
@@ -55,6 +67,7 @@ def project_kernel(
 ):  # fmt: skip
     """z[r] = scaling factor[l, e]^T x[r] for each adapter l, or of x[token of r]; with adapters 0 where l is not r's.
 
+    scaled[r] = scales[slot of r] z[r], of z before it is rounded.
     Codes times their scales are rounded to the dtype of z. A tile of columns whose adapters no row has costs its zeros.
     Rows of no expert are not written.
     Grid: (m tiles at most, tiles of BLOCK_N columns).
@@ -69,7 +82,8 @@ def project_kernel(
         begin, end = expert_rows(expert, schedule_ptr)
         first_row = begin + (tile - tiles_before) * BLOCK_M
         rows, row_mask = tile_rows(first_row, end - first_row, BLOCK_M)
-        tokens = tokens_of(load_slots(row_to_slot_ptr, rows), TOP_K)
+        slots = load_slots(row_to_slot_ptr, rows)
+        tokens = tokens_of(slots, TOP_K)
         sources = tokens if OF_TOKENS else rows.to(tl.int64)
         first_column = tl.program_id(1) * BLOCK_N
         columns = first_column + tl.arange(0, BLOCK_N)
@@ -98,8 +112,10 @@ def project_kernel(
         acc *= scaling
         if adapters_ptr is not None:
             acc = tl.where(adapters[:, None] == (columns // RANK)[None, :], acc, 0.0)
-        z_ptrs = z_ptr + rows.to(tl.int64)[:, None] * R + columns[None, :]
-        tl.store(z_ptrs, acc.to(z_ptr.dtype.element_ty), mask=row_mask[:, None] & (columns < R)[None, :])
+        store_columns(z_ptr, acc, first_row, row_mask, first_column, R)
+        if scaled_ptr is not None:
+            scaled = scale_rows(acc, load_scales(scales_ptr, slots))
+            store_columns(scaled_ptr, scaled, first_row, row_mask, first_column, R)
 
 
 class LowRank(NamedTuple):

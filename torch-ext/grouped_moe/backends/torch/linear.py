@@ -102,14 +102,19 @@ def gemm(
 
 
 @in_its_dtype
-def project(x: Tensor, factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool) -> Tensor:
-    """z[r] = scaling factor[l, e]^T x[r] for each adapter l, of x[token of r] with of_tokens.
+def project(
+    x: Tensor, factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool = False,
+    scales: Optional[Tensor] = None,
+) -> Tuple[Tensor, Optional[Tensor]]:  # fmt: skip
+    """z[r] = scaling factor[l, e]^T x[r] for each adapter l, of x[token of r] with of_tokens; and z times scales.
 
-    x: (rows, K) or (T, K). factor: (L, E, K, r). Returns (rows, R), the ranks of all adapters side by side, 0 past the
-    last one and, with `rows.adapters`, in those that are not of the row's adapter. Rows of no group are unwritten.
+    x: (rows, K) or (T, K). factor: (L, E, K, r). scales: one per slot of routed rows. Returns z (rows, R), the ranks of
+    all adapters side by side, 0 past the last one and, with `rows.adapters`, in those that are not of the row's
+    adapter; and the same scaled, None without scales. Rows of no group are unwritten.
     """
     num_adapters, _, _, rank = factor.shape
     z = x.new_empty((rows.num_rows, pad_rank(num_adapters * rank)))
+    scaled, wide = None if scales is None else torch.empty_like(z), wide_dtype(x)
     columns = torch.arange(num_adapters * rank) // rank
     for group, start, end in groups_with_rows(rows):
         out = z[start:end, : num_adapters * rank]
@@ -119,7 +124,9 @@ def project(x: Tensor, factor: Tensor, rows: Rows, *, scaling: float, of_tokens:
         if rows.adapters is not None:
             tokens = rows.row_to_slot[start:end] // rows.top_k if rows.top_k else slice(start, end)
             out.masked_fill_(rows.adapters[tokens, None] != columns, 0.0)
-    return z
+        if scaled is not None:
+            scaled[start:end] = z[start:end].to(wide) * scales_of(scales, rows, start, end)[:, None].to(wide)
+    return z, scaled
 
 
 @in_its_dtype

@@ -1,7 +1,7 @@
 """Rows projected on the ranks of a LoRA."""
 
 from functools import lru_cache
-from typing import NamedTuple, Union
+from typing import NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -74,22 +74,26 @@ def _kernel(problem: _Problem) -> Kernel:
     return Kernel(project_kernel, constants, {"num_warps": 4, "num_stages": stages})
 
 
-def project(x: Union[Tensor, QuantizedRows], factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool) -> Tensor:
-    """z[r] = scaling factor[l, e]^T x[r] for each adapter l, of x[token of r] with of_tokens.
+def project(
+    x: Union[Tensor, QuantizedRows], factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool = False,
+    scales: Optional[Tensor] = None,
+) -> Tuple[Tensor, Optional[Tensor]]:  # fmt: skip
+    """z[r] = scaling factor[l, e]^T x[r] for each adapter l, of x[token of r] with of_tokens; and z times scales.
 
     x: (rows, K) or (T, K), any strides; without of_tokens also of 8-bit floats, which times their scales are rounded to
-    x.dtype. factor: (L, E, K, r), any strides and dtype. Returns (rows, R), the ranks of all adapters side by side, 0
-    past the last one and, with `rows.adapters`, in those that are not of the row's adapter. Rows of no group are
-    unwritten.
+    x.dtype. factor: (L, E, K, r), any strides and dtype. scales: one per slot of routed rows. Returns z (rows, R), the
+    ranks of all adapters side by side, 0 past the last one and, with `rows.adapters`, in those that are not of the
+    row's adapter; and the same scaled, None without scales. Rows of no group are unwritten.
     """
     layout, k, is_quantized = layout_of(factor), x.shape[1], isinstance(x, QuantizedRows)
     values, x_scales = x[:2] if is_quantized else (x, None)
     z = values.new_empty((rows.num_rows, layout.padded_rank), dtype=x.dtype)
+    scaled = None if scales is None else torch.empty_like(z)
     if rows.num_rows:
         spec = spec_of(values)
         if is_quantized and not spec.float8:
             values = values.view(torch.uint8)
-        top_k = rows.top_k if of_tokens or rows.adapters is not None else 0
+        top_k = rows.top_k if of_tokens or rows.adapters is not None or scales is not None else 0
         problem = _Problem(
             spec, x.dtype, dot_precision(x.dtype, spec), rows.num_groups, rows.block_m, k, layout, factor.dtype, top_k,
             of_tokens, is_quantized,
@@ -98,6 +102,6 @@ def project(x: Union[Tensor, QuantizedRows], factor: Tensor, rows: Rows, *, scal
         tiles = max_tiles(rows.num_rows, rows.num_groups, rows.block_m)
         kernel(
             (tiles, -(-z.shape[1] // kernel.constants["BLOCK_N"]), 1), values, *values.stride(), x_scales, factor,
-            rows.adapters, z, rows.row_to_slot if top_k else None, rows.schedule, scaling,
+            rows.adapters, z, scales, scaled, rows.row_to_slot if top_k else None, rows.schedule, scaling,
         )  # fmt: skip
-    return z
+    return z, scaled

@@ -16,7 +16,7 @@ from .common.autograd import (
     refuse_forward_mode,
 )
 from .common.device import on_device
-from .operands import LoRA, check_loras, factor_grad, project
+from .operands import LoRA, check_loras, grad_of_a, project, project_backward
 from .rows import schedule_size, unit_rows
 from .splits import Splits, as_splits
 
@@ -87,8 +87,7 @@ def _backward(
         rows = kernels.split_rows(splits, weight.shape[0], dy.shape[0], dy.dtype)
         if a is not None:
             rows, lora = rows._replace(adapters=adapters), LoRA(a, b, scaling)
-            if needs_x or needs_a:
-                low_rank = project(kernels, lora, dy, rows, backward=True)
+            low_rank, db = project_backward(kernels, lora, dy, rows, projected.contiguous() if needs_b else None)
         if needs_x:
             dx = kernels.gemm(
                 dy, as_weight(weight, weight_scale, block), rows, transposed=not transposed, zero_rest=True,
@@ -98,9 +97,7 @@ def _backward(
             dweight = torch.empty_like(weight)
             kernels.wgrad(dy, x, rows, dweight.transpose(1, 2) if transposed else dweight)
         if needs_a:
-            da = factor_grad(kernels, lora, "a", low_rank.rows, x, rows)
-        if needs_b:
-            db = factor_grad(kernels, lora, "b", dy, projected.contiguous(), rows)
+            da = grad_of_a(kernels, lora, low_rank, x, rows)
     return or_empty((dx, dweight, da, db), dy)
 
 

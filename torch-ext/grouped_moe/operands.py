@@ -105,20 +105,17 @@ def project(
     x: Tensor,
     rows: Rows,
     of_tokens: bool = False,
-    backward: bool = False,
 ) -> Optional[LowRank]:
-    """What a LoRA adds to the product of x and its weight, or with `backward` to that of x and the weight's transpose.
+    """What a LoRA adds to the product of x and its weight; None without a LoRA.
 
-    scaling b[e] a[e] x[r] is scaling a[e] x[r], (rows, R), which is computed here, times b[e]; the other way round it
-    is scaling b[e]^T x[r] times a[e]^T. of_tokens: x has one row per token. None without a LoRA.
+    scaling b[e] a[e] x[r] is scaling a[e] x[r], (rows, R), which is computed here, times b[e]. of_tokens: x has one row
+    per token.
     """
     if lora is None:
         return None
-    first, second = _both_factors(lora, rows)
-    if backward:
-        first, second = second, first
-    projected, _ = kernels.project(x, first, rows, scaling=lora.scaling, of_tokens=of_tokens)
-    return LowRank(projected, second)
+    a, b = _both_factors(lora, rows)
+    projected, _ = kernels.project(x, a, rows, scaling=lora.scaling, of_tokens=of_tokens)
+    return LowRank(projected, b)
 
 
 def project_and_scale(
@@ -127,9 +124,34 @@ def project_and_scale(
     """What `project` returns, and its rows times scales, one per slot of routed rows, or without scales as they are."""
     if lora is None:
         return None, None
-    first, second = _both_factors(lora, rows)
-    projected, scaled = kernels.project(x, first, rows, scaling=lora.scaling, scales=scales)
-    return LowRank(projected, second), projected if scaled is None else scaled
+    a, b = _both_factors(lora, rows)
+    projected, scaled = kernels.project(x, a, rows, scaling=lora.scaling, scales=scales)
+    return LowRank(projected, b), projected if scaled is None else scaled
+
+
+def project_backward(
+    kernels: ModuleType,
+    lora: Optional[LoRA],
+    dy: Tensor,
+    rows: Rows,
+    projected: Optional[Tensor],
+    of_tokens: bool = False,
+) -> Tuple[Optional[LowRank], Optional[Tensor]]:
+    """What a LoRA adds to the product of dy and its weight's transpose, None without a LoRA; and the gradient of its b.
+
+    scaling a[e]^T b[e]^T dy[r] is scaling b[e]^T dy[r], (rows, R), which is computed here, times a[e]^T. projected:
+    (rows, R), the product's input times a, or None if the gradient of b is not asked for. of_tokens: dy has one row
+    per token.
+    """
+    if lora is None:
+        return None, None
+    a, b = _both_factors(lora, rows)
+    if projected is None:
+        z, _ = kernels.project(dy, b, rows, scaling=lora.scaling, of_tokens=of_tokens)
+        return LowRank(z, a), None
+    packed = _new_packed_grad(lora, "b", rows.num_groups)
+    z = kernels.project_with_grad(dy, b, projected, rows, packed, scaling=lora.scaling, of_tokens=of_tokens)
+    return LowRank(z, a), _unpacked_grad(lora, "b", packed)
 
 
 def _both_factors(lora: LoRA, rows: Rows) -> Tuple[Tensor, Tensor]:
@@ -137,27 +159,38 @@ def _both_factors(lora: LoRA, rows: Rows) -> Tuple[Tensor, Tensor]:
     return _as_factor(lora.a, rows.num_groups).transpose(2, 3), _as_factor(lora.b, rows.num_groups)
 
 
-def factor_grad(
-    kernels: ModuleType, lora: LoRA, name: str, lhs: Tensor, rhs: Tensor, rows: Rows, **of_tokens: bool
+def grad_of_a(
+    kernels: ModuleType, lora: LoRA, low_rank: LowRank, x: Tensor, rows: Rows, of_tokens: bool = False
 ) -> Tensor:
-    """The gradient of the factor "a" or "b" of a LoRA: the sum over the rows r of an expert of lhs[r] rhs[r]^T.
+    """The gradient of a: the sum over the rows r of an expert of z[r] x[r]^T, with what `project_backward` computed, z.
 
-    For a, lhs is the gradient of the projected rows and rhs the weight's input; for b, lhs is the gradient of the
-    weight's output and rhs the projected rows. of_tokens: as `wgrad` takes them.
+    x: the input of the product. of_tokens: it has one row per token.
     """
-    factor, num_experts = getattr(lora, name), rows.num_groups
+    packed = _new_packed_grad(lora, "a", rows.num_groups)
+    kernels.wgrad(low_rank.rows, x, rows, packed, rhs_of_tokens=of_tokens)
+    return _unpacked_grad(lora, "a", packed)
+
+
+def _new_packed_grad(lora: LoRA, name: str, num_experts: int) -> Tensor:
+    """Memory for the gradient of each expert's factors, the ranks of all adapters side by side.
+
+    (E, R, K) for a, (E, N, R) for b. Over the experts that share a factor the sum is made in fp32 or wider.
+    """
+    factor = getattr(lora, name)
+    is_shared = factor.shape[-3] != num_experts
+    dtype = torch.promote_types(factor.dtype, torch.float32) if is_shared else factor.dtype
     height, width = factor.shape[-2:]
     shape = (lora.padded_rank, width) if name == "a" else (height, lora.padded_rank)
-    is_shared = factor.shape[-3] != num_experts
-    # Over the experts that share a factor the sum is made in fp32 or wider.
-    dtype = torch.promote_types(factor.dtype, torch.float32) if is_shared else factor.dtype
-    packed = factor.new_empty((num_experts, *shape), dtype=dtype)
-    kernels.wgrad(lhs, rhs, rows, packed, **of_tokens)
+    return factor.new_empty((num_experts, *shape), dtype=dtype)
+
+
+def _unpacked_grad(lora: LoRA, name: str, packed: Tensor) -> Tensor:
+    """The gradient of a factor from that of each expert's."""
+    factor, rank_dim = getattr(lora, name), 1 if name == "a" else 2
     if packed.shape == factor.shape:
         return packed
-    rank_dim = 1 if name == "a" else 2
     grad = packed.narrow(rank_dim, 0, lora.num_adapters * lora.rank)
-    grad = grad.sum(0, keepdim=True) if is_shared else grad
+    grad = grad.sum(0, keepdim=True) if factor.shape[-3] != packed.shape[0] else grad
     grad = grad.unflatten(rank_dim, (lora.num_adapters, lora.rank)).movedim(rank_dim, 0)
     return grad.reshape(factor.shape).to(factor.dtype).contiguous()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .block import Block, Grads, Needs, Saved
-from .operands import factor_grad, project, project_and_scale
+from .operands import grad_of_a, project, project_and_scale, project_backward
 from .rows import Rows, unit_rows
 
 
@@ -71,12 +71,16 @@ def backward(
     dout, x = unit_rows(dout), None if x is None else unit_rows(x)
     preact, up_rows, down_rows = saved
     dpreact = codes = act = dots = dx = dup = dup_bias = ddown = None
+    dup_a = dup_b = ddown_a = ddown_b = None
+    if needs.preact and block.recompute:
+        low_rank = project(kernels, block.up_lora, x, rows, of_tokens=routed)
+        preact, _ = kernels.up_proj(block, x, rows, None, save=True, activate=False, low_rank=low_rank)
+        up_rows = None if low_rank is None else low_rank.rows
+    if needs.preact or needs.down_b:
+        low_rank, ddown_b = project_backward(
+            kernels, block.down_lora, dout, rows, down_rows if needs.down_b else None, of_tokens=routed
+        )
     if needs.preact:
-        if block.recompute:
-            low_rank = project(kernels, block.up_lora, x, rows, of_tokens=routed)
-            preact, _ = kernels.up_proj(block, x, rows, None, save=True, activate=False, low_rank=low_rank)
-            up_rows = None if low_rank is None else low_rank.rows
-        low_rank = project(kernels, block.down_lora, dout, rows, of_tokens=routed, backward=True)
         dpreact, codes, act, dots = kernels.down_dgrad(
             block, dout, rows, act_scales, preact, needs_dpreact=needs.beyond_x, leads_to_x=needs.x,
             needs_act=needs.act, needs_dots=needs.act_scales,
@@ -90,15 +94,14 @@ def backward(
         preact = None
     scale_grads = scale_and_bias_grads(kernels, block, dout, rows, act_scales, bias_scales, dots, needs)
     del dots
-    ddown_a = ddown_b = dup_a = dup_b = None
     if needs.down_a:
-        ddown_a = factor_grad(kernels, block.down_lora, "a", low_rank.rows, act, rows)
-    if needs.down_b:
-        ddown_b = factor_grad(kernels, block.down_lora, "b", dout, down_rows, rows, lhs_of_tokens=routed)
+        ddown_a = grad_of_a(kernels, block.down_lora, low_rank, act, rows)
     act = act if needs.down else None
     low_rank = None
-    if needs.x or needs.up_a:
-        low_rank = project(kernels, block.up_lora, codes if dpreact is None else dpreact, rows, backward=True)
+    if needs.x or needs.up_a or needs.up_b:
+        low_rank, dup_b = project_backward(
+            kernels, block.up_lora, codes if dpreact is None else dpreact, rows, up_rows if needs.up_b else None
+        )
     if needs.x:
         # Where the product is made with rows of 8-bit floats, dpreact came as such.
         source = dpreact if codes is None else codes
@@ -109,9 +112,7 @@ def backward(
         dup_bias = dout.new_empty(block.up_bias.shape)
         kernels.bias_grads(dpreact, rows.in_place(), None, None, dup_bias, None)
     if needs.up_a:
-        dup_a = factor_grad(kernels, block.up_lora, "a", low_rank.rows, x, rows, rhs_of_tokens=routed)
-    if needs.up_b:
-        dup_b = factor_grad(kernels, block.up_lora, "b", dpreact, up_rows, rows)
+        dup_a = grad_of_a(kernels, block.up_lora, low_rank, x, rows, of_tokens=routed)
     if needs.up:
         dup = torch.empty_like(block.up)
         kernels.wgrad(dpreact, x, rows, _as_nk(dup, block), rhs_of_tokens=routed)

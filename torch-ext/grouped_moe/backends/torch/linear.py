@@ -153,6 +153,18 @@ def wgrad(
             torch.mm(left.t(), right, out=out[group])
 
 
+def project_with_grad(
+    dy: Tensor, factor: Tensor, projected: Tensor, rows: Rows, grad: Tensor, *, scaling: float, of_tokens: bool = False
+) -> Tensor:
+    """z[r] = scaling factor[l, e]^T dy[r] for each adapter l, and grad[e] = sum of dy[r] projected[r]^T over rows of e.
+
+    dy: (rows, N), or (T, N), of whose rows those of the tokens are taken, with of_tokens. factor: (L, E, N, r). grad:
+    (E, N, R). projected: (rows, R). Returns z, (rows, R), as `project` does.
+    """
+    wgrad(dy, projected, rows, grad, lhs_of_tokens=of_tokens)
+    return project(dy, factor, rows, scaling=scaling, of_tokens=of_tokens)[0]
+
+
 def num_bias_dots(n: int) -> int:
     """Into how many parts `bias_grads` cuts an inner product over N columns."""
     return 1

@@ -1,4 +1,4 @@
-"""Rows projected on the ranks of a LoRA."""
+"""Rows projected on the ranks of a LoRA, alone or with the gradient of its b."""
 
 from functools import lru_cache
 from typing import NamedTuple, Optional, Tuple, Union
@@ -8,14 +8,17 @@ from torch import Tensor
 
 from ...common.device import DeviceSpec, dot_precision, spec_of
 from ...operands import FactorLayout, layout_of
-from ...rows import Rows, max_tiles
-from ..kernels.low_rank import project_kernel
+from ...rows import Rows, max_tiles, unit_rows
+from ..kernels.low_rank import project_kernel, project_with_grad_kernel, sum_projected_kernel
 from .launch import Kernel
 from .quantize import BLOCK, QuantizedRows
+from .wgrad import wgrad
 
 _MAX_COLUMNS = 128  # of a tile
 _TALL = 64  # rows of a tile from where on its products, not the latency of its loads, take the time
 _LONG_STEP = 512  # bytes of a row
+_GRAD_ROWS = 64  # of a step of the kernel that projects rows and makes the gradient of b
+_SUM_ROWS = 64  # of a program that adds up partial sums
 
 
 class _Problem(NamedTuple):
@@ -47,10 +50,10 @@ def factor_constants(factor: FactorLayout) -> dict:
 def _tile(problem: _Problem) -> tuple:
     """BLOCK_N, BLOCK_K, num_stages. Short tiles take few, long steps, and few columns, so that many run at once."""
     p, itemsize = problem, problem.dtype.itemsize
-    block_n = min(_MAX_COLUMNS, max(16, 1 << (p.factor.padded_rank - 1).bit_length()))
+    block_n = min(_MAX_COLUMNS, _power_of_two(p.factor.padded_rank))
     if p.block_m < _TALL:
         block_n, stages = min(block_n, p.block_m), 3
-        block_k = min(_LONG_STEP // itemsize, max(16, 1 << (p.k - 1).bit_length()))
+        block_k = min(_LONG_STEP // itemsize, _power_of_two(p.k))
     else:
         block_k, stages = (32, 2) if itemsize > 2 else (64, 2 if p.of_tokens else 4)
     if p.is_quantized:  # a step has one scale for each row
@@ -105,3 +108,101 @@ def project(
             rows.adapters, z, scales, scaled, rows.row_to_slot if top_k else None, rows.schedule, scaling,
         )  # fmt: skip
     return z, scaled
+
+
+class _GradProblem(NamedTuple):
+    """What the kernels of both products of dy (rows, n), or (T, n) with of_tokens, are compiled for.
+
+    top_k: of routed rows, if the tokens matter.
+    """
+
+    spec: DeviceSpec
+    dtype: torch.dtype
+    precision: str
+    num_groups: int
+    n: int
+    factor: FactorLayout
+    top_k: int
+    of_tokens: bool
+
+
+class _GradTile(NamedTuple):
+    """Columns of dy that a program of the kernel for both products takes, and the stages of its loop."""
+
+    block_n: int
+    num_stages: int
+
+
+@lru_cache(maxsize=None)
+def _grad_tile(problem: _GradProblem) -> Optional[_GradTile]:
+    """The tile of the kernel that makes both products; None where one kernel for each is faster.
+
+    A program takes all rows of a group: there have to be nearly as many programs as processors. To read dy once saves
+    the time of its columns, and costs that of a partial sum, written and read: half of it at most. Rows of tokens are
+    read from the cache the second time, which pays beside few ranks alone.
+    """
+    p, block_r = problem, _power_of_two(problem.factor.padded_rank)
+    if p.dtype.itemsize > 2 or p.of_tokens and block_r > 16:
+        return None
+    for block_n in (512, 256, 128):
+        has_programs = 10 * p.num_groups * -(-p.n // block_n) >= 9 * p.spec.num_sms or block_n == 128
+        for stages in (3, 2):
+            step = 2 * _GRAD_ROWS * (block_n + block_r)
+            rest = block_r * (2 * block_n + 4 * _GRAD_ROWS)  # the factor, and results on their way to memory
+            if has_programs and block_n >= 8 * block_r and stages * step + rest <= p.spec.shared_memory:
+                return _GradTile(block_n, stages)
+    return None
+
+
+@lru_cache(maxsize=None)
+def _grad_kernels(problem: _GradProblem) -> Tuple[Kernel, Kernel]:
+    """The kernel that makes both products, and the one that adds up its partial sums."""
+    p, tile, block_r = problem, _grad_tile(problem), _power_of_two(problem.factor.padded_rank)
+    constants = {
+        "N": p.n, **factor_constants(p.factor), "TOP_K": p.top_k if p.of_tokens else 0, "PRECISION": p.precision,
+        "BLOCK_M": _GRAD_ROWS, "BLOCK_N": tile.block_n, "BLOCK_R": block_r,
+    }  # fmt: skip
+    # On NVIDIA a load that waits for its row indices starts two iterations late.
+    late = 2 if p.of_tokens and p.spec.warp_size == 32 else 0
+    options = {"num_warps": 8 if tile.block_n == 512 else 4, "num_stages": tile.num_stages + late}
+    sums = {
+        "NUM_EXPERTS": p.num_groups, "NUM_PARTIALS": -(-p.n // tile.block_n), "R": p.factor.padded_rank,
+        "RANK": p.factor.rank, "TOP_K": p.top_k, "BLOCK_M": _SUM_ROWS, "BLOCK_R": block_r,
+    }  # fmt: skip
+    return Kernel(project_with_grad_kernel, constants, options), Kernel(sum_projected_kernel, sums)
+
+
+def _power_of_two(extent: int) -> int:
+    """The least one that covers an extent, and 16, as an extent of a product."""
+    return max(16, 1 << (extent - 1).bit_length())
+
+
+def project_with_grad(
+    dy: Tensor, factor: Tensor, projected: Tensor, rows: Rows, grad: Tensor, *, scaling: float, of_tokens: bool = False
+) -> Tensor:
+    """z[r] = scaling factor[l, e]^T dy[r] for each adapter l, and grad[e] = sum of dy[r] projected[r]^T over rows of e.
+
+    dy: (rows, N), or (T, N), of whose rows those of the tokens are taken, with of_tokens. factor: (L, E, N, r). grad:
+    (E, N, R), contiguous. projected: (rows, R). Returns z, (rows, R), as `project` does.
+    """
+    dy, layout, spec, num_rows = unit_rows(dy), layout_of(factor), spec_of(dy), rows.num_rows
+    problem = _GradProblem(
+        spec, dy.dtype, dot_precision(dy.dtype, spec), rows.num_groups, dy.shape[1], layout,
+        rows.top_k if of_tokens or rows.adapters is not None else 0, of_tokens,
+    )  # fmt: skip
+    tile = _grad_tile(problem) if rows.block_m > _TALL else None
+    if tile is None:
+        wgrad(dy, projected, rows, grad, lhs_of_tokens=of_tokens)
+        return project(dy, factor, rows, scaling=scaling, of_tokens=of_tokens)[0]
+    z, blocks = dy.new_empty((num_rows, layout.padded_rank)), -(-dy.shape[1] // tile.block_n)
+    partials = dy.new_empty((blocks, *z.shape), dtype=torch.float32)
+    both, add_up = _grad_kernels(problem)
+    both(
+        (blocks, rows.num_groups, 1), dy, dy.stride(0), factor, projected, partials, grad,
+        rows.row_to_slot if of_tokens else None, rows.schedule, num_rows,
+    )  # fmt: skip
+    add_up(
+        (-(-num_rows // _SUM_ROWS), 1, 1), partials, rows.adapters, z, rows.row_to_slot if rows.top_k else None,
+        rows.schedule, num_rows, scaling,
+    )  # fmt: skip
+    return z

@@ -6,7 +6,7 @@ Nothing of rows and experts that take no part is read, and no gradient depends o
 import pytest
 import torch
 from block import Result, assert_same, call, with_leaves
-from cases import BY_ID, make_inputs
+from cases import BY_ID, Case, make_inputs
 from compare import assert_bitwise, assert_close, assert_differentiable_once
 from pairs import LAYOUTS, Pairs, factors, make_loras, run_merged, with_factors
 from poison import dirty_allocator, poison_sentinels, poisoned_allocations
@@ -99,6 +99,21 @@ def test_fp64_on_cpu_matches_merged_weights(grouped_moe, case_id, pairs):
     case, inputs, arguments = make(grouped_moe, case_id, pairs, torch.float64, "cpu")
     got, want = run(grouped_moe, case, inputs, arguments), run_merged(grouped_moe, case, inputs, arguments)
     assert_matches(got, want, torch.float64, torch.float64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pairs", [Pairs(rank=16), Pairs(rank=64), Pairs(rank=5, adapters=3)], ids=str)
+def test_many_experts_of_many_rows(grouped_moe, device, pairs):
+    """Of which one kernel may make b's gradient and what leads to the others: these are the same without b's."""
+    case = Case("many-rows", T=1040, top_k=8, E=128, H=520, I=72)
+    inputs = make_inputs(case, BF16, device)
+    arguments = make_loras(grouped_moe, case, inputs, pairs)
+    want, got = run_merged(grouped_moe, case, inputs, arguments), run(grouped_moe, case, inputs, arguments)
+    assert_matches(got, want, BF16, BF16)
+    frozen = ("gate_up_lora.b", "down_lora.b")
+    for name, grad in run(grouped_moe, case, inputs, arguments, frozen).grads.items():
+        if name not in frozen:
+            assert_bitwise(name, grad, got.grads[name])
 
 
 @pytest.mark.parametrize("dtype, factor_dtype", [(BF16, FP32), (FP32, BF16)], ids=["fp32-on-bf16", "bf16-on-fp32"])
@@ -226,21 +241,23 @@ def test_strides(grouped_moe, device, layout, adapters):
 
 @pytest.mark.parametrize("pairs", [Pairs(rank=5), Pairs(rank=16, adapters=3), Pairs(given=DOWN)], ids=str)
 @by_recompute
-def test_saved_memory(grouped_moe, device, pairs, recompute):
-    """With the base frozen: the hidden states, the pre-activation, and the rank columns of each LoRA for each row.
+@pytest.mark.parametrize("frozen", ["", "b"], ids=["trained", "b-frozen"])
+def test_saved_memory(grouped_moe, device, pairs, recompute, frozen):
+    """With the base frozen: the hidden states, the pre-activation, and the rank columns of each b for each row.
 
-    With recompute the hidden states and those of the second LoRA.
+    With recompute the hidden states and the columns of the second LoRA; nothing for a b that is frozen.
     """
     case, inputs, arguments = make(grouped_moe, "tall-wide", pairs, BF16, device, recompute=recompute)
     leaves = with_leaves(inputs, ("gate_up_proj", "down_proj"))
-    named = {name: t.requires_grad_() for name, t in factors(arguments).items()}
+    named = {name: t.requires_grad_(name[-1] != frozen) for name, t in factors(arguments).items()}
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         call(grouped_moe, case, leaves, **with_factors(arguments, named))
     given = {t.data_ptr() for t in (*leaves, *named.values()) if t is not None}
     own = [t for t in saved if t.is_floating_point() and t.numel() and t.data_ptr() not in given]
     rank = -(-pairs.rank * max(1, pairs.adapters) // 8) * 8
-    columns = rank if recompute else case.preact_width + rank * len(pairs.given)
+    trained = () if frozen else DOWN if recompute else pairs.given
+    columns = case.preact_width * (not recompute) + rank * len(trained)
     assert sum(t.numel() for t in own) == case.T * case.top_k * columns
 
 
@@ -284,7 +301,8 @@ def test_opcheck(grouped_moe, module, device, pairs, recompute):
     frozen = [t.detach() if isinstance(t, torch.Tensor) else t for t in given]
     torch.library.opcheck(ops.experts_inference.default, frozen)
     with poisoned_allocations():  # what stays unwritten holds the same each time
-        torch.library.opcheck(ops.experts_forward.default, (*frozen, True))
+        for save in (False, True):
+            torch.library.opcheck(ops.experts_forward.default, (*frozen, save))
     _, *saved = ops.experts_forward.default(*frozen, True)
     needs = [True, True, False, False, False, False, False, *(t is not None for t in named)]
     torch.library.opcheck(ops.experts_backward.default, (dout, x.detach(), *frozen[2:], *saved, needs))
@@ -333,4 +351,11 @@ def test_flops(grouped_moe, device, recompute, adapters):
         out = call(grouped_moe, case, inputs, **with_factors(arguments, named))
         torch.autograd.grad(out.sum(), [x, *named.values()])
     products = 2 * (up + down) + 3 * (up_pair + down_pair) + recompute * (up + up_pair)
+    assert counter.get_total_flops() == 2 * case.T * case.top_k * products
+    b = named["down_lora.b"].detach().requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        others = {name: t.detach() for name, t in named.items()}
+        pairs = with_factors(arguments, {**others, "down_lora.b": b})
+        torch.autograd.grad(call(grouped_moe, case, inputs._replace(hidden_states=x.detach()), **pairs).sum(), b)
+    products = up + down + up_pair + down_pair + 2 * rank * case.H
     assert counter.get_total_flops() == 2 * case.T * case.top_k * products

@@ -149,7 +149,14 @@ def test_linear_flops(grouped_moe, device, adapters):
     assert counter.get_total_flops() == 2 * ROWS * 3 * (N * K + pair)
     with FlopCounterMode(display=False) as counter:
         run(grouped_moe, *given, frozen=("weight", "x"))
-    assert counter.get_total_flops() == 2 * ROWS * (N * K + 2 * pair + pair // (N + K) * N)
+    ranks = pair // (N + K)
+    assert counter.get_total_flops() == 2 * ROWS * (N * K + 2 * pair + ranks * N)
+    with FlopCounterMode(display=False) as counter:  # b alone: its rows are projected all the same
+        run(grouped_moe, *given, frozen=("weight", "x", "lora.a"))
+    assert counter.get_total_flops() == 2 * ROWS * (N * K + pair + 2 * ranks * N)
+    with FlopCounterMode(display=False) as counter:
+        run(grouped_moe, *given, frozen=("x", "lora.a", "lora.b"))
+    assert counter.get_total_flops() == 2 * ROWS * (2 * N * K + pair)
 
 
 MODES = {

@@ -48,7 +48,7 @@ def test_gradients(grouped_moe, name, kind):
         leaves = given._replace(x=given.x.double().requires_grad_(), weights=given.weights.double().requires_grad_())
         out = reference(case, leaves, wide, pairs.get("adapter_index"), quantizes)
         wants.append({"out": out.detach(), **gradients(out, leaves, wide, dout.double())})
-    # Those of pairs are made of rows as they are. Where I is no multiple of 128, so is dx.
+    # Those of factors are made of rows as they are, but b's of down_lora. Where I is no multiple of 128, so is dx.
     rounds_dx = case.I % 128 == 0
     for key, got in results[0].items():
         errors = error(got, wants[0][key]), error(got, wants[1][key])

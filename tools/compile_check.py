@@ -66,8 +66,7 @@ TARGETS = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MANY_TOKENS = 1 << 15  # whose slots are counted in more chunks than one step adds up
-RANK = 16  # of low-rank pairs
-
+RANK, MORE_RANKS = 16, (32, 64)  # of low-rank pairs; of the projections of gradients alone
 
 LAYERS = {
     "qwen3-30b": QWEN3_30B,
@@ -227,8 +226,8 @@ class Calls:
         products are made with rows of 8-bit floats, also of scaled weights with rows as they are.
         """
         kernels, arguments = self.kernels, (x, rows, act_scales, bias_scales)
-        backward = functools.partial(self.pipeline.backward, kernels, x=x, rows=rows)
         scales = {"act_scales": act_scales, "bias_scales": bias_scales}
+        backward = functools.partial(self.pipeline.backward, kernels, x=x, rows=rows, **scales)
         factors = dict.fromkeys(("up_a", "up_b", "down_a", "down_b"), True)
         adapted, frozen = needs._replace(**factors), needs._replace(**factors, up=False, down=False)
         kinds = [(self.block, needs), (self.adapted, adapted)]
@@ -240,12 +239,9 @@ class Calls:
             kinds += [(self.scaled, frozen), of_codes, (self.kept, frozen)]
         for block, asked in kinds:
             self.pipeline.forward(kernels, block, *arguments, save=False)
-            out, saved = self.pipeline.forward(kernels, block, *arguments, save=True)
-            given = {"dout": out, "needs": asked, **scales}
-            backward(block=block, saved=saved, **given)
-            recomputed = block._replace(recompute=True)
-            out, saved = self.pipeline.forward(kernels, recomputed, *arguments, save=True)
-            backward(block=recomputed, saved=saved, **given)
+            for each in (block, block._replace(recompute=True)):
+                out, saved = self.pipeline.forward(kernels, each, *arguments, save=True)
+                backward(block=each, dout=out, saved=saved, needs=asked)
 
     def experts(self) -> None:
         """`grouped_mm_experts`, `route`, `gather_rows` and `combine_rows`."""
@@ -289,6 +285,10 @@ class Calls:
         scales = scales if self.signature.bias else None
         kernels.gemm(x, weight, rows, bias=bias, scales=scales, zero_rest=True)
         kernels.gemm(dy, weight, rows, transposed=True, zero_rest=True)
+        for rank in MORE_RANKS:
+            grad = {"projected": self.empty(num_rows, rank), "grad": self.empty(e, n, rank)}
+            for asked in ({}, grad):
+                kernels.project_backward(dy, self.empty(1, e, n, rank), rows, scaling=1.0, **asked)
         alone = rows._replace(schedule=rows.schedule[1:], num_groups=1)
         for dtype in DTYPES.values() if every else (self.dtype, torch.float32):
             buffer = self.empty(e, n, k, dtype=dtype)
@@ -335,8 +335,7 @@ def problem_of(row: Row, kernel) -> str:
 def check(package: Package, target: str, name: str, dtype: str, tokens: int, every: bool) -> List[Row]:
     """The rows of all kernels that a layer launches, one for each variant."""
     rows: Dict[str, Row] = {}
-    choose_block_m = package["tuning.heuristic"].choose_block_m
-    layer = LAYERS[name]
+    layer, choose_block_m = LAYERS[name], package["tuning.heuristic"].choose_block_m
     case = target, name, dtype, choose_block_m(tokens * layer.top_k, layer.experts, DTYPES[dtype])
 
     def collect(function, kernel):

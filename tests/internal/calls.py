@@ -27,6 +27,14 @@ def linear(package, rows, transposed, bias, dtype=BF16):
         differentiate(y, x, weight, bias, scales)
 
 
+def adapted_linear(package, groups, rows):
+    """A step of the linear layer with a LoRA, whose b is trained or frozen."""
+    x, weight, a, b = tensors((rows, 64), (groups, 64, 64), (groups, 16, 64), (groups, 64, 16))
+    for factor, leaves in ((b, (x, a, b)), (b.detach(), (x, a))):
+        y = package.grouped_linear(x, weight, torch.full((groups,), rows // groups), lora=package.LoRA(a, factor))
+        differentiate(y, *leaves)
+
+
 def weights_of(gated, bias, transposed):
     """up, down, up_bias, down_bias"""
     width = INTERMEDIATE * (1 + gated)
@@ -129,7 +137,7 @@ def main_grads(package, rows):
 KINDS = {
     **{f"linear-{rows}-{'kn' if kn else 'nk'}-{'bias' if bias else 'plain'}": (linear, rows, kn, bias)
        for rows in (64, 2048) for kn in (False, True) for bias in (False, True)},
-    "linear-fp32": (linear, 256, False, True, torch.float32),
+    "linear-fp32": (linear, 256, False, True, torch.float32), "linear-adapted": (adapted_linear, 128, 8320),
     **{f"experts-{tokens}{'' if gated else '-not-gated'}{'-bias' if bias else ''}{'-transposed' if kn else ''}":
        (experts, tokens, gated, bias, kn)
        for tokens in (1, 40, 2048) for gated in (True, False) for bias in (False, True) for kn in (False, True)},

@@ -102,41 +102,47 @@ def test_few_tokens(grouped_moe, module, monkeypatch, case_id, pairs, tokens):
 
 @pytest.mark.parametrize("routed, of_tokens", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("n, rank, adapters", [(200, 3, 0), (600, 16, 0), (600, 5, 3)])
-def test_both_products_of_a_gradient(kernels, module, monkeypatch, n, rank, adapters, routed, of_tokens):
-    """Rows projected by b, and b's gradient, in one kernel: one or two blocks of columns, one group without rows."""
+def test_both_results_of_a_gradient(kernels, module, monkeypatch, n, rank, adapters, routed, of_tokens):
+    """Rows projected by b, and b's gradient, in one kernel: one or two blocks of columns, one group without rows.
+
+    Rows are apart in memory; those in place begin past the first one.
+    """
     torch.manual_seed(0)
     num_groups, top_k, num_rows, dtype = 4, 2, 300, torch.float16
-    sizes = torch.tensor([130, 0, 65, 90])
-    used, num_tokens = int(sizes.sum()), num_rows // top_k if routed else num_rows
+    sizes, first = torch.tensor([130, 0, 65, 90]), 0 if routed else 7
+    last, num_tokens = first + int(sizes.sum()), num_rows // top_k if routed else num_rows
     if routed:
-        expert = torch.repeat_interleave(torch.arange(num_groups + 1), torch.tensor([*sizes, num_rows - used]))
+        expert = torch.repeat_interleave(torch.arange(num_groups + 1), torch.tensor([*sizes, num_rows - last]))
         rows = kernels.route(expert[torch.randperm(num_rows)].view(-1, top_k), num_groups, dtype)
-        tokens = rows.row_to_slot[:used].long() // top_k
+        tokens = rows.row_to_slot[:last].long() // top_k
     else:
-        rows, tokens = kernels.split_rows(sizes, num_groups, num_rows, dtype), torch.arange(used)
+        offsets = torch.cat([torch.tensor([first]), first + sizes.cumsum(0)])
+        rows, tokens = kernels.split_rows(offsets, num_groups, num_rows, dtype), torch.arange(first, last)
     if adapters:
         rows = rows._replace(adapters=torch.randint(-1, adapters, (num_tokens,)))
     ranks = max(1, adapters) * rank
     factor, columns = torch.randn(max(1, adapters), num_groups, n, rank), -(-ranks // 8) * 8
     projected = torch.full((num_rows, columns), float("nan"), dtype=dtype)
-    projected[:used] = torch.randn(used, columns).to(dtype)
-    dy = torch.full((num_tokens if of_tokens else num_rows, n), float("nan"), dtype=dtype)
-    read = tokens if of_tokens else torch.arange(used)
-    dy[read] = torch.randn(used, n).to(dtype)
+    projected[first:last] = torch.randn(last - first, columns).to(dtype)
+    dy = torch.full((num_tokens if of_tokens else num_rows, n + 8), float("nan"), dtype=dtype)[:, :n]
+    read = tokens if of_tokens else torch.arange(first, last)
+    dy[read] = torch.randn(last - first, n).to(dtype)
     grad = torch.full((num_groups, n, columns), float("nan"))
-    monkeypatch.setattr(module("backends.triton.low_rank"), "wgrad", None)  # two kernels would call it
+    for name in ("wgrad", "project"):  # which two kernels would be
+        monkeypatch.setattr(module("backends.triton.low_rank"), name, None)
     with poisoned_allocations():
-        z = kernels.project_with_grad(dy, factor, projected, rows, grad, scaling=0.5, of_tokens=of_tokens)
-    own, first = dy[read].double(), 0
+        given = {"scaling": 0.5, "of_tokens": of_tokens}
+        z = kernels.project_backward(dy, factor, rows, **given, projected=projected, grad=grad)
+        alone = kernels.project_backward(dy, factor, rows, **given)
+    assert_bitwise("without the gradient", alone[first:last], z[first:last])
+    assert bool(z[:first].isnan().all()) and bool(z[last:].isnan().all())
     for group, size in enumerate(sizes.tolist()):
-        last = first + size
+        own, part = dy[read][:size].double(), slice(first, first + size)
         wide = factor[:, group].to(dtype).double().movedim(0, 1).flatten(1)
         want = torch.zeros(size, columns, dtype=torch.float64)
-        want[:, :ranks] = 0.5 * own[first:last] @ wide
+        want[:, :ranks] = 0.5 * own @ wide
         if adapters:
-            want[:, :ranks] *= rows.adapters[tokens[first:last], None] == torch.arange(ranks) // rank
-        if size:
-            assert_close("projected", z[first:last], want, dtype, terms=n)
-        assert_close("grad", grad[group], own[first:last].T @ projected[first:last].double(), dtype, terms=size)
-        first = last
-    assert bool(z[used:].isnan().all())
+            want[:, :ranks] *= rows.adapters[tokens[:size], None] == torch.arange(ranks) // rank
+        assert_close("projected", z[part], want, dtype, terms=n)
+        assert_close("grad", grad[group], own.T @ projected[part].double(), dtype, terms=size)
+        read, tokens, first = read[size:], tokens[size:], first + size

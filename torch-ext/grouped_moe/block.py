@@ -141,20 +141,20 @@ class Needs(NamedTuple):
 
     @property
     def preact(self) -> bool:
-        """Whether any of them is made of the pre-activation: all but those of the second bias and its scales."""
+        """Whether any of them is made of the pre-activation: all but those of the second bias, its scales, down_b."""
         return self.dpreact or self.act or self.act_scales
 
 
 class Saved(NamedTuple):
-    """What a forward computes for its backward, None where it saves nothing of the kind.
+    """What a forward computes for its backward, None for what it does not.
 
     preact: (rows, P), not of a block that recomputes it. up_rows: (rows, R), x projected on the ranks of the first
     LoRA, not of a block that recomputes. down_rows: the same of the second LoRA, of the activation times its scales.
     """
 
-    preact: Optional[Tensor] = None
-    up_rows: Optional[Tensor] = None
-    down_rows: Optional[Tensor] = None
+    preact: Optional[Tensor]
+    up_rows: Optional[Tensor]
+    down_rows: Optional[Tensor]
 
 
 class Grads(NamedTuple):

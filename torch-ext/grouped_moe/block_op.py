@@ -86,7 +86,7 @@ def _forward_fake(x, index, act_scales, bias_scales, adapters, *arguments_and_sa
         num_slots = index.shape[0] * index.shape[1]
     num_rows = block.num_rows(num_slots)
     save_preact = save and not block.recompute
-    widths = Saved(
+    widths = (  # of `Saved`
         block.preact_width if save_preact else None,
         block.up_lora.padded_rank if save_preact and block.up_lora is not None else None,
         block.down_lora.padded_rank if save and block.down_lora is not None else None,

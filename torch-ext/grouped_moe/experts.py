@@ -58,18 +58,18 @@ def grouped_mm_experts(
 
     Memory in elements of the dtype, with the rows S = T top_k or, if that is less, capacity, P = 2 I (I if not gated),
     small index tensors apart. Saved for backward: T H (hidden_states itself; not if gate_up_proj and the a of its LoRA
-    are frozen) + S P; with recompute=True T H. Transient in forward: S (I + H), or S H + T H with
-    the output, if that is more; in backward, on an accelerator, S (I + H) beside the gradient
-    of hidden_states, then S I beside all, those of the weights last. With R = L r, rounded up to a multiple of 8, each
-    LoRA takes S R, and on Hopper a copy of one factor in the dtype of the products, where they cannot read it as it is;
-    S R of each whose b is not frozen are saved, with recompute=True those of down_lora alone. The pre-activation
-    becomes its own gradient in place and goes before down_proj's gradient comes. Up to there it is S P more if it is
-    recomputed, or must stay as it is: where the backward keeps the graph, under torch.compile or a profiler, and behind
-    hooks that move what is saved. Whoever keeps it beyond the backward, as hooks that hand it on or
-    `grad_fn.saved_tensors` allow, is left without its memory, and has to copy it before. With `BlockScaled` weights an
-    accelerator has T H + S I bytes of codes, and their scales, in place of S I numbers in a forward that rounds rows.
-    Where it does not, from 65 slots per expert on, it makes one weight at a time plain, for the time of its product;
-    docs/fp8.md says when.
+    are frozen) + S P; with recompute=True T H. Transient in forward: S (I + H), or S H + T H with the output, if that
+    is more; in backward, on an accelerator, S (I + H) beside the gradient of hidden_states, then S I beside all, those
+    of the weights last. With R = L r, rounded up to a multiple of 8, each LoRA takes S R, on Hopper a copy of one
+    factor in the dtype of the products, where they cannot read it as it is, and in the backward partial sums that
+    docs/lora.md counts; S R of each whose b is not frozen are saved, with recompute=True those of down_lora alone. The
+    pre-activation becomes its own gradient in place and goes before down_proj's gradient comes. Up to there it is S P
+    more if it is recomputed, or must stay as it is: where the backward keeps the graph, under torch.compile or a
+    profiler, and behind hooks that move what is saved. Whoever keeps it beyond the backward, as hooks that hand it on
+    or `grad_fn.saved_tensors` allow, is left without its memory, and has to copy it before. With `BlockScaled` weights
+    an accelerator has T H + S I bytes of codes, and their scales, in place of S I numbers in a forward that rounds
+    rows. Where it does not, from 65 slots per expert on, it makes one weight at a time plain, for the time of its
+    product; docs/fp8.md says when.
 
     capacity: a promise that at most so many slots (1 or more) are routed to local experts; it sizes buffers. If more
     are, nothing is accessed out of bounds, and an error comes instead of a wrong result: on CPU RuntimeError with both

@@ -44,15 +44,15 @@ def _forward(
     kernels = backend_of(x)
     with on_device(x):
         rows = kernels.split_rows(splits, weight.shape[0], x.shape[0], x.dtype)
-        low_rank = None
+        low_rank = projected = None
         if a is not None:
             rows = rows._replace(adapters=adapters)
-            low_rank = project(kernels, LoRA(a, b, scaling), x, rows)
+            low_rank, projected = project(kernels, LoRA(a, b, scaling), x, rows)
         y = kernels.gemm(
             x, as_weight(weight, weight_scale, block), rows, transposed=transposed, bias=bias, scales=bias_scales,
             zero_rest=True, low_rank=low_rank, quantizes=weight_scale is not None,
         )  # fmt: skip
-    return y, rows.schedule, x.new_empty(0) if low_rank is None else low_rank.rows
+    return y, rows.schedule, x.new_empty(0) if projected is None else projected
 
 
 def _forward_fake(x, weight, splits, bias, bias_scales, a, b, adapters, weight_scale, block, scaling, transposed):
@@ -87,7 +87,8 @@ def _backward(
         rows = kernels.split_rows(splits, weight.shape[0], dy.shape[0], dy.dtype)
         if a is not None:
             rows, lora = rows._replace(adapters=adapters), LoRA(a, b, scaling)
-            low_rank, db = project_backward(kernels, lora, dy, rows, projected.contiguous() if needs_b else None)
+            if needs_x or needs_a or needs_b:
+                low_rank, db = project_backward(kernels, lora, dy, rows, projected.contiguous() if needs_b else None)
         if needs_x:
             dx = kernels.gemm(
                 dy, as_weight(weight, weight_scale, block), rows, transposed=not transposed, zero_rest=True,

@@ -105,27 +105,18 @@ def project(
     x: Tensor,
     rows: Rows,
     of_tokens: bool = False,
-) -> Optional[LowRank]:
-    """What a LoRA adds to the product of x and its weight; None without a LoRA.
+    scales: Optional[Tensor] = None,
+) -> Tuple[Optional[LowRank], Optional[Tensor]]:
+    """What a LoRA adds to the product of x and its weight, and what the gradient of b is made of; None without a LoRA.
 
     scaling b[e] a[e] x[r] is scaling a[e] x[r], (rows, R), which is computed here, times b[e]. of_tokens: x has one row
-    per token.
+    per token. scales: one per slot of routed rows, by which the product is multiplied later. The second result is the
+    projected rows, times the scales if there are any.
     """
-    if lora is None:
-        return None
-    a, b = _both_factors(lora, rows)
-    projected, _ = kernels.project(x, a, rows, scaling=lora.scaling, of_tokens=of_tokens)
-    return LowRank(projected, b)
-
-
-def project_and_scale(
-    kernels: ModuleType, lora: Optional[LoRA], x: Tensor, rows: Rows, scales: Optional[Tensor]
-) -> Tuple[Optional[LowRank], Optional[Tensor]]:
-    """What `project` returns, and its rows times scales, one per slot of routed rows, or without scales as they are."""
     if lora is None:
         return None, None
     a, b = _both_factors(lora, rows)
-    projected, scaled = kernels.project(x, a, rows, scaling=lora.scaling, scales=scales)
+    projected, scaled = kernels.project(x, a, rows, scaling=lora.scaling, of_tokens=of_tokens, scales=scales)
     return LowRank(projected, b), projected if scaled is None else scaled
 
 
@@ -140,18 +131,17 @@ def project_backward(
     """What a LoRA adds to the product of dy and its weight's transpose, None without a LoRA; and the gradient of its b.
 
     scaling a[e]^T b[e]^T dy[r] is scaling b[e]^T dy[r], (rows, R), which is computed here, times a[e]^T. projected:
-    (rows, R), the product's input times a, or None if the gradient of b is not asked for. of_tokens: dy has one row
+    (rows, R), the second result of `project`, or None if the gradient of b is not asked for. of_tokens: dy has one row
     per token.
     """
     if lora is None:
         return None, None
     a, b = _both_factors(lora, rows)
-    if projected is None:
-        z, _ = kernels.project(dy, b, rows, scaling=lora.scaling, of_tokens=of_tokens)
-        return LowRank(z, a), None
-    packed = _new_packed_grad(lora, "b", rows.num_groups)
-    z = kernels.project_with_grad(dy, b, projected, rows, packed, scaling=lora.scaling, of_tokens=of_tokens)
-    return LowRank(z, a), _unpacked_grad(lora, "b", packed)
+    packed = None if projected is None else _new_packed_grad(lora, "b", rows.num_groups)
+    z = kernels.project_backward(
+        dy, b, rows, scaling=lora.scaling, of_tokens=of_tokens, projected=projected, grad=packed
+    )
+    return LowRank(z, a), None if packed is None else _unpacked_grad(lora, "b", packed)
 
 
 def _both_factors(lora: LoRA, rows: Rows) -> Tuple[Tensor, Tensor]:

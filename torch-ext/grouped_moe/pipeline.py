@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .block import Block, Grads, Needs, Saved
-from .operands import grad_of_a, project, project_and_scale, project_backward
+from .operands import grad_of_a, project, project_backward
 from .rows import Rows, unit_rows
 
 
@@ -31,22 +31,19 @@ def forward(
     Routed rows: out[t] = sum over the slots of token t of act_scales[slot] (W2[e] a(W1[e] x[t] + b1[e]) + b2[e]).
     """
     routed, save_preact = rows.top_k > 0, save and not block.recompute
-    low_rank = project(kernels, block.up_lora, x, rows, of_tokens=routed)
+    low_rank, up_rows = project(kernels, block.up_lora, x, rows, of_tokens=routed)
     preact, act = kernels.up_proj(
         block, x, rows, None if routed else act_scales, save=save_preact, activate=True, low_rank=low_rank
     )
-    up_rows = low_rank.rows if save_preact and low_rank is not None else None
     # The activation of rows in place has its scales already.
-    low_rank, down_rows = project_and_scale(
-        kernels, block.down_lora, act, rows, act_scales if save and routed else None
-    )
+    low_rank, down_rows = project(kernels, block.down_lora, act, rows, scales=act_scales if save and routed else None)
     y = kernels.gemm(
         act, block.down, rows, transposed=block.transposed, bias=block.down_bias,
         scales=None if routed else bias_scales, zero_rest=not routed, low_rank=low_rank,
     )  # fmt: skip
     del act, low_rank
     out = kernels.combine(y, act_scales, rows) if routed else y
-    return out, Saved(preact, up_rows, down_rows if save else None)
+    return out, Saved(preact, up_rows if save_preact else None, down_rows if save else None)
 
 
 def backward(
@@ -65,7 +62,7 @@ def backward(
 
     x: for the gradients of the first weight and of its LoRA, and for recomputing alone. overwrite: the gradient of the
     pre-activation takes its place, and its memory is given back at the end. Each buffer goes before the next one comes,
-    and the gradients of weights, which stay, come last.
+    and the gradients of weights, which stay, come last; those of b, which are small, with what reads the same rows.
     """
     routed, transposed = rows.top_k > 0, block.transposed
     dout, x = unit_rows(dout), None if x is None else unit_rows(x)
@@ -73,9 +70,8 @@ def backward(
     dpreact = codes = act = dots = dx = dup = dup_bias = ddown = None
     dup_a = dup_b = ddown_a = ddown_b = None
     if needs.preact and block.recompute:
-        low_rank = project(kernels, block.up_lora, x, rows, of_tokens=routed)
+        low_rank, up_rows = project(kernels, block.up_lora, x, rows, of_tokens=routed)
         preact, _ = kernels.up_proj(block, x, rows, None, save=True, activate=False, low_rank=low_rank)
-        up_rows = None if low_rank is None else low_rank.rows
     if needs.preact or needs.down_b:
         low_rank, ddown_b = project_backward(
             kernels, block.down_lora, dout, rows, down_rows if needs.down_b else None, of_tokens=routed

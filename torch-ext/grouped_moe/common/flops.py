@@ -33,9 +33,10 @@ def _experts_backward(dout: Shape, _x, _scales, _bias_scales, _adapters, *weight
     x, act_scales, _, needs_up, needs_down, up_bias, _, needs_up_a, needs_up_b, needs_down_a, needs_down_b = needs
     dgrad = x or act_scales or needs_up or needs_down or up_bias or needs_up_a or needs_up_b or needs_down_a
     recomputed = flags[-1] and dgrad
-    products = (recomputed + x) * (up + up_a + up_b) + dgrad * (down + down_a + down_b)
-    products += needs_up * up + needs_down * down + needs_up_a * (up_a + (0 if x else up_b)) + needs_up_b * up_b
-    products += needs_down_a * down_a + needs_down_b * down_b
+    products = recomputed * (up + up_a + up_b) + x * (up + up_a) + dgrad * (down + down_a)
+    products += (x or needs_up_a or needs_up_b) * up_b + (dgrad or needs_down_b) * down_b
+    products += needs_up * up + needs_up_a * up_a + needs_up_b * up_b
+    products += needs_down * down + needs_down_a * down_a + needs_down_b * down_b
     return 2 * rows * products
 
 
@@ -46,8 +47,8 @@ def _linear_forward(x: Shape, weight: Shape, _splits, _bias, _bias_scales, a: Sh
 def _linear_backward(dy: Shape, _x, weight: Shape, _splits, a: Shape, b: Shape, *rest, **_) -> int:
     weight, a, b = map(_elements, (weight, a, b))
     needs_x, needs_weight, needs_a, needs_b = rest[-1]
-    products = needs_x * (weight + a + b) + needs_weight * weight
-    return 2 * dy[0] * (products + needs_a * (a + (0 if needs_x else b)) + needs_b * b)
+    products = needs_x * (weight + a) + (needs_x or needs_a or needs_b) * b
+    return 2 * dy[0] * (products + needs_weight * weight + needs_a * a + needs_b * b)
 
 
 def _accumulate_wgrad(dw: Shape, dy: Shape, *_, **__) -> int:

@@ -121,12 +121,12 @@ def project_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def project_with_grad_kernel(
+def project_backward_kernel(
     dy_ptr, stride_dyr,  # (rows, N) or, with TOP_K, (T, N), columns contiguous
     factor_ptr,  # (L, E, N, RANK), as `Factor` has it
-    projected_ptr,  # (rows, R)
-    partials_ptr,  # (n blocks, rows, R) fp32, out: routed rows are written
-    grad_ptr,  # (E, N, R), out
+    projected_ptr,  # (rows, R), or None if grad is not asked for
+    partials_ptr,  # (n blocks, rows, R) fp32, out: rows of no expert are not written
+    grad_ptr,  # (E, N, R), out, or None
     row_to_slot_ptr,  # (rows,) int32, or None for rows in place
     schedule_ptr,
     num_rows,
@@ -134,7 +134,7 @@ def project_with_grad_kernel(
     R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
     STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
     TOP_K: tl.constexpr,  # 0 for rows in place
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Over the columns n of a block, of dy[r] or dy[token of r]:
 
@@ -159,11 +159,12 @@ def project_with_grad_kernel(
         dy = tl.load(dy_ptrs, mask=row_mask[:, None] & (n < N)[None, :], other=0.0)
         offsets = rows.to(tl.int64)[:, None] * R + ranks[None, :]
         mask = row_mask[:, None] & (ranks < R)[None, :]
-        z = tl.load(projected_ptr + offsets, mask=mask, other=0.0)
-        acc = tl.dot(tl.trans(dy), z, acc, input_precision=PRECISION)
-        tl.store(block_ptr + offsets, tl.dot(dy, w, input_precision=PRECISION), mask=mask)
-    grad_ptrs = grad_ptr + (expert.to(tl.int64) * N + n)[:, None] * R + ranks[None, :]
-    tl.store(grad_ptrs, acc.to(grad_ptr.dtype.element_ty), mask=(n < N)[:, None] & (ranks < R)[None, :])
+        if grad_ptr is not None:
+            acc = tl.dot(tl.trans(dy), tl.load(projected_ptr + offsets, mask=mask, other=0.0), acc)
+        tl.store(block_ptr + offsets, tl.dot(dy, w), mask=mask)
+    if grad_ptr is not None:
+        grad_ptrs = grad_ptr + (expert.to(tl.int64) * N + n)[:, None] * R + ranks[None, :]
+        tl.store(grad_ptrs, acc.to(grad_ptr.dtype.element_ty), mask=(n < N)[:, None] & (ranks < R)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows", "scaling"])

@@ -18,7 +18,7 @@ from ..triton import (
     place_rows,
     plan_exchange,
     project,
-    project_with_grad,
+    project_backward,
     quantizes,
     sum_dots,
     take_slots,
@@ -31,7 +31,7 @@ from .routing import route, split_rows
 
 __all__ = [
     "bias_grads", "combine", "combine_grad", "decode", "down_dgrad", "gather_rows", "gemm", "is_decode",
-    "num_bias_dots", "pack_rows", "place_rows", "plan_exchange", "project", "project_with_grad", "quantizes", "route",
+    "num_bias_dots", "pack_rows", "place_rows", "plan_exchange", "project", "project_backward", "quantizes", "route",
     "split_rows", "sum_dots", "take_slots", "unpack_rows", "up_proj", "wgrad",
 ]  # fmt: skip
 

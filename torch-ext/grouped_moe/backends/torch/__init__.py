@@ -6,13 +6,13 @@ the accumulator there.
 
 from .exchange import pack_rows, place_rows, plan_exchange, take_slots, unpack_rows
 from .experts import down_dgrad, up_proj
-from .linear import bias_grads, gemm, num_bias_dots, project, project_with_grad, sum_dots, wgrad
+from .linear import bias_grads, gemm, num_bias_dots, project, project_backward, sum_dots, wgrad
 from .permute import combine, combine_grad, gather_rows
 from .routing import route, split_rows
 
 __all__ = [
     "bias_grads", "combine", "combine_grad", "down_dgrad", "gather_rows", "gemm", "is_decode",
-    "num_bias_dots", "pack_rows", "place_rows", "plan_exchange", "project", "project_with_grad", "quantizes", "route",
+    "num_bias_dots", "pack_rows", "place_rows", "plan_exchange", "project", "project_backward", "quantizes", "route",
     "split_rows", "sum_dots", "take_slots", "unpack_rows", "up_proj", "wgrad",
 ]  # fmt: skip
 

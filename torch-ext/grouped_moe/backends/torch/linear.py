@@ -153,15 +153,17 @@ def wgrad(
             torch.mm(left.t(), right, out=out[group])
 
 
-def project_with_grad(
-    dy: Tensor, factor: Tensor, projected: Tensor, rows: Rows, grad: Tensor, *, scaling: float, of_tokens: bool = False
-) -> Tensor:
+def project_backward(
+    dy: Tensor, factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool = False,
+    projected: Optional[Tensor] = None, grad: Optional[Tensor] = None,
+) -> Tensor:  # fmt: skip
     """z[r] = scaling factor[l, e]^T dy[r] for each adapter l, and grad[e] = sum of dy[r] projected[r]^T over rows of e.
 
-    dy: (rows, N), or (T, N), of whose rows those of the tokens are taken, with of_tokens. factor: (L, E, N, r). grad:
-    (E, N, R). projected: (rows, R). Returns z, (rows, R), as `project` does.
+    dy: (rows, N), or (T, N), of whose rows those of the tokens are taken, with of_tokens. factor: (L, E, N, r).
+    projected: (rows, R), grad: (E, N, R), both or none. Returns z, (rows, R), as `project` does.
     """
-    wgrad(dy, projected, rows, grad, lhs_of_tokens=of_tokens)
+    if grad is not None:
+        wgrad(dy, projected, rows, grad, lhs_of_tokens=of_tokens)
     return project(dy, factor, rows, scaling=scaling, of_tokens=of_tokens)[0]
 
 

@@ -9,15 +9,16 @@ from torch import Tensor
 from ...common.device import DeviceSpec, dot_precision, spec_of
 from ...operands import FactorLayout, layout_of
 from ...rows import Rows, max_tiles, unit_rows
-from ..kernels.low_rank import project_kernel, project_with_grad_kernel, sum_projected_kernel
+from ..kernels.low_rank import project_backward_kernel, project_kernel, sum_projected_kernel
 from .launch import Kernel
 from .quantize import BLOCK, QuantizedRows
 from .wgrad import wgrad
 
 _MAX_COLUMNS = 128  # of a tile
 _TALL = 64  # rows of a tile from where on its products, not the latency of its loads, take the time
+_MANY_ROWS = 128  # of a tile, the tallest: from there on a group's rows are read once for both results
 _LONG_STEP = 512  # bytes of a row
-_GRAD_ROWS = 64  # of a step of the kernel that projects rows and makes the gradient of b
+_BACKWARD_ROWS = 64  # of a step of that kernel
 _SUM_ROWS = 64  # of a program that adds up partial sums
 
 
@@ -110,57 +111,58 @@ def project(
     return z, scaled
 
 
-class _GradProblem(NamedTuple):
-    """What the kernels of both products of dy (rows, n), or (T, n) with of_tokens, are compiled for.
+class _BackwardProblem(NamedTuple):
+    """What the kernels of `project_backward` are compiled for: dy (rows, n), or (T, n) with of_tokens.
 
     top_k: of routed rows, if the tokens matter.
     """
 
     spec: DeviceSpec
     dtype: torch.dtype
-    precision: str
     num_groups: int
+    block_m: int
     n: int
     factor: FactorLayout
     top_k: int
     of_tokens: bool
 
 
-class _GradTile(NamedTuple):
-    """Columns of dy that a program of the kernel for both products takes, and the stages of its loop."""
+class _BackwardTile(NamedTuple):
+    """Columns of dy that a program takes, and the stages of its loop over rows."""
 
     block_n: int
     num_stages: int
 
 
 @lru_cache(maxsize=None)
-def _grad_tile(problem: _GradProblem) -> Optional[_GradTile]:
-    """The tile of the kernel that makes both products; None where one kernel for each is faster.
+def _backward_tile(problem: _BackwardProblem) -> Optional[_BackwardTile]:
+    """The tile of the kernel that reads dy once for both results; None where one kernel for each is faster.
 
-    A program takes all rows of a group: there have to be nearly as many programs as processors. To read dy once saves
-    the time of its columns, and costs that of a partial sum, written and read: half of it at most. Rows of tokens are
-    read from the cache the second time, which pays beside few ranks alone.
+    A program takes all rows of a group: nearly as many programs as processors are needed, and many rows. A block of
+    columns is read once less, for a partial sum that is written and read: that may cost half of the gain. The second
+    read of gathered rows hits L2, so one pass pays only with 16 ranks or fewer.
     """
     p, block_r = problem, _power_of_two(problem.factor.padded_rank)
-    if p.dtype.itemsize > 2 or p.of_tokens and block_r > 16:
+    if p.block_m < _MANY_ROWS or p.dtype.itemsize > 2 or p.of_tokens and block_r > 16:
         return None
     for block_n in (512, 256, 128):
-        has_programs = 10 * p.num_groups * -(-p.n // block_n) >= 9 * p.spec.num_sms or block_n == 128
+        num_programs = p.num_groups * -(-p.n // block_n)
         for stages in (3, 2):
-            step = 2 * _GRAD_ROWS * (block_n + block_r)
-            rest = block_r * (2 * block_n + 4 * _GRAD_ROWS)  # the factor, and results on their way to memory
-            if has_programs and block_n >= 8 * block_r and stages * step + rest <= p.spec.shared_memory:
-                return _GradTile(block_n, stages)
+            step = 2 * _BACKWARD_ROWS * (block_n + block_r)
+            rest = block_r * (2 * block_n + 4 * _BACKWARD_ROWS)  # the factor, and results on their way to memory
+            fits = stages * step + rest <= p.spec.shared_memory
+            if fits and block_n >= 8 * block_r and 10 * num_programs >= 9 * p.spec.num_sms:
+                return _BackwardTile(block_n, stages)
     return None
 
 
 @lru_cache(maxsize=None)
-def _grad_kernels(problem: _GradProblem) -> Tuple[Kernel, Kernel]:
-    """The kernel that makes both products, and the one that adds up its partial sums."""
-    p, tile, block_r = problem, _grad_tile(problem), _power_of_two(problem.factor.padded_rank)
+def _backward_kernels(problem: _BackwardProblem) -> Tuple[Kernel, Kernel]:
+    """The kernel that makes both results, and the one that adds up its partial sums."""
+    p, tile, block_r = problem, _backward_tile(problem), _power_of_two(problem.factor.padded_rank)
     constants = {
-        "N": p.n, **factor_constants(p.factor), "TOP_K": p.top_k if p.of_tokens else 0, "PRECISION": p.precision,
-        "BLOCK_M": _GRAD_ROWS, "BLOCK_N": tile.block_n, "BLOCK_R": block_r,
+        "N": p.n, **factor_constants(p.factor), "TOP_K": p.top_k if p.of_tokens else 0,
+        "BLOCK_M": _BACKWARD_ROWS, "BLOCK_N": tile.block_n, "BLOCK_R": block_r,
     }  # fmt: skip
     # On NVIDIA a load that waits for its row indices starts two iterations late.
     late = 2 if p.of_tokens and p.spec.warp_size == 32 else 0
@@ -169,7 +171,7 @@ def _grad_kernels(problem: _GradProblem) -> Tuple[Kernel, Kernel]:
         "NUM_EXPERTS": p.num_groups, "NUM_PARTIALS": -(-p.n // tile.block_n), "R": p.factor.padded_rank,
         "RANK": p.factor.rank, "TOP_K": p.top_k, "BLOCK_M": _SUM_ROWS, "BLOCK_R": block_r,
     }  # fmt: skip
-    return Kernel(project_with_grad_kernel, constants, options), Kernel(sum_projected_kernel, sums)
+    return Kernel(project_backward_kernel, constants, options), Kernel(sum_projected_kernel, sums)
 
 
 def _power_of_two(extent: int) -> int:
@@ -177,32 +179,35 @@ def _power_of_two(extent: int) -> int:
     return max(16, 1 << (extent - 1).bit_length())
 
 
-def project_with_grad(
-    dy: Tensor, factor: Tensor, projected: Tensor, rows: Rows, grad: Tensor, *, scaling: float, of_tokens: bool = False
-) -> Tensor:
+def project_backward(
+    dy: Union[Tensor, QuantizedRows], factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool = False,
+    projected: Optional[Tensor] = None, grad: Optional[Tensor] = None,
+) -> Tensor:  # fmt: skip
     """z[r] = scaling factor[l, e]^T dy[r] for each adapter l, and grad[e] = sum of dy[r] projected[r]^T over rows of e.
 
-    dy: (rows, N), or (T, N), of whose rows those of the tokens are taken, with of_tokens. factor: (L, E, N, r). grad:
-    (E, N, R), contiguous. projected: (rows, R). Returns z, (rows, R), as `project` does.
+    dy: (rows, N), or (T, N), of whose rows those of the tokens are taken, with of_tokens; of 8-bit floats without grad
+    alone. factor: (L, E, N, r). projected: (rows, R), grad: (E, N, R), contiguous; both or none. Returns z, (rows, R),
+    as `project` does: the same bits with grad and without.
     """
-    dy, layout, spec, num_rows = unit_rows(dy), layout_of(factor), spec_of(dy), rows.num_rows
-    problem = _GradProblem(
-        spec, dy.dtype, dot_precision(dy.dtype, spec), rows.num_groups, dy.shape[1], layout,
-        rows.top_k if of_tokens or rows.adapters is not None else 0, of_tokens,
-    )  # fmt: skip
-    tile = _grad_tile(problem) if rows.block_m > _TALL else None
+    tile = None
+    if not isinstance(dy, QuantizedRows):
+        dy, spec, layout = unit_rows(dy), spec_of(dy), layout_of(factor)
+        top_k = rows.top_k if of_tokens or rows.adapters is not None else 0
+        problem = _BackwardProblem(spec, dy.dtype, rows.num_groups, rows.block_m, dy.shape[1], layout, top_k, of_tokens)
+        tile = _backward_tile(problem)
     if tile is None:
-        wgrad(dy, projected, rows, grad, lhs_of_tokens=of_tokens)
+        if grad is not None:
+            wgrad(dy, projected, rows, grad, lhs_of_tokens=of_tokens)
         return project(dy, factor, rows, scaling=scaling, of_tokens=of_tokens)[0]
-    z, blocks = dy.new_empty((num_rows, layout.padded_rank)), -(-dy.shape[1] // tile.block_n)
+    z, blocks = dy.new_empty((rows.num_rows, layout.padded_rank)), -(-dy.shape[1] // tile.block_n)
     partials = dy.new_empty((blocks, *z.shape), dtype=torch.float32)
-    both, add_up = _grad_kernels(problem)
+    both, add_up = _backward_kernels(problem)
     both(
         (blocks, rows.num_groups, 1), dy, dy.stride(0), factor, projected, partials, grad,
-        rows.row_to_slot if of_tokens else None, rows.schedule, num_rows,
+        rows.row_to_slot if of_tokens else None, rows.schedule, rows.num_rows,
     )  # fmt: skip
     add_up(
-        (-(-num_rows // _SUM_ROWS), 1, 1), partials, rows.adapters, z, rows.row_to_slot if rows.top_k else None,
-        rows.schedule, num_rows, scaling,
+        (-(-rows.num_rows // _SUM_ROWS), 1, 1), partials, rows.adapters, z, rows.row_to_slot if rows.top_k else None,
+        rows.schedule, rows.num_rows, scaling,
     )  # fmt: skip
     return z

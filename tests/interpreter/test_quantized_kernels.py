@@ -209,13 +209,16 @@ def test_projected_codes(kernels, quantize, dtype, num_rows, k, adapters):
     offsets, rank = torch.tensor([5, 17, 17, num_rows - 4]), 5
     rows = kernels.split_rows(offsets, 3, num_rows, dtype)
     rows = rows._replace(adapters=torch.randint(0, adapters, (num_rows,)) if adapters > 1 else None)
+    weights = None
+    if adapters == 1:  # as of routed rows
+        rows, weights = rows._replace(top_k=1, row_to_slot=torch.randperm(num_rows).int()), torch.randn(num_rows)
     codes, scales = torch.randn(num_rows, k).to(CODES), torch.rand(num_rows, -(-k // 128)) + 0.5
     plain = (codes.float() * scales.repeat_interleave(128, 1)[:, :k]).to(dtype)
     codes.view(U8)[:5], scales[-4:] = 0x7F, NAN
     factor = torch.randn(adapters, 3, k, rank)
     given = quantize.QuantizedRows(codes, scales, dtype)
-    with GuardedAllocations(codes, scales, factor, rows.schedule, rows.adapters):
-        got, _ = kernels.project(given, factor, rows, scaling=0.5)
+    with GuardedAllocations(codes, scales, factor, rows.schedule, rows.adapters, rows.row_to_slot, weights):
+        got, scaled = kernels.project(given, factor, rows, scaling=0.5, scales=weights)
     want = torch.zeros(num_rows, got.shape[1], dtype=torch.float64)
     for group, (first, last) in enumerate(zip(offsets[:-1], offsets[1:])):
         for adapter in range(adapters):
@@ -225,3 +228,6 @@ def test_projected_codes(kernels, quantize, dtype, num_rows, k, adapters):
             want[first:last, adapter * rank : (adapter + 1) * rank] = product
     assert got.dtype == dtype and got[:5].isnan().all() and got[-4:].isnan().all()
     assert_close("projected", got[5:-4], want[5:-4], dtype, terms=k)
+    if weights is not None:
+        want *= weights[rows.row_to_slot.long(), None].double()
+        assert_close("times weights", scaled[5:-4], want[5:-4], dtype, terms=k)

@@ -70,8 +70,8 @@ def project_kernel(
     """z[r] = scaling factor[l, e]^T x[r] for each adapter l, or of x[token of r]; with adapters 0 where l is not r's.
 
     scaled[r] = scales[slot of r] z[r], of z before it is rounded.
-    Codes times their scales are rounded to the dtype of z. A tile of columns whose adapters no row has costs its zeros.
-    Rows of no expert are not written.
+    Codes times the scales of their blocks are rounded to the dtype of z. A tile of columns whose adapters no row has
+    costs its zeros. Rows of no expert are not written.
     Grid: (m tiles at most, tiles of BLOCK_N columns).
     The caller guarantees a schedule made for BLOCK_M and, with x_scale_ptr, that BLOCK_K divides 128.
     """

@@ -103,10 +103,16 @@ def test_fp64_on_cpu_matches_merged_weights(grouped_moe, case_id, pairs):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pairs", [Pairs(rank=16), Pairs(rank=64), Pairs(rank=5, adapters=3)], ids=str)
-def test_many_experts_of_many_rows(grouped_moe, device, pairs):
-    """Of which one kernel may make b's gradient and what leads to the others: these are the same without b's."""
+@pytest.mark.parametrize("skewed", [False, True])
+def test_many_experts_of_many_rows(grouped_moe, device, pairs, skewed):
+    """Of which one kernel may make b's gradient and what leads to the others: these are the same without b's.
+
+    skewed: two experts have so many rows that several programs share them.
+    """
     case = Case("many-rows", T=1040, top_k=8, E=128, H=520, I=72)
     inputs = make_inputs(case, BF16, device)
+    if skewed:
+        inputs.top_k_index[:, 0], inputs.top_k_index[::2, 1] = 5, 126
     arguments = make_loras(grouped_moe, case, inputs, pairs)
     want, got = run_merged(grouped_moe, case, inputs, arguments), run(grouped_moe, case, inputs, arguments)
     assert_matches(got, want, BF16, BF16)

@@ -281,14 +281,14 @@ class Calls:
         for shape in (e, e + 1):
             rows = kernels.split_rows(self.empty(shape, dtype=self.ids.dtype), e, num_rows, self.dtype)
         x, dy, weight = self.empty(num_rows, k), self.empty(num_rows, n), self.empty(e, n, k)
-        bias, scales = self.empty(e, n) if self.signature.bias else None, self.scales(num_rows)
-        scales = scales if self.signature.bias else None
+        bias, scales = (self.empty(e, n), self.scales(num_rows)) if self.signature.bias else (None, None)
         kernels.gemm(x, weight, rows, bias=bias, scales=scales, zero_rest=True)
         kernels.gemm(dy, weight, rows, transposed=True, zero_rest=True)
         for rank in MORE_RANKS:
             grad = {"projected": self.empty(num_rows, rank), "grad": self.empty(e, n, rank)}
+            factor = kernels.pack_factor(self.empty(1, n, rank, e).movedim(3, 1), rows, self.dtype)
             for asked in ({}, grad):
-                kernels.project_backward(dy, self.empty(1, e, n, rank), rows, scaling=1.0, **asked)
+                kernels.project_backward(dy, factor, rows, scaling=1.0, **asked)
         alone = rows._replace(schedule=rows.schedule[1:], num_groups=1)
         for dtype in DTYPES.values() if every else (self.dtype, torch.float32):
             buffer = self.empty(e, n, k, dtype=dtype)

@@ -33,10 +33,12 @@ class Block(NamedTuple):
 NO_GRAD = {"mode": "no_grad"}
 FP8 = {"scaled": ("gate_up_proj", "down_proj"), "block": (128, 128), "products": "w8a16"}
 PAIRS = {"adapted": ("gate_up_proj", "down_proj"), "rank": 20}
+FEW_RANKS = {**PAIRS, "rank": 6}
 BLOCKS = (
     Block("gated", 9),
     Block("gated, LoRA", 700, Layer(H=136, I=72), options=PAIRS),
-    Block("LoRA, many experts of many rows", 1000, Layer(top_k=4, E=60, H=520, I=72), options={**PAIRS, "rank": 6}),
+    Block("LoRA, many experts of many rows", 1000, Layer(top_k=4, E=60, H=520, I=72), options=FEW_RANKS),
+    Block("LoRA, many experts, rows of three", 1000, Layer(top_k=4, E=60, H=520, I=72), idle=57, options=FEW_RANKS),
     Block("gated, many slots, whole tiles", 1100, Layer(H=128, I=64)),
     Block("gated, part of a step", 700, Layer(H=136, I=136), BIASES),
     Block("gated, more steps than the ring has", 700, Layer(H=328, I=136)),

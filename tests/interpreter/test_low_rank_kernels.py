@@ -103,13 +103,14 @@ def test_few_tokens(grouped_moe, module, monkeypatch, case_id, pairs, tokens):
 @pytest.mark.parametrize("routed, of_tokens", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("n, rank, adapters", [(200, 3, 0), (600, 16, 0), (600, 5, 3)])
 def test_both_results_of_a_gradient(kernels, module, monkeypatch, n, rank, adapters, routed, of_tokens):
-    """Rows projected by b, and b's gradient, in one kernel: one or two blocks of columns, one group without rows.
+    """Rows projected by b, and b's gradient, in one kernel: one or two blocks of columns, groups without rows.
 
-    Rows are apart in memory; those in place begin past the first one.
+    Two groups have several chunks of rows, as many as there can be. Rows are apart in memory; those in place begin past
+    the first one.
     """
     torch.manual_seed(0)
-    num_groups, top_k, num_rows, dtype = 4, 2, 300, torch.float16
-    sizes, first = torch.tensor([130, 0, 65, 90]), 0 if routed else 7
+    num_groups, top_k, num_rows, dtype = 7, 2, 1700, torch.float16
+    sizes, first = torch.tensor([40, 0, 520, 1100, 0, 9, 0]), 0 if routed else 7
     last, num_tokens = first + int(sizes.sum()), num_rows // top_k if routed else num_rows
     if routed:
         expert = torch.repeat_interleave(torch.arange(num_groups + 1), torch.tensor([*sizes, num_rows - last]))
@@ -129,7 +130,7 @@ def test_both_results_of_a_gradient(kernels, module, monkeypatch, n, rank, adapt
     dy[read] = torch.randn(last - first, n).to(dtype)
     grad = torch.full((num_groups, n, columns), float("nan"))
     for name in ("wgrad", "project"):  # which two kernels would be
-        monkeypatch.setattr(module("backends.triton.low_rank"), name, None)
+        monkeypatch.setattr(module("backends.triton.low_rank_backward"), name, None)
     with poisoned_allocations():
         given = {"scaling": 0.5, "of_tokens": of_tokens}
         z = kernels.project_backward(dy, factor, rows, **given, projected=projected, grad=grad)

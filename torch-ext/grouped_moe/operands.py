@@ -115,7 +115,7 @@ def project(
     """
     if lora is None:
         return None, None
-    a, b = _both_factors(lora, rows)
+    a, b = _both_factors(kernels, lora, rows, x.dtype)
     projected, scaled = kernels.project(x, a, rows, scaling=lora.scaling, of_tokens=of_tokens, scales=scales)
     return LowRank(projected, b), projected if scaled is None else scaled
 
@@ -136,7 +136,7 @@ def project_backward(
     """
     if lora is None:
         return None, None
-    a, b = _both_factors(lora, rows)
+    a, b = _both_factors(kernels, lora, rows, dy.dtype)
     packed = None if projected is None else _new_packed_grad(lora, "b", rows.num_groups)
     z = kernels.project_backward(
         dy, b, rows, scaling=lora.scaling, of_tokens=of_tokens, projected=projected, grad=packed
@@ -144,9 +144,10 @@ def project_backward(
     return LowRank(z, a), None if packed is None else _unpacked_grad(lora, "b", packed)
 
 
-def _both_factors(lora: LoRA, rows: Rows) -> Tuple[Tensor, Tensor]:
-    """a as (L, E, K, r), b as (L, E, N, r): views."""
-    return _as_factor(lora.a, rows.num_groups).transpose(2, 3), _as_factor(lora.b, rows.num_groups)
+def _both_factors(kernels: ModuleType, lora: LoRA, rows: Rows, dtype: torch.dtype) -> Tuple[Tensor, Tensor]:
+    """a as (L, E, K, r), a view, and b as (L, E, N, r), a view or, where that would be read badly, a copy."""
+    a, b = (_as_factor(factor, rows.num_groups) for factor in (lora.a, lora.b))
+    return a.transpose(2, 3), kernels.pack_factor(b, rows, dtype)
 
 
 def grad_of_a(

@@ -3,6 +3,7 @@
 Each backend is a module with these functions, whose docstrings there say what they compute:
     routes and groups   route, split_rows                          -> `rows.Rows`
     products            gemm, up_proj, down_dgrad, wgrad, project, project_backward
+    factors of LoRA     pack_factor
     passes over rows    combine, combine_grad, gather_rows, bias_grads, sum_dots, num_bias_dots
     between ranks       plan_exchange, pack_rows, unpack_rows, place_rows, take_slots
     few tokens          is_decode, decode

@@ -8,7 +8,6 @@ import triton.language as tl
 from .dependent import let_next_start, wait_for_stream
 from .quantize import BLOCK, widen_codes
 from .tiles import (
-    end_of_rows,
     expert_rows,
     expert_tiles,
     find_expert,
@@ -16,7 +15,6 @@ from .tiles import (
     load_slots,
     num_row_tiles,
     scale_rows,
-    source_rows,
     store_columns,
     tile_rows,
     tokens_of,
@@ -118,85 +116,6 @@ def project_kernel(
         if scaled_ptr is not None:
             scaled = scale_rows(acc, load_scales(scales_ptr, slots))
             store_columns(scaled_ptr, scaled, first_row, row_mask, first_column, R)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def project_backward_kernel(
-    dy_ptr, stride_dyr,  # (rows, N) or, with TOP_K, (T, N), columns contiguous
-    factor_ptr,  # (L, E, N, RANK), as `Factor` has it
-    projected_ptr,  # (rows, R), or None if grad is not asked for
-    partials_ptr,  # (n blocks, rows, R) fp32, out: rows of no expert are not written
-    grad_ptr,  # (E, N, R), out, or None
-    row_to_slot_ptr,  # (rows,) int32, or None for rows in place
-    schedule_ptr,
-    num_rows,
-    N: tl.constexpr,
-    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
-    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
-    TOP_K: tl.constexpr,  # 0 for rows in place
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """Over the columns n of a block, of dy[r] or dy[token of r]:
-
-    partials[block, r] = sum over n of factor[l, e, n] dy[r, n] for each adapter l, and
-    grad[e, n] = sum over the rows r of expert e of dy[r, n] projected[r], 0 for an expert without rows.
-    Grid: (n blocks, E).
-    """
-    wait_for_stream()
-    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
-    block, expert = tl.program_id(0), tl.program_id(1)
-    n, ranks = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
-    w_ptrs = factor_ptrs(factor_ptr, expert, n[:, None], ranks[None, :], FACTOR)
-    w_mask = (n < N)[:, None] & (ranks < NUM_ADAPTERS * RANK)[None, :]
-    w = tl.load(w_ptrs, mask=w_mask, other=0.0).to(dy_ptr.dtype.element_ty)
-    block_ptr = partials_ptr + block.to(tl.int64) * num_rows * R
-    acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
-    start, end = expert_rows(expert, schedule_ptr)
-    for first_row in tl.range(start, end, BLOCK_M):
-        rows, row_mask = tile_rows(first_row, end - first_row, BLOCK_M)
-        sources = source_rows(rows, row_to_slot_ptr, TOP_K)
-        dy_ptrs = dy_ptr + sources[:, None] * stride_dyr + n[None, :]
-        dy = tl.load(dy_ptrs, mask=row_mask[:, None] & (n < N)[None, :], other=0.0)
-        offsets = rows.to(tl.int64)[:, None] * R + ranks[None, :]
-        mask = row_mask[:, None] & (ranks < R)[None, :]
-        if grad_ptr is not None:
-            acc = tl.dot(tl.trans(dy), tl.load(projected_ptr + offsets, mask=mask, other=0.0), acc)
-        tl.store(block_ptr + offsets, tl.dot(dy, w), mask=mask)
-    if grad_ptr is not None:
-        grad_ptrs = grad_ptr + (expert.to(tl.int64) * N + n)[:, None] * R + ranks[None, :]
-        tl.store(grad_ptrs, acc.to(grad_ptr.dtype.element_ty), mask=(n < N)[:, None] & (ranks < R)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_rows", "scaling"])
-def sum_projected_kernel(
-    partials_ptr,  # (NUM_PARTIALS, rows, R) fp32
-    adapters_ptr,  # adapter of each token, or of each row in place, or None
-    z_ptr,  # (rows, R), out
-    row_to_slot_ptr,  # (rows,) int32, or None for rows in place
-    schedule_ptr,
-    num_rows, scaling,
-    NUM_EXPERTS: tl.constexpr, NUM_PARTIALS: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """z[r] = scaling times the sum of partials[:, r], in order; with adapters 0 in columns that are not of r's.
-
-    Grid: (row blocks,). Rows of no expert are not written.
-    """
-    wait_for_stream()
-    rows, columns = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
-    row_mask = (rows >= tl.load(schedule_ptr)) & (rows < end_of_rows(schedule_ptr, NUM_EXPERTS))
-    mask = row_mask[:, None] & (columns < R)[None, :]
-    offsets = rows.to(tl.int64)[:, None] * R + columns[None, :]
-    acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    for _ in range(NUM_PARTIALS):
-        acc += tl.load(partials_ptr + offsets, mask=mask, other=0.0)
-        partials_ptr += tl.cast(num_rows, tl.int64) * R
-    acc *= scaling
-    if adapters_ptr is not None:
-        slots = rows if row_to_slot_ptr is None else tl.load(row_to_slot_ptr + rows, mask=row_mask, other=0)
-        adapters = tl.load(adapters_ptr + tokens_of(slots, TOP_K), mask=row_mask, other=-1)
-        acc = tl.where(adapters[:, None] == (columns // RANK)[None, :], acc, 0.0)
-    tl.store(z_ptr + offsets, acc.to(z_ptr.dtype.element_ty), mask=mask)
 
 
 class LowRank(NamedTuple):

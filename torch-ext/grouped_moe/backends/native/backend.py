@@ -14,6 +14,7 @@ from ..triton import (
     gather_rows,
     gemm,
     num_bias_dots,
+    pack_factor,
     pack_rows,
     place_rows,
     plan_exchange,
@@ -31,8 +32,8 @@ from .routing import route, split_rows
 
 __all__ = [
     "bias_grads", "combine", "combine_grad", "decode", "down_dgrad", "gather_rows", "gemm", "is_decode",
-    "num_bias_dots", "pack_rows", "place_rows", "plan_exchange", "project", "project_backward", "quantizes", "route",
-    "split_rows", "sum_dots", "take_slots", "unpack_rows", "up_proj", "wgrad",
+    "num_bias_dots", "pack_factor", "pack_rows", "place_rows", "plan_exchange", "project", "project_backward",
+    "quantizes", "route", "split_rows", "sum_dots", "take_slots", "unpack_rows", "up_proj", "wgrad",
 ]  # fmt: skip
 
 

@@ -6,14 +6,14 @@ the accumulator there; so do rows that are projected on the ranks of a LoRA, whe
 
 from .exchange import pack_rows, place_rows, plan_exchange, take_slots, unpack_rows
 from .experts import down_dgrad, up_proj
-from .linear import bias_grads, gemm, num_bias_dots, project, project_backward, sum_dots, wgrad
+from .linear import bias_grads, gemm, num_bias_dots, pack_factor, project, project_backward, sum_dots, wgrad
 from .permute import combine, combine_grad, gather_rows
 from .routing import route, split_rows
 
 __all__ = [
     "bias_grads", "combine", "combine_grad", "down_dgrad", "gather_rows", "gemm", "is_decode",
-    "num_bias_dots", "pack_rows", "place_rows", "plan_exchange", "project", "project_backward", "quantizes", "route",
-    "split_rows", "sum_dots", "take_slots", "unpack_rows", "up_proj", "wgrad",
+    "num_bias_dots", "pack_factor", "pack_rows", "place_rows", "plan_exchange", "project", "project_backward",
+    "quantizes", "route", "split_rows", "sum_dots", "take_slots", "unpack_rows", "up_proj", "wgrad",
 ]  # fmt: skip
 
 

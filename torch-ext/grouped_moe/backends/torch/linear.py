@@ -101,6 +101,11 @@ def gemm(
     return y
 
 
+def pack_factor(factor: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
+    """The factor (L, E, N, r) itself: it is read once for each expert."""
+    return factor
+
+
 @in_its_dtype
 def project(
     x: Tensor, factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool = False,

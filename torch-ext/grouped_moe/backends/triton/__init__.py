@@ -3,8 +3,10 @@
 from .decode import decode, is_decode
 from .down_dgrad import down_dgrad
 from .exchange import pack_rows, place_rows, plan_exchange, take_slots, unpack_rows
+from .factors import pack_factor
 from .gemm import gemm
-from .low_rank import project, project_backward
+from .low_rank import project
+from .low_rank_backward import project_backward
 from .permute import combine, combine_grad, gather_rows
 from .routing import route, split_rows
 from .sums import bias_grads, num_bias_dots, sum_dots
@@ -13,6 +15,6 @@ from .wgrad import wgrad
 
 __all__ = [
     "bias_grads", "combine", "combine_grad", "decode", "down_dgrad", "gather_rows", "gemm", "is_decode",
-    "num_bias_dots", "pack_rows", "place_rows", "plan_exchange", "project", "project_backward", "quantizes", "route",
-    "split_rows", "sum_dots", "take_slots", "unpack_rows", "up_proj", "wgrad",
+    "num_bias_dots", "pack_factor", "pack_rows", "place_rows", "plan_exchange", "project", "project_backward",
+    "quantizes", "route", "split_rows", "sum_dots", "take_slots", "unpack_rows", "up_proj", "wgrad",
 ]  # fmt: skip

@@ -1,0 +1,132 @@
+"""Rows of a gradient projected by the b of a LoRA, and the gradient of b, in one kernel where that is faster."""
+
+from functools import lru_cache
+from typing import NamedTuple, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from ...common.device import DeviceSpec, spec_of
+from ...operands import FactorLayout, layout_of
+from ...rows import Rows, unit_rows
+from ..kernels.low_rank_backward import project_backward_kernel, sum_projected_kernel
+from .launch import Kernel
+from .low_rank import factor_constants, power_of_two, project
+from .quantize import QuantizedRows
+from .wgrad import wgrad
+
+_MANY_ROWS = 128  # of a tile, the tallest: from there on a group's rows are read once for both results
+_BLOCK_M = 64  # rows of a step
+_LEAST_CHUNK = 512  # rows that a program takes of an expert, if it has as many
+_SUM_ROWS, _SUM_COLUMNS = 64, 128  # of a program that adds up partial sums
+
+
+class _Problem(NamedTuple):
+    """What the kernels are compiled for: dy (rows, n), or (T, n) with of_tokens.
+
+    top_k: of routed rows, if the tokens matter.
+    """
+
+    spec: DeviceSpec
+    dtype: torch.dtype
+    num_groups: int
+    block_m: int
+    n: int
+    factor: FactorLayout
+    top_k: int
+    of_tokens: bool
+
+    @property
+    def max_further(self) -> int:
+        """How many chunks of rows follow the first ones of their groups, at most."""
+        return max(0, -(-self.num_groups // 2) - 1)
+
+
+class _Tile(NamedTuple):
+    """Columns of dy that a program takes, and the stages of its loop over rows."""
+
+    block_n: int
+    num_stages: int
+
+
+@lru_cache(maxsize=None)
+def _tile(problem: _Problem) -> Optional[_Tile]:
+    """The tile of the kernel that reads dy once for both results; None where one kernel for each is faster.
+
+    Nearly as many programs as processors are needed, and many rows for each. A block of columns is read once less, for
+    a partial sum that is written and read: that may cost half of the gain. The second read of gathered rows hits L2, so
+    one pass pays only with 16 ranks or fewer.
+    """
+    p, block_r = problem, power_of_two(problem.factor.padded_rank)
+    if p.block_m < _MANY_ROWS or p.dtype.itemsize > 2 or p.of_tokens and block_r > 16:
+        return None
+    for block_n in (512, 256, 128):
+        num_programs = p.num_groups * -(-p.n // block_n)
+        for stages in (3, 2):
+            step = 2 * _BLOCK_M * (block_n + block_r)
+            rest = block_r * (2 * block_n + 4 * _BLOCK_M)  # the factor, and results on their way to memory
+            fits = stages * step + rest <= p.spec.shared_memory
+            if fits and block_n >= 8 * block_r and 10 * num_programs >= 9 * p.spec.num_sms:
+                return _Tile(block_n, stages)
+    return None
+
+
+@lru_cache(maxsize=None)
+def _kernels(problem: _Problem) -> Tuple[Kernel, Kernel]:
+    """The kernel that makes both results, and the one that adds up its partial sums."""
+    p, tile, block_r = problem, _tile(problem), power_of_two(problem.factor.padded_rank)
+    both = {
+        "NUM_EXPERTS": p.num_groups, "EXPERTS_POW2": 1 << (p.num_groups - 1).bit_length(), "N": p.n,
+        "MAX_FURTHER": p.max_further, "LEAST_CHUNK": _LEAST_CHUNK, "BLOCK_R": block_r,
+    }  # fmt: skip
+    constants = {
+        **both, **factor_constants(p.factor), "TOP_K": p.top_k if p.of_tokens else 0, "BLOCK_M": _BLOCK_M,
+        "BLOCK_N": tile.block_n,
+    }  # fmt: skip
+    # On NVIDIA a load that waits for its row indices starts two iterations late.
+    late = 2 if p.of_tokens and p.spec.warp_size == 32 else 0
+    options = {"num_warps": 8 if tile.block_n == 512 else 4, "num_stages": tile.num_stages + late}
+    sums = {
+        **both, "NUM_PARTIALS": -(-p.n // tile.block_n), "R": p.factor.padded_rank, "RANK": p.factor.rank,
+        "TOP_K": p.top_k, "BLOCK_M": _SUM_ROWS, "BLOCK_N": _SUM_COLUMNS,
+    }  # fmt: skip
+    return Kernel(project_backward_kernel, constants, options), Kernel(sum_projected_kernel, sums)
+
+
+def project_backward(
+    dy: Union[Tensor, QuantizedRows], factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool = False,
+    projected: Optional[Tensor] = None, grad: Optional[Tensor] = None,
+) -> Tensor:  # fmt: skip
+    """z[r] = scaling factor[l, e]^T dy[r] for each adapter l, and grad[e] = sum of dy[r] projected[r]^T over rows of e.
+
+    dy: (rows, N), or (T, N), of whose rows those of the tokens are taken, with of_tokens; of 8-bit floats without grad
+    alone. factor: (L, E, N, r). projected: (rows, R), grad: (E, N, R), contiguous; both or none. Returns z, (rows, R),
+    as `project` does: the same bits with grad and without.
+    """
+    tile = None
+    if not isinstance(dy, QuantizedRows):
+        dy, spec, layout, n = unit_rows(dy), spec_of(dy), layout_of(factor), dy.shape[1]
+        top_k = rows.top_k if of_tokens or rows.adapters is not None else 0
+        problem = _Problem(spec, dy.dtype, rows.num_groups, rows.block_m, n, layout, top_k, of_tokens)
+        tile = _tile(problem)
+    if tile is None:
+        if grad is not None:
+            wgrad(dy, projected, rows, grad, lhs_of_tokens=of_tokens)
+        return project(dy, factor, rows, scaling=scaling, of_tokens=of_tokens)[0]
+    z = dy.new_empty((rows.num_rows, layout.padded_rank))
+    n_blocks, further, row_blocks = -(-n // tile.block_n), problem.max_further, -(-rows.num_rows // _SUM_ROWS)
+    partials, chunk_grads = dy.new_empty((n_blocks, *z.shape), dtype=torch.float32), None
+    sum_blocks = row_blocks
+    if grad is not None and further:
+        chunk_grads = grad.new_empty((2 * further, *grad.shape[1:]), dtype=torch.float32)
+        sum_blocks += rows.num_groups * -(-n // _SUM_COLUMNS)
+    both, add_up = _kernels(problem)
+    both(
+        (n_blocks, rows.num_groups + further, 1), dy, dy.stride(0), factor, projected, partials, grad, chunk_grads,
+        rows.row_to_slot if of_tokens else None, rows.schedule, rows.num_rows,
+    )  # fmt: skip
+    add_up(
+        (sum_blocks, 1, 1), partials, rows.adapters, z, chunk_grads, None if chunk_grads is None else grad,
+        rows.row_to_slot if rows.top_k else None, rows.schedule, rows.num_rows, scaling,
+    )  # fmt: skip
+    return z

@@ -245,6 +245,17 @@ def test_strides(grouped_moe, device, layout, adapters):
     assert_same(run(grouped_moe, case, inputs, changed), run(grouped_moe, case, inputs, arguments))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [5, 16])
+def test_factors_as_peft_stores_them(grouped_moe, device, rank):
+    """In fp32, beside bf16 rows: the results of contiguous ones."""
+    case = Case("many-rows", T=1040, top_k=8, E=128, H=520, I=72)
+    inputs = make_inputs(case, BF16, device)
+    arguments = make_loras(grouped_moe, case, inputs, Pairs(rank=rank), FP32)
+    changed = with_factors(arguments, {name: LAYOUTS["peft"](t) for name, t in factors(arguments).items()})
+    assert_same(run(grouped_moe, case, inputs, changed), run(grouped_moe, case, inputs, arguments))
+
+
 @pytest.mark.parametrize("pairs", [Pairs(rank=5), Pairs(rank=16, adapters=3), Pairs(given=DOWN)], ids=str)
 @by_recompute
 @pytest.mark.parametrize("frozen", ["", "b"], ids=["trained", "b-frozen"])

@@ -66,7 +66,7 @@ TARGETS = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MANY_TOKENS = 1 << 15  # whose slots are counted in more chunks than one step adds up
-RANK, MORE_RANKS = 16, (32, 64)  # of low-rank pairs; of the projections of gradients alone
+RANK, MORE_RANKS = 16, (20, 64)  # of low-rank pairs; of the projections of gradients alone
 
 LAYERS = {
     "qwen3-30b": QWEN3_30B,
@@ -285,8 +285,8 @@ class Calls:
         kernels.gemm(x, weight, rows, bias=bias, scales=scales, zero_rest=True)
         kernels.gemm(dy, weight, rows, transposed=True, zero_rest=True)
         for rank in MORE_RANKS:
-            grad = {"projected": self.empty(num_rows, rank), "grad": self.empty(e, n, rank)}
-            factor = kernels.pack_factor(self.empty(1, n, rank, e).movedim(3, 1), rows, self.dtype)
+            grad = {"projected": self.empty(num_rows, -(-rank // 8) * 8), "grad": self.empty(e, n, -(-rank // 8) * 8)}
+            factor = kernels.pack_factor(self.empty(1, n, rank, e, dtype=torch.float32).movedim(3, 1), rows, self.dtype)
             for asked in ({}, grad):
                 kernels.project_backward(dy, factor, rows, scaling=1.0, **asked)
         alone = rows._replace(schedule=rows.schedule[1:], num_groups=1)

@@ -55,6 +55,8 @@ def lay(tensor: Tensor, layout: str) -> Tensor:
     """A copy in memory of this layout; before, between and after its elements is NaN or, among integers, 99."""
     if layout == "transposed" and tensor.dim() > 1:
         return lay(tensor.transpose(-1, -2), "plain").transpose(-1, -2)
+    if layout == "turned" and tensor.dim() > 2:  # the first dimension lies where the last one did: as peft stores b
+        return lay(tensor.movedim(0, -1), "plain").movedim(-1, 0)
     if layout == "expanded":
         return tensor[:1].clone().expand_as(tensor)
     margin, shape = 128, list(tensor.shape)

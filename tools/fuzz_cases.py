@@ -31,7 +31,7 @@ ACTIVATIONS = (
     ("relu", 1.0, None, 0.0),
     ("relu2", 1.0, None, 0.0),
 )
-LAYOUTS = ("offset1", "offset8", "padded1", "padded16", "apart", "strided", "transposed")
+LAYOUTS = ("offset1", "offset8", "padded1", "padded16", "apart", "strided", "transposed", "turned")
 MODES = (*["grad"] * 6, "retain", "no_grad", "no_grad", "inference", "replay", "replay")
 CONTEXTS = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 BIASES = ("gate_up_proj_bias", "down_proj_bias")

@@ -38,7 +38,7 @@ BLOCKS = (
     Block("gated", 9),
     Block("gated, LoRA", 700, Layer(H=136, I=72), options=PAIRS),
     Block("LoRA, many experts of many rows", 1000, Layer(top_k=4, E=60, H=520, I=72), options=FEW_RANKS),
-    Block("LoRA, many experts, rows of three", 1000, Layer(top_k=4, E=60, H=520, I=72), idle=57, options=FEW_RANKS),
+    Block("LoRA, all rows for three of many", 1000, Layer(top_k=4, E=60, H=520, I=72), idle=57, options=FEW_RANKS),
     Block("gated, many slots, whole tiles", 1100, Layer(H=128, I=64)),
     Block("gated, part of a step", 700, Layer(H=136, I=136), BIASES),
     Block("gated, more steps than the ring has", 700, Layer(H=328, I=136)),

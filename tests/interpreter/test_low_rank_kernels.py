@@ -47,6 +47,21 @@ def run(grouped_moe, case, inputs, arguments) -> Result:
     return Result(out.detach(), {name: t.grad for name, t in {**leaves.floating(), **wide}.items()})
 
 
+@pytest.mark.parametrize("layout, adapters, rank, num_rows, copied", [
+    ("peft", 1, 3, 40, True), ("peft", 1, 16, 99, True), ("peft", 1, 1, 40, True), ("peft", 2, 3, 40, False),
+    ("peft", 1, 3, 39, False), ("transposed", 1, 3, 40, False), ("apart", 1, 3, 40, False),
+])  # fmt: skip
+def test_factors_whose_experts_lie_side_by_side_are_copied(kernels, module, layout, adapters, rank, num_rows, copied):
+    """Of several programs in each direction; of one adapter, if there are as many rows as experts."""
+    factor = LAYOUTS[layout](torch.randn(adapters, 40, 37, rank))
+    with poisoned_allocations():
+        packed = kernels.pack_factor(factor, module("rows").Rows(None, 40, num_rows), torch.float16)
+    assert (packed is not factor) is copied
+    if copied:
+        assert packed.is_contiguous() and packed.dtype == torch.float16
+        assert torch.equal(packed, torch.nn.functional.pad(factor, (0, -rank % 8)).half())
+
+
 @by_dtype
 @pytest.mark.parametrize("case_id, pairs", ROUTED.values(), ids=ROUTED)
 def test_routed_rows(grouped_moe, case_id, pairs, dtype):
@@ -100,17 +115,25 @@ def test_few_tokens(grouped_moe, module, monkeypatch, case_id, pairs, tokens):
     assert_close("out", out, want.out, torch.float16)
 
 
+# Rows of groups in chunks of 128: several of two groups, as many as there can be; exactly one of a group; none at all.
+MANY_CHUNKS, ONE_CHUNK, NO_ROWS = [8, 0, 260, 129, 0, 9, 0], [8, 0, 260, 128, 0, 9, 0], [0] * 7
+
+
 @pytest.mark.parametrize("routed, of_tokens", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("n, rank, adapters", [(200, 3, 0), (600, 16, 0), (600, 5, 3)])
-def test_both_results_of_a_gradient(kernels, module, monkeypatch, n, rank, adapters, routed, of_tokens):
+@pytest.mark.parametrize("n, rank, adapters, sizes", [
+    (200, 3, 0, MANY_CHUNKS), (600, 16, 0, ONE_CHUNK), (600, 5, 3, MANY_CHUNKS), (200, 3, 0, NO_ROWS),
+])  # fmt: skip
+def test_both_results_of_a_gradient(kernels, module, monkeypatch, n, rank, adapters, sizes, routed, of_tokens):
     """Rows projected by b, and b's gradient, in one kernel: one or two blocks of columns, groups without rows.
 
-    Two groups have several chunks of rows, as many as there can be. Rows are apart in memory; those in place begin past
-    the first one.
+    Rows are apart in memory; those in place begin past the first one.
     """
     torch.manual_seed(0)
-    num_groups, top_k, num_rows, dtype = 7, 2, 1700, torch.float16
-    sizes, first = torch.tensor([40, 0, 520, 1100, 0, 9, 0]), 0 if routed else 7
+    num_groups, top_k, num_rows, dtype = 7, 2, 500, torch.float16
+    sizes, first = torch.tensor(sizes), 0 if routed else 7
+    launchers = module("backends.triton.low_rank_backward")
+    monkeypatch.setattr(launchers, "_LEAST_CHUNK", 64)
+    monkeypatch.setattr(launchers, "_kernels", launchers._kernels.__wrapped__)  # keeps none of such chunks
     last, num_tokens = first + int(sizes.sum()), num_rows // top_k if routed else num_rows
     if routed:
         expert = torch.repeat_interleave(torch.arange(num_groups + 1), torch.tensor([*sizes, num_rows - last]))
@@ -130,7 +153,7 @@ def test_both_results_of_a_gradient(kernels, module, monkeypatch, n, rank, adapt
     dy[read] = torch.randn(last - first, n).to(dtype)
     grad = torch.full((num_groups, n, columns), float("nan"))
     for name in ("wgrad", "project"):  # which two kernels would be
-        monkeypatch.setattr(module("backends.triton.low_rank_backward"), name, None)
+        monkeypatch.setattr(launchers, name, None)
     with poisoned_allocations():
         given = {"scaling": 0.5, "of_tokens": of_tokens}
         z = kernels.project_backward(dy, factor, rows, **given, projected=projected, grad=grad)

@@ -60,9 +60,9 @@ def grouped_mm_experts(
     small index tensors apart. Saved for backward: T H (hidden_states itself; not if gate_up_proj and the a of its LoRA
     are frozen) + S P; with recompute=True T H. Transient in forward: S (I + H), or S H + T H with the output, if that
     is more; in backward, on an accelerator, S (I + H) beside the gradient of hidden_states, then S I beside all, those
-    of the weights last. With R = L r, rounded up to a multiple of 8, each LoRA takes S R, on Hopper a copy of one
-    factor in the dtype of the products, where they cannot read it as it is, and in the backward partial sums that
-    docs/lora.md counts; S R of each whose b is not frozen are saved, with recompute=True those of down_lora alone. The
+    of the weights last. With R = L r, rounded up to a multiple of 8, each LoRA takes S R, copies of a factor
+    in the dtype of the products, where these cannot read it as it is, and in the backward partial sums: docs/lora.md
+    counts them. S R of each whose b is not frozen are saved, with recompute=True those of down_lora alone. The
     pre-activation becomes its own gradient in place and goes before down_proj's gradient comes. Up to there it is S P
     more if it is recomputed, or must stay as it is: where the backward keeps the graph, under torch.compile or a
     profiler, and behind hooks that move what is saved. Whoever keeps it beyond the backward, as hooks that hand it on

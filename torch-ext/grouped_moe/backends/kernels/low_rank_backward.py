@@ -14,7 +14,10 @@ from .tiles import end_of_rows, expert_rows, source_rows, tile_rows, tokens_of
 
 @triton.jit
 def rows_of_chunk(schedule_ptr, NUM_EXPERTS: tl.constexpr, LEAST: tl.constexpr):
-    """Twice the rows of an expert on average, in multiples of LEAST: fewer than E / 2 chunks follow a first one."""
+    """Twice the rows of an expert on average, in multiples of LEAST.
+
+    So there are at most (E - 1) // 2 chunks in all that are not the first ones of their experts.
+    """
     num_rows = end_of_rows(schedule_ptr, NUM_EXPERTS) - tl.load(schedule_ptr)
     return tl.maximum(tl.cdiv(2 * tl.cdiv(num_rows, NUM_EXPERTS), LEAST), 1) * LEAST
 
@@ -29,14 +32,21 @@ def further_chunks(chunk_rows, schedule_ptr, NUM_EXPERTS: tl.constexpr, EXPERTS_
 
 
 @triton.jit
+def further_before(expert, chunk_rows, schedule_ptr, NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr):
+    """The number of chunks before those of an expert that follow a first one."""
+    experts, further = further_chunks(chunk_rows, schedule_ptr, NUM_EXPERTS, EXPERTS_POW2)
+    return tl.sum(tl.where(experts < expert, further, 0), 0)
+
+
+@triton.jit
 def find_further_chunk(number, chunk_rows, schedule_ptr, NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr):
     """Number of a chunk that follows a first one -> (expert, number within the expert).
 
     The expert is NUM_EXPERTS or more if there are not so many.
     """
-    experts, further = further_chunks(chunk_rows, schedule_ptr, NUM_EXPERTS, EXPERTS_POW2)
+    _, further = further_chunks(chunk_rows, schedule_ptr, NUM_EXPERTS, EXPERTS_POW2)
     expert = tl.sum((tl.cumsum(further, 0) <= number).to(tl.int32), 0)
-    return expert, number - tl.sum(tl.where(experts < expert, further, 0), 0) + 1
+    return expert, number - further_before(expert, chunk_rows, schedule_ptr, NUM_EXPERTS, EXPERTS_POW2) + 1
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -46,7 +56,7 @@ def project_backward_kernel(
     projected_ptr,  # (rows, R), or None if grad is not asked for
     partials_ptr,  # (n blocks, rows, R) fp32, out: rows of no expert are not written
     grad_ptr,  # (E, N, R), out, or None
-    chunk_grads_ptr,  # (2 MAX_FURTHER, N, R) fp32, out, or None: of experts of several chunks
+    chunk_grads_ptr,  # (2 ((E - 1) // 2), N, R) fp32, out: of experts of several chunks; or None
     row_to_slot_ptr,  # (rows,) int32, or None for rows in place
     schedule_ptr,
     num_rows,
@@ -54,7 +64,6 @@ def project_backward_kernel(
     R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
     STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
     TOP_K: tl.constexpr,  # 0 for rows in place
-    MAX_FURTHER: tl.constexpr,  # chunks that follow the first ones of their experts, at most
     LEAST_CHUNK: tl.constexpr,  # rows
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -62,10 +71,10 @@ def project_backward_kernel(
 
     partials[block, r] = sum over n of factor[l, e, n] dy[r, n] for each adapter l, and
     grad[e, n] = sum over r of dy[r, n] projected[r], 0 for an expert without rows.
-    The grad of a chunk that is not all of its expert goes to chunk_grads[number of the chunk] if it follows the first
-    one, else to chunk_grads[MAX_FURTHER + number of the next chunk].
-    Grid: (n blocks, E first chunks + MAX_FURTHER).
-    The caller guarantees that MAX_FURTHER is E / 2, rounded up, - 1, and that BLOCK_M divides LEAST_CHUNK.
+    The grad of a chunk that is not all of its expert goes to chunk_grads: that of the i-th chunk that follows a first
+    one to place i, that of a first one to place (E - 1) // 2 + i, where the i-th is the next of its expert.
+    Grid: (n blocks, E first chunks and (E - 1) // 2 that may follow).
+    The caller guarantees that BLOCK_M divides LEAST_CHUNK.
     """
     wait_for_stream()
     FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
@@ -99,10 +108,10 @@ def project_backward_kernel(
             if end - start == end_of_expert - begin:
                 grad_ptrs = grad_ptr + expert.to(tl.int64) * (N * R) + offsets
                 tl.store(grad_ptrs, acc.to(grad_ptr.dtype.element_ty), mask=mask)
-            elif MAX_FURTHER > 0:
+            elif chunk_grads_ptr is not None:
                 if chunk == 0:
-                    experts, further = further_chunks(chunk_rows, schedule_ptr, NUM_EXPERTS, EXPERTS_POW2)
-                    number = MAX_FURTHER + tl.sum(tl.where(experts < expert, further, 0), 0)
+                    before = further_before(expert, chunk_rows, schedule_ptr, NUM_EXPERTS, EXPERTS_POW2)
+                    number = (NUM_EXPERTS - 1) // 2 + before
                 tl.store(chunk_grads_ptr + number.to(tl.int64) * (N * R) + offsets, acc, mask=mask)
 
 
@@ -112,20 +121,18 @@ def sum_projected_kernel(
     adapters_ptr,  # adapter of each token, or of each row in place, or None
     z_ptr,  # (rows, R), out
     chunk_grads_ptr,  # as `project_backward_kernel` writes them, or None
-    grad_ptr,  # (E, N, R), out, or None without them
+    grad_ptr,  # (E, N, R), out, or None
     row_to_slot_ptr,  # (rows,) int32, or None for rows in place
     schedule_ptr,
     num_rows, scaling,
     NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, N: tl.constexpr,
     NUM_PARTIALS: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, TOP_K: tl.constexpr,
-    MAX_FURTHER: tl.constexpr, LEAST_CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    LEAST_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """z[r] = scaling times the sum of partials[:, r], in order; with adapters 0 in columns that are not of r's.
 
-    grad[e] = the sum of what the chunks of e have made, in order, if there are several. Rows of no expert are not
-    written.
-    Grid: (row blocks + with chunk_grads E n blocks,).
+    Rows of no expert are not written. With chunk_grads: grad[e] = the sum of those of e, in order, if it has several.
+    Grid: (row blocks and, with chunk_grads, E times the n blocks,).
     """
     wait_for_stream()
     block, num_row_blocks = tl.program_id(0), tl.cdiv(num_rows, BLOCK_M)
@@ -149,7 +156,7 @@ def sum_projected_kernel(
         block -= num_row_blocks
         sum_chunk_grads(
             chunk_grads_ptr, grad_ptr, schedule_ptr, block // NUM_BLOCKS, block % NUM_BLOCKS,
-            NUM_EXPERTS, EXPERTS_POW2, N, R, MAX_FURTHER, LEAST_CHUNK, BLOCK_N, BLOCK_R,
+            NUM_EXPERTS, EXPERTS_POW2, N, R, LEAST_CHUNK, BLOCK_N, BLOCK_R,
         )  # fmt: skip
 
 
@@ -157,17 +164,17 @@ def sum_projected_kernel(
 def sum_chunk_grads(
     chunk_grads_ptr, grad_ptr, schedule_ptr, expert, n_block,
     NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
-    MAX_FURTHER: tl.constexpr, LEAST_CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    LEAST_CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """grad[expert] of a block of columns, if the expert has several chunks."""
     chunk_rows = rows_of_chunk(schedule_ptr, NUM_EXPERTS, LEAST_CHUNK)
     begin, end = expert_rows(expert, schedule_ptr)
     if end - begin > chunk_rows:
-        experts, further = further_chunks(chunk_rows, schedule_ptr, NUM_EXPERTS, EXPERTS_POW2)
-        before = tl.sum(tl.where(experts < expert, further, 0), 0)
+        before = further_before(expert, chunk_rows, schedule_ptr, NUM_EXPERTS, EXPERTS_POW2)
         n, ranks = n_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
         offsets, mask = n[:, None] * R + ranks[None, :], (n < N)[:, None] & (ranks < R)[None, :]
-        acc = tl.load(chunk_grads_ptr + (MAX_FURTHER + before).to(tl.int64) * (N * R) + offsets, mask=mask, other=0.0)
+        first = (NUM_EXPERTS - 1) // 2 + before
+        acc = tl.load(chunk_grads_ptr + first.to(tl.int64) * (N * R) + offsets, mask=mask, other=0.0)
         for number in range(before, before + tl.cdiv(end - begin, chunk_rows) - 1):
             acc += tl.load(chunk_grads_ptr + tl.cast(number, tl.int64) * (N * R) + offsets, mask=mask, other=0.0)
         grad_ptrs = grad_ptr + expert.to(tl.int64) * (N * R) + offsets

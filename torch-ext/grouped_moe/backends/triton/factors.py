@@ -17,11 +17,12 @@ def pack_factor(factor: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
     """The factor as kernels for these rows read it: itself, or a contiguous copy (1, E, N, R), 0 past the last rank.
 
     factor: (L, E, N, r). dtype: of a copy. A tile reads the factor of one expert. Where experts lie side by side, as in
-    peft's b, (N, r E), each number that it reads is a transaction of its own. Copied are those of one adapter.
+    peft's b, (N, r E), each number that it reads is a transaction of its own. Copied are those of one adapter, if there
+    are as many rows as experts: fewer do not read them all.
     """
-    num_adapters, num_experts, n, rank = factor.shape
-    _, expert_stride, _, rank_stride = factor.stride()
-    if num_adapters > 1 or rank == 1 or not 0 < expert_stride < rank_stride or rows.num_rows < num_experts:
+    num_adapters, num_experts, n, _ = factor.shape
+    _, expert_stride, *strides = factor.stride()
+    if num_adapters > 1 or not 0 < expert_stride < min(strides) or rows.num_rows < num_experts:
         return factor
     layout = layout_of(factor)
     packed = factor.new_empty((1, num_experts, n, layout.padded_rank), dtype=dtype)

@@ -17,7 +17,7 @@ from .wgrad import wgrad
 
 _MANY_ROWS = 128  # of a tile, the tallest: from there on a group's rows are read once for both results
 _BLOCK_M = 64  # rows of a step
-_LEAST_CHUNK = 512  # rows that a program takes of an expert, if it has as many
+_LEAST_CHUNK = 512  # rows of a chunk, the last one of an expert apart
 _SUM_ROWS, _SUM_COLUMNS = 64, 128  # of a program that adds up partial sums
 
 
@@ -35,11 +35,6 @@ class _Problem(NamedTuple):
     factor: FactorLayout
     top_k: int
     of_tokens: bool
-
-    @property
-    def max_further(self) -> int:
-        """How many chunks of rows follow the first ones of their groups, at most."""
-        return max(0, -(-self.num_groups // 2) - 1)
 
 
 class _Tile(NamedTuple):
@@ -77,7 +72,7 @@ def _kernels(problem: _Problem) -> Tuple[Kernel, Kernel]:
     p, tile, block_r = problem, _tile(problem), power_of_two(problem.factor.padded_rank)
     both = {
         "NUM_EXPERTS": p.num_groups, "EXPERTS_POW2": 1 << (p.num_groups - 1).bit_length(), "N": p.n,
-        "MAX_FURTHER": p.max_further, "LEAST_CHUNK": _LEAST_CHUNK, "BLOCK_R": block_r,
+        "LEAST_CHUNK": _LEAST_CHUNK, "BLOCK_R": block_r,
     }  # fmt: skip
     constants = {
         **both, **factor_constants(p.factor), "TOP_K": p.top_k if p.of_tokens else 0, "BLOCK_M": _BLOCK_M,
@@ -114,9 +109,8 @@ def project_backward(
             wgrad(dy, projected, rows, grad, lhs_of_tokens=of_tokens)
         return project(dy, factor, rows, scaling=scaling, of_tokens=of_tokens)[0]
     z = dy.new_empty((rows.num_rows, layout.padded_rank))
-    n_blocks, further, row_blocks = -(-n // tile.block_n), problem.max_further, -(-rows.num_rows // _SUM_ROWS)
+    n_blocks, sum_blocks, further = -(-n // tile.block_n), -(-rows.num_rows // _SUM_ROWS), (rows.num_groups - 1) // 2
     partials, chunk_grads = dy.new_empty((n_blocks, *z.shape), dtype=torch.float32), None
-    sum_blocks = row_blocks
     if grad is not None and further:
         chunk_grads = grad.new_empty((2 * further, *grad.shape[1:]), dtype=torch.float32)
         sum_blocks += rows.num_groups * -(-n // _SUM_COLUMNS)
@@ -126,7 +120,7 @@ def project_backward(
         rows.row_to_slot if of_tokens else None, rows.schedule, rows.num_rows,
     )  # fmt: skip
     add_up(
-        (sum_blocks, 1, 1), partials, rows.adapters, z, chunk_grads, None if chunk_grads is None else grad,
+        (sum_blocks, 1, 1), partials, rows.adapters, z, chunk_grads, grad,
         rows.row_to_slot if rows.top_k else None, rows.schedule, rows.num_rows, scaling,
     )  # fmt: skip
     return z

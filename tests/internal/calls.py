@@ -28,9 +28,9 @@ def linear(package, rows, transposed, bias, dtype=BF16):
 
 
 def adapted_linear(package, groups, rows):
-    """A step of the linear layer with a LoRA, whose b is trained or frozen."""
-    x, weight, a, b = tensors((rows, 64), (groups, 64, 64), (groups, 16, 64), (groups, 64, 16))
-    for factor, leaves in ((b, (x, a, b)), (b.detach(), (x, a))):
+    """A step of the linear layer with a LoRA, whose b is trained, or frozen, or lies as peft stores it."""
+    x, weight, a, b, peft = tensors((rows, 64), (groups, 64, 64), (groups, 16, 64), (groups, 64, 16), (64, 16, groups))
+    for factor, leaves in ((b, (x, a, b)), (b.detach(), (x, a)), (peft.movedim(-1, 0), (x, a, peft))):
         y = package.grouped_linear(x, weight, torch.full((groups,), rows // groups), lora=package.LoRA(a, factor))
         differentiate(y, *leaves)
 

@@ -12,14 +12,14 @@ def pack_factor_kernel(
     packed_ptr,  # (E, N, R), contiguous, out
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr,
     STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_NR: tl.constexpr,
 ):  # fmt: skip
     """packed[e, n] = factor[e, n], 0 past the last rank.
 
     Grid: (blocks of the N R numbers of an expert, expert blocks).
     """
     wait_for_stream()
-    numbers = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    numbers = tl.program_id(0) * BLOCK_NR + tl.arange(0, BLOCK_NR)
     experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     n, ranks, inside = numbers // R, numbers % R, (experts < NUM_EXPERTS)[:, None] & (numbers < N * R)[None, :]
     experts = experts.to(tl.int64)[:, None]

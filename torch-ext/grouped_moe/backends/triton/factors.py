@@ -10,7 +10,7 @@ from ...rows import Rows
 from ..kernels.factors import pack_factor_kernel
 from .launch import Kernel
 
-_BLOCK_E, _BLOCK_C = 32, 128  # experts, and numbers of each
+_BLOCK_E, _BLOCK_NR = 32, 128  # experts, and numbers of each
 
 
 def pack_factor(factor: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
@@ -26,7 +26,7 @@ def pack_factor(factor: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
         return factor
     layout = layout_of(factor)
     packed = factor.new_empty((1, num_experts, n, layout.padded_rank), dtype=dtype)
-    blocks = -(-n * layout.padded_rank // _BLOCK_C), -(-num_experts // _BLOCK_E), 1
+    blocks = -(-n * layout.padded_rank // _BLOCK_NR), -(-num_experts // _BLOCK_E), 1
     _kernel(num_experts, n, layout)(blocks, factor, packed)
     return packed
 
@@ -36,6 +36,6 @@ def _kernel(num_experts: int, n: int, layout: FactorLayout) -> Kernel:
     names = "STRIDE_FE", "STRIDE_FN", "STRIDE_FR"
     constants = {
         "NUM_EXPERTS": num_experts, "N": n, "RANK": layout.rank, "R": layout.padded_rank,
-        **dict(zip(names, layout.strides[1:])), "BLOCK_E": _BLOCK_E, "BLOCK_C": _BLOCK_C,
+        **dict(zip(names, layout.strides[1:])), "BLOCK_E": _BLOCK_E, "BLOCK_NR": _BLOCK_NR,
     }  # fmt: skip
     return Kernel(pack_factor_kernel, constants)

@@ -1,6 +1,7 @@
 """Low-rank pairs (LoRA) on the experts block, its weights frozen: steps and small batches, all tokens local.
 
 frozen            our block without pairs, which all others are to be compared with: it computes something else
+ours, as peft     our block with factors in fp32, b as a view of (N, r E): as peft stores them
 eight adapters    our block with as many adapters, of which each token has one; in small batches alone
 merged            our block on W + b a, made twice in each forward, as by the parametrization of peft's ParamWrapper
 grouped_mm merged transformers' grouped_mm on the same
@@ -19,28 +20,36 @@ from torch import Tensor
 from torch.nn import functional as F
 from workload import DEEPSEEK_V3, MIXTRAL, QWEN3_30B, SMOKE, Cell, Layer, make_inputs
 
-FROZEN, EIGHT, MERGED, SPLIT = "frozen", "eight adapters", "merged", "split"
+FROZEN, EIGHT, MERGED, SPLIT, AS_PEFT = "frozen", "eight adapters", "merged", "split", f"{OURS}, as peft"
 NAMES = ("hidden_states", "top_k_weights", "up_a", "up_b", "down_a", "down_b")
 SETS, RANKS, STEP_TOKENS, BATCHES = 2, (16, 64), 8192, (1, 8, 32, 128)
 
 
 class Case(NamedTuple):
-    """A layer with pairs of a rank, for so many tokens."""
+    """A layer with pairs of a rank, for so many tokens. pattern: of a `Cell`."""
 
     layer: Layer
     rank: int
     tokens: int
     backward: bool
+    pattern: str = "random"
 
     def __str__(self) -> str:
-        return f"{self.layer.name} r={self.rank} {'step' if self.backward else 'forward'} T={self.tokens}"
+        said = f"{self.layer.name} r={self.rank} {'step' if self.backward else 'forward'} T={self.tokens}"
+        return said if self.pattern == "random" else f"{said} {self.pattern}"
+
+    @property
+    def cell(self) -> Cell:
+        """Without pairs."""
+        return Cell(self.layer, self.tokens, backward=self.backward, pattern=self.pattern)
 
 
 def cases(smoke: bool) -> List[Case]:
     """Equal layers are in a row."""
     if smoke:
-        return [Case(SMOKE, 3, 12, True), Case(SMOKE, 3, 2, False)]
+        return [Case(SMOKE, 3, 12, True), Case(SMOKE, 3, 12, True, "zipf"), Case(SMOKE, 3, 2, False)]
     steps = [Case(layer, r, STEP_TOKENS, True) for layer in (QWEN3_30B, DEEPSEEK_V3, MIXTRAL) for r in RANKS]
+    steps.insert(len(RANKS), Case(QWEN3_30B, RANKS[0], STEP_TOKENS, True, "zipf"))
     return steps + [Case(QWEN3_30B, RANKS[0], tokens, False) for tokens in BATCHES]
 
 
@@ -51,6 +60,12 @@ def make_factors(block: Block, rank: int, *adapters: int) -> List[Tensor]:
         shape for e, n, k in (up.shape, down.shape) for shape in ((*adapters, e, rank, k), (*adapters, e, n, rank))
     ]
     return [torch.randn(shape, device=DEVICE, dtype=up.dtype).div_(shape[-1] ** 0.5) for shape in shapes]
+
+
+def as_peft(name: str, factor: Tensor) -> Tensor:
+    """A factor in fp32, b as a view of (N, r E)."""
+    wide = factor.detach().float()
+    return wide.movedim(0, -1).contiguous().movedim(-1, 0) if name.endswith("b") else wide
 
 
 def make_split(block: Block, ids: Tensor) -> Callable[..., Tensor]:
@@ -83,7 +98,7 @@ def make_problem(kernel: ModuleType, case: Case) -> Problem:
     torch.manual_seed(0)
     block = make_block(case.layer, DEVICE)
     (up, down), experts = [weight.requires_grad_(False) for weight in block.weights], kernel.grouped_mm_experts
-    sets = [make_inputs(Cell(case.layer, case.tokens, backward=case.backward), DEVICE) for _ in range(SETS)]
+    sets = [make_inputs(case.cell, DEVICE) for _ in range(SETS)]
     factors = [factor.requires_grad_(case.backward) for factor in make_factors(block, case.rank)]
     inputs = [Inputs((s.x, s.weights, *factors), s.dout) for s in sets]
 
@@ -109,6 +124,8 @@ def make_problem(kernel: ModuleType, case: Case) -> Problem:
 
     baselines, providers = {FROZEN: frozen}, {OURS: Provider(ours, inputs)}
     if case.backward:
+        wide = [as_peft(name, factor).requires_grad_() for name, factor in zip(NAMES[-4:], factors)]
+        providers[AS_PEFT] = Provider(ours, [Inputs((s.x, s.weights, *wide), s.dout) for s in sets])
         split = [make_split(block, s.ids) for s in sets]
         providers[MERGED] = Provider(merged, inputs)
         providers[f"{GROUPED} {MERGED}"] = Provider(grouped_merged, inputs)
@@ -128,8 +145,7 @@ def make_problem(kernel: ModuleType, case: Case) -> Problem:
         sums = up[some].float() + up_b @ up_a, down[some].float() + of_down[1] @ of_down[0]
         return kernel.reference.grouped_mm_experts(x, sets[0].ids - first, weights, *sums)
 
-    cell = Cell(case.layer, case.tokens, backward=case.backward)
-    described = {**cell.described(), "name": str(case), "rank": case.rank}
+    described = {**case.cell.described(), "name": str(case), "rank": case.rank}
     part = STEP if case.backward else FORWARD
     return Problem(described, providers, (part,), right, NAMES, 2, baselines=baselines, frozen=(up, down))
 

@@ -47,7 +47,7 @@ class Case(NamedTuple):
 def cases(smoke: bool) -> List[Case]:
     """Equal layers are in a row."""
     if smoke:
-        return [Case(SMOKE, 3, 12, True), Case(SMOKE, 3, 12, True, "zipf"), Case(SMOKE, 3, 2, False)]
+        return [Case(SMOKE, 8, 12, True), Case(SMOKE, 8, 12, True, "zipf"), Case(SMOKE, 8, 2, False)]
     steps = [Case(layer, r, STEP_TOKENS, True) for layer in (QWEN3_30B, DEEPSEEK_V3, MIXTRAL) for r in RANKS]
     steps.insert(len(RANKS), Case(QWEN3_30B, RANKS[0], STEP_TOKENS, True, "zipf"))
     return steps + [Case(QWEN3_30B, RANKS[0], tokens, False) for tokens in BATCHES]

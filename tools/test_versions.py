@@ -23,7 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 PAIRS: Dict[str, Tuple[str, ...]] = {
     "oldest": ("torch==2.11.0", "triton==3.6.0", "numpy==2.3.5"),
     "pinned": ("torch==2.13.0", "triton==3.9.0"),
-    "newest": ("torch", "triton"),
+    "newest": ("torch", "triton", "transformers", "peft"),
 }
 SHOW = (
     "import numpy, torch, transformers, triton; print(*(m.__version__ for m in (torch, triton, numpy, transformers)))"

@@ -21,10 +21,10 @@ from torch.nn.functional import normalize, rms_norm, silu
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASES = find_cases()
 # transformers -> its experts classes. Versions in between have at least what the one before has.
-CLASS_COUNTS = {(5, 9): 37, (5, 17): 55, (5, 23): 65}
+CLASS_COUNTS = {(5, 9): 37, (5, 17): 55, (5, 23): 65, (5, 24): 68}
 
 # Classes that compute what the fused block does not: a norm after each expert; soft caps on gate and up.
-UNFUSED = {"MuseSparkExperts", "Inkling2Experts"}
+UNFUSED = {"MuseSparkExperts", "Inkling2Experts", "Inkling2LoopExperts"}
 
 # The names in ACT2FN whose functions the fused block has.
 FUSED_ACTIVATIONS = {

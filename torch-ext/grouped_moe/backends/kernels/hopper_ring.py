@@ -6,6 +6,7 @@ have landed, and `empty` when all consumers have read them. Producer and consume
 returns at once.
 """
 
+import math
 from typing import NamedTuple
 
 from triton.experimental import gluon
@@ -79,15 +80,26 @@ def has_shape(buffers, block):
     return list(buffers[1:]) == list(block)
 
 
+@constexpr_function
+def count_blocks(buffers, dtype, block, block_dtype):
+    """How many blocks a slot of some buffers holds."""
+    bits = math.prod(buffers[1:]) * dtype.primitive_bitwidth
+    return bits // (math.prod(block) * block_dtype.primitive_bitwidth)
+
+
 @gluon.jit
 def slot_as(buffers, desc, slot):
-    """A slot of the ring's buffers as a block of a descriptor: that of the operands, or of the low-rank part."""
+    """A slot of the ring's buffers as a block of a descriptor: that of the operands, or of the low-rank part.
+
+    A smaller block is the first one in the slot: Triton 3.8 sees memory as no less than it is.
+    """
     if buffers.dtype == desc.dtype and has_shape(buffers.shape, desc.block_type.shape):
         return buffers.index(slot)
     else:
-        shape: gl.constexpr = desc.block_type.shape
+        blocks: gl.constexpr = count_blocks(buffers.shape, buffers.dtype, desc.block_type.shape, desc.dtype)
+        shape: gl.constexpr = [blocks] + desc.block_type.shape
         layout: gl.constexpr = desc.layout
-        return reinterpret(buffers.index(slot), desc.dtype, shape, layout)
+        return reinterpret(buffers.index(slot), desc.dtype, shape, layout).index(0)
 
 
 @gluon.jit

@@ -50,7 +50,7 @@ def _tile(problem: _Problem) -> Optional[_Tile]:
 
     Nearly as many programs as processors are needed, and many rows for each. A block of columns is read once less, for
     a partial sum that is written and read: that may cost half of the gain. The second read of gathered rows hits L2, so
-    one pass pays only with 16 ranks or fewer.
+    one pass pays only with 16 ranks or fewer. Triton 3.8 has no registers for masks of columns beside over 32 ranks.
     """
     p, block_r = problem, power_of_two(problem.factor.padded_rank)
     if p.block_m < _MANY_ROWS or p.dtype.itemsize > 2 or p.of_tokens and block_r > 16:
@@ -61,7 +61,8 @@ def _tile(problem: _Problem) -> Optional[_Tile]:
             step = 2 * _BLOCK_M * (block_n + block_r)
             rest = block_r * (2 * block_n + 4 * _BLOCK_M)  # the factor, and results on their way to memory
             fits = stages * step + rest <= p.spec.shared_memory
-            if fits and block_n >= 8 * block_r and 10 * num_programs >= 9 * p.spec.num_sms:
+            masks = p.n % block_n and block_r > 32
+            if fits and not masks and block_n >= 8 * block_r and 10 * num_programs >= 9 * p.spec.num_sms:
                 return _Tile(block_n, stages)
     return None
 

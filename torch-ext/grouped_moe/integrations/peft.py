@@ -58,11 +58,14 @@ def _subclass(kind: type) -> type:
 
     class FusedWrapper(kind):
         def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-            lora = _lora_of(self, kwargs)
+            lora = _lora_of(self, self.get_base_layer(), kwargs)
             if lora is None:
                 return super().forward(x, *args, **kwargs)
-            with _handed_over(self.base_layer, lora, kwargs) as arguments:
-                return self.base_layer(x, *args, **arguments)
+            base_layer = self.base_layer
+            if "ep_loras" not in base_layer.__dict__:
+                return base_layer(x, *args, **kwargs, **lora)
+            with _handed_over(base_layer.ep_loras, {**kwargs, **lora}) as arguments:
+                return base_layer(x, *args, **arguments)
 
         def __reduce_ex__(self, protocol):
             return (_new_wrapper, (kind,), *super().__reduce_ex__(protocol)[2:])
@@ -72,17 +75,11 @@ def _subclass(kind: type) -> type:
 
 
 @contextlib.contextmanager
-def _handed_over(
-    base_layer: nn.Module, lora: Dict[str, LoRA], arguments: Dict[str, object]
-) -> Iterator[Dict[str, object]]:
-    """Yields what to call the base layer with: `arguments` and the LoRA, but not those that its `ep_loras` hold then.
+def _handed_over(given: Dict[str, LoRA], arguments: Dict[str, object]) -> Iterator[Dict[str, object]]:
+    """Yields what of `arguments` is no LoRA. `given`, the `ep_loras` of the experts, holds the rest meanwhile.
 
-    It has these where an exchange between ranks stands before the experts, which passes no other arguments on.
+    Experts have these where an exchange between ranks stands before them, which passes no other arguments on.
     """
-    arguments, given = {**arguments, **lora}, getattr(base_layer, "ep_loras", None)
-    if given is None:
-        yield arguments
-        return
     given.update((name, arguments.pop(name)) for name in _ARGUMENTS.values() if name in arguments)
     try:
         yield arguments
@@ -95,23 +92,26 @@ def _new_wrapper(kind: type) -> nn.Module:
     return _subclass(kind).__new__(_subclass(kind))
 
 
-def _lora_of(wrapper: nn.Module, arguments: Dict[str, object]) -> Optional[Dict[str, LoRA]]:
-    """What to call the experts with besides `arguments`, or None where peft's own forward has to run."""
-    experts = wrapper.get_base_layer()
+def _lora_of(wrapper: nn.Module, experts: nn.Module, arguments: Dict[str, object]) -> Optional[Dict[str, LoRA]]:
+    """What to call the experts with besides `arguments`, or None where peft's own forward has to run.
+
+    It runs in each forward of each layer, so it looks at nothing twice: peft takes several us to find the experts.
+    """
     if implementation_of(experts) is None:
         return None
-    transposed = getattr(experts, "is_transposed", False)
-    if not _is_known(transposed):
+    if not _is_known(getattr(experts, "is_transposed", False)):
         _warn(wrapper, "this version of peft has other factors, or computes something else of them")
         return None
     adapters = _active(wrapper)
     if not adapters or arguments.get("adapter_names") is not None:
         return None
-    reason = _obstacle(wrapper, adapters)
+    adapter = adapters[0]
+    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    reason = "several adapters are active" if len(adapters) > 1 else _obstacle(wrapper, experts, adapter, a, b)
     if reason is not None:
         _warn(wrapper, reason)
         return None
-    return {_ARGUMENTS[wrapper.parameter_name]: _factors(wrapper, adapters[0])}
+    return {_ARGUMENTS[wrapper.parameter_name]: _as_lora(wrapper, adapter, a, b)}
 
 
 def _warn(wrapper: nn.Module, reason: str) -> None:
@@ -132,34 +132,32 @@ def _active(wrapper: nn.Module) -> List[str]:
     return [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
 
 
-def _factors(wrapper: nn.Module, adapter: str) -> LoRA:
-    """As peft stores them: A (E r, K), B (N, r E), whether the weight is transposed or not.
+def _as_lora(wrapper: nn.Module, adapter: str, a: Tensor, b: Tensor) -> LoRA:
+    """Of factors as peft stores them: A (E r, K), B (N, r E), whether the weight is transposed or not.
 
     `ParamWrapper.get_delta_factors` would round them, and their gradients, to the dtype of the weight.
     """
-    a, b, experts = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, wrapper.num_experts
-    a, b = a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    num_experts = wrapper.num_experts
+    a, b = a.reshape(num_experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
     return LoRA(a, b, wrapper.scaling[adapter])
 
 
-def _obstacle(wrapper: nn.Module, adapters: List[str]) -> Optional[str]:
-    """Why the active adapters cannot be handed to the block, or None."""
+def _obstacle(wrapper: nn.Module, experts: nn.Module, adapter: str, a: Tensor, b: Tensor) -> Optional[str]:
+    """Why the adapter, of which a and b are the factors, cannot be handed to the block, or None."""
     if wrapper.parameter_name not in _ARGUMENTS:
         return f"{wrapper.parameter_name} is none of {', '.join(_ARGUMENTS)}"
-    if len(adapters) > 1:
-        return "several adapters are active"
     if wrapper.num_experts == 1:
         return "there is one expert"
-    if isinstance(wrapper.get_base_layer().__dict__.get("forward"), MethodType):  # as kernels.kernelize puts one there
+    if isinstance(experts.__dict__.get("forward"), MethodType):  # as kernels.kernelize puts one there
         return "the experts have another forward, which takes no factors"
-    if not _has_factors_alone(wrapper, adapters[0]):
+    if not _has_factors_alone(wrapper, adapter):
         return "the adapter has more than two factors and a scaling"
-    a, b, weight = wrapper.lora_A[adapters[0]].weight, wrapper.lora_B[adapters[0]].weight, wrapper.get_param()
+    weight = getattr(experts, wrapper.parameter_name)
     spread = getattr(weight, "placements", None) is not None  # of a DTensor
-    if spread and not hasattr(wrapper.get_base_layer(), "ep_loras"):
+    if spread and not hasattr(experts, "ep_loras"):
         return "the weight is sharded, and no ep_implementation of this package brings tokens to its rank"
     plain = (a, b) if spread else (a, b, weight)
-    weight_dtypes = (*_DTYPES, CODES) if is_fp8(wrapper.get_base_layer()) else _DTYPES
+    weight_dtypes = (*_DTYPES, CODES) if is_fp8(experts) else _DTYPES
     known = weight.dtype in weight_dtypes and a.dtype in _DTYPES and b.dtype in _DTYPES
     if not known or any(type(tensor) not in (Tensor, nn.Parameter) for tensor in plain):
         return "the weight or a factor is sharded, quantized or of a dtype that the block does not compute in"
@@ -175,10 +173,10 @@ def _has_factors_alone(wrapper: nn.Module, adapter: str) -> bool:
     """
     if adapter in wrapper.lora_variant or not isinstance(wrapper.scaling[adapter], (int, float)):
         return False
-    for name, child in wrapper.named_children():
-        part = child[adapter] if name != "base_layer" and adapter in child else None
-        if name in ("lora_A", "lora_B"):
-            part = part.bias
+    for name, child in wrapper._modules.items():
+        if child is None or name == "base_layer" or adapter not in child:
+            continue
+        part = child[adapter].bias if name in ("lora_A", "lora_B") else child[adapter]
         if part is not None and not isinstance(part, nn.Identity):
             return False
     return True
@@ -191,7 +189,7 @@ def _is_known(transposed: bool) -> bool:
 
 @lru_cache(maxsize=None)
 def _computes_our_sum(transposed: bool) -> bool:
-    """Whether peft makes W + scaling b a of the weights of experts, with a and b as `_factors` finds them.
+    """Whether peft makes W + scaling b a of the weights of experts, with a and b as `_as_lora` takes them.
 
     Found by wrapping a small module by peft's own means and asking it for the weight that it then has.
     """
@@ -211,7 +209,8 @@ def _computes_our_sum(transposed: bool) -> bool:
             options = {"r": 4, "lora_alpha": 6, "target_modules": [], "init_lora_weights": False}
             peft.get_peft_model(model, peft.LoraConfig(target_parameters=["experts.weight"], **options))
             (adapter,) = _active(model.experts)
-            a, b, scaling = _factors(model.experts, adapter)
+            stored = model.experts.lora_A[adapter].weight, model.experts.lora_B[adapter].weight
+            a, b, scaling = _as_lora(model.experts, adapter, *stored)
             delta = scaling * (b @ a)
             want = weight + (delta.transpose(1, 2) if transposed else delta)
             merged = model.experts(torch.ones((), dtype=torch.float64))

@@ -12,7 +12,7 @@ READY = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/ready)
 PIP = $(PYTHON) -m pip --python $(PY) install --disable-pip-version-check
 export SHOW_PACKAGES = import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")
 
-.PHONY: help venv build build-cuda demo lint test test-gpu test-versions fuzz bench plots tune compile-check clean
+.PHONY: help venv build build-cuda demo lint test test-package test-interpreter test-gpu test-versions fuzz bench plots tune compile-check clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -50,8 +50,12 @@ lint: $(READY)  ## what ruff finds, and what it would format otherwise
 # One thread per process: what the tests multiply is small, and threads that wait for each other cost more.
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-test: build  ## everything a machine without a GPU can test
+test: test-package test-interpreter  ## everything a machine without a GPU can test
+
+test-package: build
 	$(PYTEST) tests --ignore tests/interpreter
+
+test-interpreter: build
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 
 # As a user of the Hub loads a build: by its repository.

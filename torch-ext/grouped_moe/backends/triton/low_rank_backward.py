@@ -61,8 +61,8 @@ def _tile(problem: _Problem) -> Optional[_Tile]:
             step = 2 * _BLOCK_M * (block_n + block_r)
             rest = block_r * (2 * block_n + 4 * _BLOCK_M)  # the factor, and results on their way to memory
             fits = stages * step + rest <= p.spec.shared_memory
-            masks = p.n % block_n and block_r > 32
-            if fits and not masks and block_n >= 8 * block_r and 10 * num_programs >= 9 * p.spec.num_sms:
+            masks_columns = p.n % block_n > 0 and block_r > 32
+            if fits and not masks_columns and block_n >= 8 * block_r and 10 * num_programs >= 9 * p.spec.num_sms:
                 return _Tile(block_n, stages)
     return None
 

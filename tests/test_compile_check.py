@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(ROOT / "tools"))
 
 import compile_check  # noqa: E402
+import compiled_kernel  # noqa: E402
 
 ALLOCATED = """
     %ring = ttg.local_alloc : () -> !ttg.memdesc<6x32x256xbf16, #shared, #smem, mutable>
@@ -32,7 +33,20 @@ ALLOCATED = """
     ("ttng.inval_barrier %first", []),  # Triton's own pipelines
 ])  # fmt: skip
 def test_stray_barriers(specialised, stray):
-    assert compile_check.stray_barriers(SimpleNamespace(asm={"ttgir": ALLOCATED + specialised})) == stray
+    kernel = SimpleNamespace(asm={"ttgir": ALLOCATED + specialised})
+    assert compiled_kernel.stray_barriers(kernel) == stray
+    assert bool(stray) is compiled_kernel.memory_misuse(kernel).startswith("barriers")
+
+
+@pytest.mark.parametrize("before, after, resized", [
+    ("1x2x128x64xbf16", "4x1x2x128x16xbf16", False), ("128x128xf8E4M3FN", "1x128x64xbf16", False),
+    ("128x64xbf16", "128x16xbf16", True), ("128x128xi8", "128x128xf16", True),
+])  # fmt: skip
+def test_resized_memory(before, after, resized):
+    line = f"%w_5 = ttg.memdesc_reinterpret %w : !ttg.memdesc<{before}, #a, #smem> -> !ttg.memdesc<{after}, #b, #smem>"
+    kernel = SimpleNamespace(asm={"ttgir": f"{line}\n{line}"})
+    assert compiled_kernel.resized_memory(kernel) == [f"{before} as {after}"] * 2 * resized
+    assert bool(compiled_kernel.memory_misuse(kernel)) is resized
 
 
 @pytest.mark.parametrize("target, ptx, waits", [

@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from compiled_kernel import NamedDriver, code_bytes, resource_usage, stray_barriers, waits_for_stream  # noqa: E402
+from compiled_kernel import NamedDriver, code_bytes, memory_misuse, resource_usage, waits_for_stream  # noqa: E402
 from machine import write  # noqa: E402
 from workload import DEEPSEEK_V3, GPT_OSS, NEMOTRON, QWEN3_30B, Layer  # noqa: E402
 
@@ -325,8 +325,8 @@ def problem_of(row: Row, kernel) -> str:
         return f"spills {row.spilled} bytes"
     if row.target == "sm90" and row.code > CODE_LIMIT:
         return f"code {row.code} > {CODE_LIMIT}"
-    if stray_barriers(kernel):
-        return f"barriers that no partition uses: {stray_barriers(kernel)}"
+    if misuse := memory_misuse(kernel):
+        return misuse
     if not waits_for_stream(kernel, target.gpu, row.kernel in BESIDE and "*" in kernel.src.signature["projected_ptr"]):
         return "does not wait for the stream first, or where it cannot"
     return ""

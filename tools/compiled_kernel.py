@@ -3,6 +3,7 @@
 That is read from the texts and the binary that Triton keeps.
 """
 
+import math
 import re
 import struct
 import subprocess
@@ -73,6 +74,29 @@ def stray_barriers(kernel) -> list:
     used |= {whole for view, whole in re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)", before) if view in used}
     allocated = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[0-9x]+xi64", before)
     return [name for name in allocated if name not in used]
+
+
+def resized_memory(kernel) -> list:
+    """Pieces of shared memory that a Gluon kernel sees as a type of another size, with which Triton 3.8 fails."""
+    pairs = re.findall(
+        r"memdesc_reinterpret %\S+ : !ttg\.memdesc<(\w+),.*? -> !ttg\.memdesc<(\w+),", kernel.asm.get("ttgir", "")
+    )
+    return [f"{before} as {after}" for before, after in pairs if _bits(before) != _bits(after)]
+
+
+def _bits(shape: str) -> int:
+    """Of a tensor's type in the text, such as 128x64xbf16."""
+    *extents, kind = shape.split("x")
+    return math.prod(map(int, extents)) * int(re.search(r"\d+", kind).group())
+
+
+def memory_misuse(kernel) -> str:
+    """What is wrong with how a Gluon kernel uses shared memory, if anything."""
+    if stray_barriers(kernel):
+        return f"barriers that no partition uses: {stray_barriers(kernel)}"
+    if resized_memory(kernel):
+        return f"memory as a type of another size: {resized_memory(kernel)}"
+    return ""
 
 
 def waits_for_stream(kernel, target: GPUTarget, beside: bool = False) -> bool:

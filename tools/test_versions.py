@@ -2,8 +2,9 @@
 
     python tools/test_versions.py [--only NAME] [--workers 2] [--folder DIR] [--output JSON]
 
-Each pair gets a virtual environment in DIR, which stays for the next time. The JSON has what pytest counted, first of
-the tests, then of those under Triton's interpreter. Exits with 1 if a pair did not pass.
+Each pair gets a virtual environment in DIR, which stays for the next time; the newest one gets the newest transformers
+and peft, too. The JSON has what pytest counted, first of the tests, then of those under Triton's interpreter. Exits
+with 1 if a pair did not pass.
 """
 
 import argparse

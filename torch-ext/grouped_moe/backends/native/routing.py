@@ -18,10 +18,10 @@ _ROUTE, _SPLIT = (ops.route_rows.default, ops.split_rows.default) if IS_BUILT el
 def routing_pays(num_slots: int, num_experts: int) -> bool:
     """Whether one native launch is better than the Triton backend's one, or three above 2048 slots.
 
-    The three take the host 35 us longer, and up to 256 experts the GPU at most 3 us less.
+    The three take the host 35 us longer, and up to 128 experts the GPU at most 2 us less.
     """
     if num_slots > 2048:
-        return num_experts <= 256
+        return num_experts <= 128
     return num_slots <= (128 if num_experts <= 32 else 64 if num_experts <= 128 else 0)
 
 

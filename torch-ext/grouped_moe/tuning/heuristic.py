@@ -266,8 +266,9 @@ def wgrad_config(
     if dtype.itemsize > 2:
         default = GemmConfig(64, 64, 32, 8, 2, programs_per_sm=0)
     elif n <= THIN:
-        # Many steps under way: a group with many rows is left to few programs.
-        default = GemmConfig(128, 64, 32 if gathered and n > 32 else 64, 4, 3 if gathered else 4, programs_per_sm=0)
+        # Many rows under way: a group with most of them is left to few programs.
+        block_k = 32 if gathered and (n > 32 or rows < 512) else 64
+        default = GemmConfig(128, 64, block_k, 4, 3 if gathered else 4, programs_per_sm=0)
     elif rows <= 32:
         default = GemmConfig(64, 128, 32, 4, 3 if tma else 2, programs_per_sm=0)
     elif tma and rows < 1024:

@@ -82,7 +82,7 @@ def has_shape(buffers, block):
 
 @constexpr_function
 def count_blocks(buffers, dtype, block, block_dtype):
-    """How many blocks a slot of some buffers holds."""
+    """How many blocks a slot of some buffers holds. buffers, block: their shapes."""
     bits = math.prod(buffers[1:]) * dtype.primitive_bitwidth
     return bits // (math.prod(block) * block_dtype.primitive_bitwidth)
 
@@ -91,7 +91,7 @@ def count_blocks(buffers, dtype, block, block_dtype):
 def slot_as(buffers, desc, slot):
     """A slot of the ring's buffers as a block of a descriptor: that of the operands, or of the low-rank part.
 
-    A smaller block is the first one in the slot: Triton 3.8 sees memory as no less than it is.
+    A smaller block is the first of those in the slot: Triton 3.8 reinterprets memory as a type of the same size alone.
     """
     if buffers.dtype == desc.dtype and has_shape(buffers.shape, desc.block_type.shape):
         return buffers.index(slot)

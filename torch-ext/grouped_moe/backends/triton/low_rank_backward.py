@@ -50,7 +50,7 @@ def _tile(problem: _Problem) -> Optional[_Tile]:
 
     Nearly as many programs as processors are needed, and many rows for each. A block of columns is read once less, for
     a partial sum that is written and read: that may cost half of the gain. The second read of gathered rows hits L2, so
-    one pass pays only with 16 ranks or fewer. Triton 3.8 has no registers for masks of columns beside over 32 ranks.
+    one pass pays only with 16 ranks or fewer. With more than 32, masks of columns would spill registers (Triton 3.8).
     """
     p, block_r = problem, power_of_two(problem.factor.padded_rank)
     if p.block_m < _MANY_ROWS or p.dtype.itemsize > 2 or p.of_tokens and block_r > 16:

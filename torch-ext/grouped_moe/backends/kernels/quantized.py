@@ -126,8 +126,8 @@ def quantized_up_proj_kernel(
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
     tl.static_assert(not INTERLEAVED and BLOCK_N == BLOCK, "gate and up of the columns of one scale lie apart")
-    # Gate and up of all columns, beside the sums of a step, would not fit the registers: each half has a loop over K.
-    PIECE: tl.constexpr = BLOCK_N // WIDTH
+    # Gate and up of all columns, beside the sums of a step, would not fit the registers: each piece has a loop over K.
+    PIECE: tl.constexpr = BLOCK_N // 2
     HALF: tl.constexpr = PIECE // 2
     PRODUCT: tl.constexpr = ScaledProduct(WIDTH * N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K, WIDTH)
     FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
@@ -146,8 +146,12 @@ def quantized_up_proj_kernel(
         expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
         scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
         largest = tl.zeros((BLOCK_M,), tl.float32)
-        values = ()
-        for i in tl.static_range(WIDTH):
+        zeros = tl.zeros((BLOCK_M, HALF), tl.float32)
+        values = (zeros, zeros)  # of the halves of a piece
+        earlier = values  # of those of the piece before
+        # Not unrolled: ptxas would mix both loops over K, and spill.
+        for i in tl.range(2):
+            earlier = values
             column = n_tile * BLOCK_N + i * PIECE
             # A whole piece past the last column multiplies the last ones again, and is not stored.
             source = tl.minimum(column, N - PIECE) if N % PIECE == 0 and N % BLOCK_N != 0 else column
@@ -156,6 +160,7 @@ def quantized_up_proj_kernel(
             if GATED:
                 up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, FACTOR, PRECISION)
             gates, ups = column_pieces(gate, 2), column_pieces(up, 2)
+            made = ()
             for j in tl.static_range(2):
                 column = n_tile * BLOCK_N + i * PIECE + j * HALF
                 gate, up = preact_epilogue(
@@ -166,11 +171,14 @@ def quantized_up_proj_kernel(
                     if N % BLOCK_N != 0:  # what a gate has past its last column is of up
                         value = tl.where((column + tl.arange(0, HALF) < N)[None, :], value, 0.0)
                     largest = tl.maximum(largest, tl.max(tl.abs(value), axis=1))
-                    values += (value,)
+                    made += (value,)
+            if act_ptr is not None:
+                values = made
         if act_ptr is not None:
             scale = scale_of(largest)
-            for i in tl.static_range(2 * WIDTH):
-                codes = values[i] * (1.0 / scale)[:, None]
+            halves = earlier + values
+            for i in tl.static_range(4):
+                codes = halves[i] * (1.0 / scale)[:, None]
                 store_columns(act_ptr, codes, row, row_mask, n_tile * BLOCK_N + i * HALF, N)
             scale_ptrs = tile_ptrs(act_scale_ptr, row, n_tile, (N + BLOCK - 1) // BLOCK, BLOCK_M, 1)
             tl.store(scale_ptrs, scale[:, None], mask=row_mask[:, None])

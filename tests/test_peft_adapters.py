@@ -10,7 +10,7 @@ import warnings
 import weakref
 from functools import partial, partialmethod
 from types import MethodType
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from peft_experts import (
     outputs,
     peft,
     run,
+    set_implementation,
     warn_again,
     watch,
     wrappers,
@@ -183,15 +184,20 @@ def with_other_parts(model):
     model.experts.lora_magnitude_vector["default"] = nn.Linear(1, 1)
 
 
+def with_a_tensor_as_scaling(model):
+    model.experts.scaling["default"] = torch.tensor(2.0)
+
+
 def in_another_dtype(model):
     model.experts.lora_A["default"].to(torch.float8_e5m2)
 
 
 CHANGES = {
-    "dropout": (with_dropout, {}, "the adapter has more than two factors"),
-    "bias": (with_bias, {}, "the adapter has more than two factors"),
-    "variant": (with_variant, {}, "the adapter has more than two factors"),
-    "other-parts": (with_other_parts, {}, "the adapter has more than two factors"),
+    "dropout": (with_dropout, {}, "the adapter is more than two factors"),
+    "bias": (with_bias, {}, "the adapter is more than two factors"),
+    "variant": (with_variant, {}, "the adapter is more than two factors"),
+    "other-parts": (with_other_parts, {}, "the adapter is more than two factors"),
+    "scaling": (with_a_tensor_as_scaling, {}, "a scaling that is an int or a float"),
     "rank": (None, {"rank_pattern": {"experts.down_proj": 257}}, "the rank is above 256"),
     "dtype": (in_another_dtype, {}, "sharded, quantized or of a dtype"),
 }
@@ -231,6 +237,81 @@ def test_another_forward_is_not_given_factors(grouped_moe, implementation, calls
     experts.forward = MethodType(grouped_moe.layers.GroupedMoeExperts.forward, experts)
     with pytest.warns(UserWarning, match="the experts have another forward, which takes no factors"):
         assert_near(outputs(model, inputs, implementation), want)
+    assert calls == [BOTH]
+
+
+def plain(forward):
+    return lambda self, x, ids, weights: forward(self, x, ids, weights)
+
+
+def with_unused_options(forward):
+    return lambda self, x, ids, weights, **options: forward(self, x, ids, weights)
+
+
+@pytest.mark.parametrize("way", ["of the class", "of a subclass", "bound", "partial"])
+@pytest.mark.parametrize("replacement", [plain, with_unused_options], ids=["without options", "dropping options"])
+def test_a_forward_that_drops_factors(way, replacement, implementation, calls, device, monkeypatch):
+    """It is found out before the call, or by what the call did; then peft's own forward runs, output and gradients.
+
+    Where the experts have their own forward again, they get factors again.
+    """
+    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe"), make_inputs(device)
+    experts = wrappers(model)[0].get_base_layer()
+    want, kind = run(model, inputs, "eager"), type(experts)
+    forward = replacement(kind.forward)
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "of the class":
+            patch.setattr(kind, "forward", forward)
+        elif way == "of a subclass":
+            patch.setattr(experts, "__class__", type("Experts", (kind,), {"forward": forward}))
+        elif way == "bound":
+            patch.setattr(experts, "forward", MethodType(forward, experts), raising=False)
+        else:
+            patch.setattr(experts, "forward", partial(forward, experts), raising=False)
+        with pytest.warns(UserWarning, match="the experts have another forward, which takes no factors"):
+            assert_close(run(model, inputs, implementation), want)
+        assert_close(run(model, inputs, implementation), want)
+    calls.clear()
+    assert_close(run(model, inputs, implementation), want)
+    assert calls == [BOTH]
+
+
+@pytest.mark.parametrize("way", ["hook of accelerate", "compiled forward", "compiled module"])
+def test_a_forward_that_passes_factors_on(way, implementation, calls, device):
+    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe"), make_inputs(device)
+    experts = wrappers(model)[0].get_base_layer()
+    want = run(model, inputs, "eager")
+    if way == "hook of accelerate":
+        hooks = pytest.importorskip("accelerate.hooks")
+        hooks.add_hook_to_module(experts, hooks.ModelHook())
+    elif way == "compiled forward":
+        experts.forward = torch.compile(experts.forward, backend="aot_eager")
+    else:
+        experts.compile(backend="aot_eager")
+    with warnings.catch_warnings(record=True) as told:
+        assert_close(run(model, inputs, implementation), want)
+    assert not any("left to peft" in str(each.message) for each in told)
+    assert calls == [BOTH] or way != "hook of accelerate"
+
+
+def test_wrappers_of_another_build(module, implementation, calls, device, monkeypatch):
+    """Which was registered first, under the same name: its LoRAs are of another class."""
+    shim = module("integrations.peft")
+    other = NamedTuple("LoRA", [("a", torch.Tensor), ("b", torch.Tensor), ("scaling", float)])
+    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe"), make_inputs(device)
+    usual, want = shim._as_lora, run(model, inputs, "eager")
+    monkeypatch.setattr(shim, "_as_lora", lambda *args: other(*usual(*args)))
+    assert_close(run(model, inputs, implementation), want)
+    assert calls == [BOTH]
+
+
+def test_names_of_no_adapters(implementation, calls, device):
+    """`adapter_names=None` is as without it."""
+    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe"), make_inputs(device)
+    want = outputs(model, inputs, "eager")
+    set_implementation(model, implementation)
+    with torch.no_grad():
+        assert_near(wrappers(model)[0](*inputs[:3], adapter_names=None), want)
     assert calls == [BOTH]
 
 

@@ -6,11 +6,12 @@ experts instead. Where it does not know what the wrapper computes, peft's own fo
 """
 
 import contextlib
+import inspect
 import sys
 import warnings
 from functools import lru_cache
 from types import MethodType
-from typing import Dict, Iterator, List, Optional, Set, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Set, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,24 @@ from .transformers_load import goes_by_interface, implementation_of
 _ARGUMENTS = {"gate_up_proj": "gate_up_lora", "up_proj": "gate_up_lora", "down_proj": "down_lora"}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+_OTHER_FORWARD = "the experts have another forward, which takes no factors"
+
 _warned: Set[str] = set()
+
+
+class Handed:
+    """A LoRA on its way from a wrapper to the experts. taken: whether it has arrived."""
+
+    def __init__(self, lora: LoRA):
+        self.lora, self.taken = lora, False
+
+
+def take(given: Union[LoRA, Handed, None]) -> Optional[LoRA]:
+    """The LoRA that experts were called with; a wrapper that has handed it over learns of it."""
+    if not hasattr(given, "taken"):
+        return given
+    given.taken = True
+    return LoRA(*given.lora)  # the wrapper may be that of another build of this package
 
 
 @lru_cache(maxsize=None)
@@ -58,14 +76,16 @@ def _subclass(kind: type) -> type:
 
     class FusedWrapper(kind):
         def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-            lora = _lora_of(self, self.get_base_layer(), kwargs)
-            if lora is None:
-                return super().forward(x, *args, **kwargs)
-            base_layer = self.base_layer
-            if "ep_loras" not in base_layer.__dict__:
-                return base_layer(x, *args, **kwargs, **lora)
-            with _handed_over(base_layer.ep_loras, {**kwargs, **lora}) as arguments:
-                return base_layer(x, *args, **arguments)
+            experts = self.get_base_layer()
+            lora = _lora_of(self, experts, kwargs)
+            if lora is not None:
+                handed = Handed(lora)
+                out = _call(self.base_layer, x, args, {**kwargs, _ARGUMENTS[self.parameter_name]: handed})
+                if handed.taken:
+                    return out
+                self.forward_without_factors = _forward_of(experts)
+                _warn(self, _OTHER_FORWARD)
+            return super().forward(x, *args, **kwargs)
 
         def __reduce_ex__(self, protocol):
             return (_new_wrapper, (kind,), *super().__reduce_ex__(protocol)[2:])
@@ -74,15 +94,19 @@ def _subclass(kind: type) -> type:
     return FusedWrapper
 
 
-@contextlib.contextmanager
-def _handed_over(given: Dict[str, LoRA], arguments: Dict[str, object]) -> Iterator[Dict[str, object]]:
-    """Yields what of `arguments` is no LoRA. `given`, the `ep_loras` of the experts, holds the rest meanwhile.
+def _call(base_layer: nn.Module, x: Tensor, args: tuple, arguments: Dict[str, object]) -> Tensor:
+    """Calls what a wrapper is around.
 
-    Experts have these where an exchange between ranks stands before them, which passes no other arguments on.
+    Where an exchange between ranks stands before the experts, which passes no other arguments on, the experts have a
+    dict `ep_loras`, which holds the LoRAs meanwhile.
     """
+    arguments.pop("adapter_names", None)  # None, as all other values are left to peft
+    if "ep_loras" not in base_layer.__dict__:
+        return base_layer(x, *args, **arguments)
+    given = base_layer.ep_loras
     given.update((name, arguments.pop(name)) for name in _ARGUMENTS.values() if name in arguments)
     try:
-        yield arguments
+        return base_layer(x, *args, **arguments)
     finally:
         given.clear()
 
@@ -92,7 +116,7 @@ def _new_wrapper(kind: type) -> nn.Module:
     return _subclass(kind).__new__(_subclass(kind))
 
 
-def _lora_of(wrapper: nn.Module, experts: nn.Module, arguments: Dict[str, object]) -> Optional[Dict[str, LoRA]]:
+def _lora_of(wrapper: nn.Module, experts: nn.Module, arguments: Dict[str, object]) -> Optional[LoRA]:
     """What to call the experts with besides `arguments`, or None where peft's own forward has to run.
 
     It runs in each forward of each layer, so it looks at nothing twice: peft takes several us to find the experts.
@@ -111,7 +135,7 @@ def _lora_of(wrapper: nn.Module, experts: nn.Module, arguments: Dict[str, object
     if reason is not None:
         _warn(wrapper, reason)
         return None
-    return {_ARGUMENTS[wrapper.parameter_name]: _as_lora(wrapper, adapter, a, b)}
+    return _as_lora(wrapper, adapter, a, b)
 
 
 def _warn(wrapper: nn.Module, reason: str) -> None:
@@ -148,14 +172,14 @@ def _obstacle(wrapper: nn.Module, experts: nn.Module, adapter: str, a: Tensor, b
         return f"{wrapper.parameter_name} is none of {', '.join(_ARGUMENTS)}"
     if wrapper.num_experts == 1:
         return "there is one expert"
-    if isinstance(experts.__dict__.get("forward"), MethodType):  # as kernels.kernelize puts one there
-        return "the experts have another forward, which takes no factors"
-    if not _has_factors_alone(wrapper, adapter):
-        return "the adapter has more than two factors and a scaling"
     weight = getattr(experts, wrapper.parameter_name)
     spread = getattr(weight, "placements", None) is not None  # of a DTensor
     if spread and not hasattr(experts, "ep_loras"):
         return "the weight is sharded, and no ep_implementation of this package brings tokens to its rank"
+    if wrapper.__dict__.get("forward_without_factors") is _forward_of(experts) or not _may_take_factors(experts):
+        return _OTHER_FORWARD
+    if not _has_factors_alone(wrapper, adapter):
+        return "the adapter is more than two factors and a scaling that is an int or a float"
     plain = (a, b) if spread else (a, b, weight)
     weight_dtypes = (*_DTYPES, CODES) if is_fp8(experts) else _DTYPES
     known = weight.dtype in weight_dtypes and a.dtype in _DTYPES and b.dtype in _DTYPES
@@ -164,6 +188,41 @@ def _obstacle(wrapper: nn.Module, experts: nn.Module, adapter: str, a: Tensor, b
     if a.shape[0] > MAX_RANK * wrapper.num_experts:
         return f"the rank is above {MAX_RANK}"
     return None
+
+
+def _forward_of(experts: nn.Module) -> Callable:
+    """What a call of the experts runs: an attribute of theirs, or their class's."""
+    return experts.__dict__.get("forward", type(experts).forward)
+
+
+def _may_take_factors(experts: nn.Module) -> bool:
+    """Whether their forward takes arguments of these names; whether it passes them on shows when it runs."""
+    forward = _forward_of(experts)
+    if "ep_loras" in experts.__dict__:  # which it finds there
+        return True
+    if forward is type(experts).forward:
+        return _takes_factors(forward)
+    if isinstance(forward, MethodType):  # as kernels.kernelize puts one there
+        return _takes_factors(forward.__func__)
+    # A compiler cannot ask this one.
+    return torch.compiler.is_compiling() or _has_parameters_for_factors(forward)
+
+
+@torch.compiler.assume_constant_result
+def _takes_factors(function: Callable) -> bool:
+    """Of a function of a class, which may be kept, as it does not hold the experts."""
+    return _functions_that_take_factors(function)
+
+
+@lru_cache(maxsize=None)
+def _functions_that_take_factors(function: Callable) -> bool:
+    return _has_parameters_for_factors(function)
+
+
+def _has_parameters_for_factors(forward: Callable) -> bool:
+    # What a wrapper says of the function that it wraps is not what it takes itself.
+    parameters = inspect.signature(forward, follow_wrapped=False).parameters
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or set(_ARGUMENTS.values()) <= parameters.keys()
 
 
 def _has_factors_alone(wrapper: nn.Module, adapter: str) -> bool:

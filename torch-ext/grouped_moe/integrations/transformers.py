@@ -6,7 +6,7 @@ with the module's own gate (and post-expert norm) between them.
 
 from fractions import Fraction
 from functools import partial
-from typing import Any, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Iterable, List, Mapping, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..grouped_linear import grouped_linear
 from ..operands import LoRA
 from ..permute import combine_rows, gather_rows
 from ..routing import route
-from .peft import factors_in_place, watch_wrappers
+from .peft import Handed, factors_in_place, take, watch_wrappers
 from .transformers_ep import Limits, ep_implementations, register_ep
 from .transformers_fp8 import has_scales, scaled_weight
 from .transformers_gate import check_known, check_no_operations, fused_activation, post_expert
@@ -62,8 +62,8 @@ def experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     share: Optional[Share] = None,
-    gate_up_lora: Optional[LoRA] = None,
-    down_lora: Optional[LoRA] = None,
+    gate_up_lora: Union[LoRA, Handed, None] = None,
+    down_lora: Union[LoRA, Handed, None] = None,
 ) -> Tensor:
     """The forward of a transformers experts module; signature and attributes are transformers'.
 
@@ -74,8 +74,8 @@ def experts_forward(
     gated, transposed = getattr(self, "has_gate", True), getattr(self, "is_transposed", False)
     name = "gate_up_proj" if gated else "up_proj"
     check_known(self)
-    up, gate_up_lora = _weight(self, name, gate_up_lora, transposed)
-    down, down_lora = _weight(self, "down_proj", down_lora, transposed)
+    up, gate_up_lora = _weight(self, name, take(gate_up_lora), transposed)
+    down, down_lora = _weight(self, "down_proj", take(down_lora), transposed)
     has_bias = getattr(self, "has_bias", False)
     up_bias = _local(self, name + "_bias") if has_bias else None
     down_bias = _local(self, "down_proj_bias") if has_bias else None

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from .. import exchange
 from ..operands import LoRA
 from ..places import TOO_MANY
+from .peft import take
 
 FORMAT = 2  # of what ranks send to each other
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # by the numbers that ranks compare
@@ -133,7 +134,7 @@ class FixedSizeExchange:
             self.experts.ep_dropped_slots.add_(arrived.plan.dropped.sum())
         if self.limits.max_tokens is not None:
             exchange.check_counts(arrived.fits)
-        loras = {name: self._own(lora) for name, lora in self.experts.ep_loras.items()}
+        loras = {name: self._own(take(given)) for name, given in self.experts.ep_loras.items()}
         rows = self.experts_forward(arrived.x, arrived.ids, arrived.weights, **loras)
         return exchange.combine(rows, arrived.plan, group)
 

@@ -175,7 +175,7 @@ def loads_models(device, tmp_path_factory) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="AOTInductor needs a C++ compiler")
-@pytest.mark.parametrize("limit", [None, 7.0], ids=["no-limit", "limit"])
+@pytest.mark.parametrize("limit", [None, 7.0, float("inf")], ids=["no-limit", "limit", "infinite"])
 def test_aot_inductor(grouped_moe, device, tmp_path, limit, loads_models):
     """A block is compiled, saved, loaded and called; without a limit, too, which is no number in what is saved."""
 

@@ -127,6 +127,7 @@ BAD = {
          "expected a name or an Activation, got {type}"),
         (["activation"], [Act(alpha="1")], "expected a number as alpha, got str"),
         (["activation"], [Act(limit="1")], "expected a number as limit, got str"),
+        (["activation"], [Act(up_offset=True)], "expected a number as up_offset, got bool"),
         (["activation"], [Act(up_offset="1")], "expected a number as up_offset, got str"),
         (FLAGS, NO_BOOLS, "expected True or False, got "),
         (["capacity"], [1.0, "8", True, torch.tensor(8)], "expected an int or None, got {type}$"),
@@ -159,6 +160,7 @@ BAD = {
         (["top_k_index"], [torch.float32], "expected torch.int32 or torch.int64, got {value}"),
         (["top_k_index"], [[[0, 1]]], "expected a tensor, got list"),
         (["num_experts"], ["4"], "expected an int, got str"),
+        (["num_experts"], [True], "expected an int, got bool"),
     ],
     ("gather_rows", ValueError): [
         (["x"], [(T,), (T + 1, H)], r"expected shape \(T, H\) = \(6, \?\), got {value}"),

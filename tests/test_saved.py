@@ -53,6 +53,34 @@ def test_frozen_weights_keep_no_rows(grouped_moe, device):
             assert frozen != any(tensor.data_ptr() == operand.data_ptr() for tensor in saved)
 
 
+@pytest.mark.parametrize("case", GPU_PARAMS[1:4], ids=lambda case: case.id)
+def test_hooks_may_return_other_addresses(grouped_moe, device, case):
+    """Those of an element on, from which tensor memory accelerators read nothing: the same bits."""
+    inputs = make_inputs(case, torch.bfloat16, device)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor.detach())
+
+    want = run(grouped_moe, case, inputs)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda view: view):
+        assert_same(run(grouped_moe, case, inputs), want)
+
+
+def test_a_gradient_that_needs_no_preactivation(grouped_moe, device):
+    """That of the b of the second LoRA is made of what its a has projected alone."""
+    case, inputs = make("tall-wide", device)
+    a = torch.randn(case.E, 2, inputs.down_proj.shape[2], device=device)
+    b = torch.randn(case.E, case.H, 2, device=device)
+    sizes = {}
+    for needs in ("b", "a"):
+        lora = grouped_moe.LoRA(a.clone().requires_grad_(needs == "a"), b.clone().requires_grad_(needs == "b"))
+        out, saved = record(lambda: call(grouped_moe, case, inputs, down_lora=lora))
+        sizes[needs] = sum(tensor.shape[-1:] == (case.preact_width,) and tensor.dim() == 2 for tensor in saved)
+        grad = torch.autograd.grad(out, lora.a if needs == "a" else lora.b, inputs.dout)[0]
+        assert bool(grad.isfinite().all()) and bool(grad.any())
+    assert sizes == {"b": 0, "a": 1}
+
+
 def preact_of(case, saved: List[torch.Tensor]) -> torch.Tensor:
     """The pre-activation among what was saved."""
     (preact,) = (tensor for tensor in saved if tensor.shape == (case.T * case.top_k, case.preact_width))
@@ -71,7 +99,7 @@ def test_sentinels_cost_no_memory_access(grouped_moe, device, case):
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["let-go", "kept"])
-@pytest.mark.parametrize("pool", ["of-its-size", "larger", "strided"])
+@pytest.mark.parametrize("pool", ["of-its-size", "larger", "strided", "an-element-on"])
 def test_a_pool_behind_hooks_is_left_alone(grouped_moe, device, pool, keep):
     """Hooks that move what is saved to memory of their own hand that out: the backward does not own it."""
     case, inputs = make("tall-wide", device)
@@ -80,7 +108,9 @@ def test_a_pool_behind_hooks_is_left_alone(grouped_moe, device, pool, keep):
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         spare = (*tensor.shape[:-1], 2 * tensor.shape[-1]) if pool == "strided" else (tensor.numel() + 64,)
         memory.append(tensor.new_ones(tensor.shape if pool == "of-its-size" else spare))
-        view = memory[-1][..., ::2] if pool == "strided" else memory[-1].view(-1)[: tensor.numel()].view(tensor.shape)
+        first = int(pool == "an-element-on")
+        flat = memory[-1].view(-1)[first : first + tensor.numel()]
+        view = memory[-1][..., ::2] if pool == "strided" else flat.view(tensor.shape)
         return view.copy_(tensor.detach())
 
     leaves = with_leaves(inputs)

@@ -1,6 +1,6 @@
-// The two launches of `decode_experts`, in this order: of plain weights, and of those with scales. A projection comes
-// before each, of low-rank pairs: without one it is none. slot_to_row: where slots have their rows of act; null where
-// these are in the order of slots.
+// The two launches of `decode_experts`, in this order: of plain weights, and of those with scales. Before each comes
+// the projection of its rows by a LoRA, which launches nothing where there is none. slot_to_row: where slots have their
+// rows of act; null where these are in the order of slots.
 #pragma once
 
 #include "decode.h"

@@ -62,7 +62,7 @@ def kind_arguments(
     activation: Activation, gated: bool, interleaved: bool, transposed: bool, recompute: bool,
     up_lora: Optional[LoRA] = None, down_lora: Optional[LoRA] = None, blocks: Sequence[int] = (),
 ) -> Tuple[str, List[float], List[bool], List[int]]:  # fmt: skip
-    """What of a block is not a tensor, as arguments of ops: the activation's name, parameters, flags, blocks.
+    """The arguments of ops for a block that are no tensors: the activation's name, parameters, flags, blocks.
 
     Scalings of LoRAs are among the parameters. blocks: extents and parts, of up and of down where these are
     `BlockScaled`. A limit of 0 stands for none: AOTInductor cannot load a program with an infinite one.
@@ -141,7 +141,7 @@ class Needs(NamedTuple):
 
     @property
     def preact(self) -> bool:
-        """Whether any of them is made of the pre-activation: all but those of the second bias, its scales, down_b."""
+        """Whether any is asked for but those of down_bias, bias_scales and down_b, which need no pre-activation."""
         return self.dpreact or self.act or self.act_scales
 
 

@@ -101,10 +101,10 @@ def _backward(dout, x, act_scales, bias_scales, adapters, *rest, overwrite: bool
     """The gradients that are asked for. rest: the block's arguments, what was saved, and which gradients are needed."""
     *arguments, preact, up_rows, down_rows, schedule, row_to_slot, slot_to_row, needs = rest
     block, kernels = make_block(*arguments), backend_of(dout)
-    # Hooks on what was saved may return it in other strides.
-    saved = Saved(*map(_contiguous, (preact, up_rows, down_rows)))
+    # Hooks on what was saved may return it in other strides, and at other addresses.
+    saved = Saved(*map(_as_made, (preact, up_rows, down_rows)))
     act_scales, bias_scales, adapters, schedule, row_to_slot, slot_to_row = map(
-        _contiguous, (act_scales, bias_scales, adapters, schedule, row_to_slot, slot_to_row)
+        _as_made, (act_scales, bias_scales, adapters, schedule, row_to_slot, slot_to_row)
     )
     with on_device(dout):
         if slot_to_row is None:
@@ -119,8 +119,12 @@ def _backward(dout, x, act_scales, bias_scales, adapters, *rest, overwrite: bool
         )  # fmt: skip
 
 
-def _contiguous(tensor: Optional[Tensor]) -> Optional[Tensor]:
-    return None if tensor is None else tensor.contiguous()
+def _as_made(tensor: Optional[Tensor]) -> Optional[Tensor]:
+    """The tensor as a forward makes it: contiguous, from a multiple of 16 bytes on."""
+    if tensor is None:
+        return None
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _backward_op(dout, *rest) -> Tuple[Tensor, ...]:
@@ -159,7 +163,7 @@ _BACKWARD = (
 )
 _run_backward = define_op(
     "experts_backward",
-    f"{_BACKWARD % ''} -> ({', '.join(f'Tensor d{name}' for name in Needs._fields)})",
+    f"{_BACKWARD % '?'} -> ({', '.join(f'Tensor d{name}' for name in Needs._fields)})",
     _backward_op,
     lambda dout, *rest: or_empty(_fake_grads(dout, *rest), dout),
 )
@@ -194,7 +198,7 @@ class _Experts(torch.autograd.Function):
         reads_x = needs.up or needs.up_a or (recompute and needs.preact)
         maps = maps if index.dim() == 2 else (None, None)
         ctx.save_for_backward(
-            x if reads_x else None, act_scales, bias_scales, adapters, *weights, preact,
+            x if reads_x else None, act_scales, bias_scales, adapters, *weights, preact if needs.preact else None,
             up_rows if needs.up_b else None, down_rows if needs.down_b else None, schedule, *maps,
         )  # fmt: skip
         return out, preact

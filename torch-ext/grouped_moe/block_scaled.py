@@ -37,12 +37,12 @@ class BlockScaled(NamedTuple):
     data: (E, N, K) float8_e4m3fn, of any strides; a weight that is stored as (E, K, N) can be given as a view.
     scale_inv: (E, ceil(N / n), ceil(K / k)) of blocks (n, k), fp32, bf16 or float8_e8m0fnu: value = code * scale_inv.
     parts: how many equal parts of N have blocks of their own: 2 where gate and up were scaled apart, with
-    (E, 2 ceil(N / 2 / n), ...) scales. Blocks are multiples of 16 or span K, and N or a part of it: (N, K) stands for
-    one scale per expert.
+    (E, 2 ceil(N / 2 / n), ...) scales. An extent of blocks is a multiple of 16, or all of K, or all of N or of a part
+    of it: with block=(N, K) an expert has one scale.
     products: "w8a16" never rounds rows or their gradients; "auto", the default, makes products with rows of 8-bit
     floats, each times the scale of its 128 columns, where that takes less time (W8A8).
 
-    So are the experts of DeepSeek-V3 and its kin stored. Source: DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report",
+    DeepSeek-V3's checkpoints have experts in this form. Source: DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report",
     section 3.3.2.
     """
 

@@ -116,7 +116,7 @@ def combine(rows: Tensor, plan: Plan, group: dist.ProcessGroup) -> Tensor:
 
 
 def check_counts(fits: Tensor) -> None:
-    """Fails, on an accelerator at the next sync, if a rank has sent TOO_MANY."""
+    """Fails, on an accelerator at the next sync, if a rank has sent TOO_MANY; not on ROCm, which has no assertions."""
     if _compat.has_device_assertions():
         message = "ep_max_tokens: another rank of the expert group has more tokens, and says how many"
         _compat.assert_on_device(fits, message)

@@ -48,38 +48,28 @@ def grouped_mm_experts(
     cast as `F.linear` does.
 
     gate_up_lora, down_lora: a `LoRA` each, or None, that is added to the weights without making their sum. Factors are
-    rounded to the dtype of the products, but in calls of a few tokens without gradients; their gradients come in their
-    own. Several adapters in one call: in all that are given a (L, E, r, K) and b (L, E, N, r), with one L;
-    adapter_index (T,), int32 or int64, says which adapter a token has, -1 or any other number outside [0, L) that it
-    has none.
+    rounded to the dtype of hidden_states, but in decode calls: those of a few tokens without gradients. Their gradients
+    have the dtype of the factors. For several adapters each LoRA has a (L, E, r, K) and b (L, E, N, r), with the same
+    L, and adapter_index (T,), int32 or int64, selects the adapter of each token; outside [0, L) it selects none.
 
     Differentiable once, in reverse mode, in all floating tensors; only gradients that are asked for are computed.
     Sums are in fp32 (fp64 for fp64) and in fixed order: results repeat bitwise. No host sync.
 
-    Memory in elements of the dtype, with the rows S = T top_k or, if that is less, capacity, P = 2 I (I if not gated),
-    small index tensors apart. Saved for backward: T H (hidden_states itself; not if gate_up_proj and the a of its LoRA
-    are frozen) + S P; with recompute=True T H. Transient in forward: S (I + H), or S H + T H with the output, if that
-    is more; in backward, on an accelerator, S (I + H) beside the gradient of hidden_states, then S I beside all, those
-    of the weights last. With R = L r, rounded up to a multiple of 8, each LoRA takes S R, copies of a factor
-    in the dtype of the products, where these cannot read it as it is, and in the backward partial sums: docs/lora.md
-    counts them. S R of each whose b is not frozen are saved, with recompute=True those of down_lora alone. The
-    pre-activation becomes its own gradient in place and goes before down_proj's gradient comes. Up to there it is S P
-    more if it is recomputed, or must stay as it is: where the backward keeps the graph, under torch.compile or a
-    profiler, and behind hooks that move what is saved. Whoever keeps it beyond the backward, as hooks that hand it on
-    or `grad_fn.saved_tensors` allow, is left without its memory, and has to copy it before. With `BlockScaled` weights
-    an accelerator has T H + S I bytes of codes, and their scales, in place of S I numbers in a forward that rounds
-    rows. Where it does not, from 65 slots per expert on, it makes one weight at a time plain, for the time of its
-    product; docs/fp8.md says when.
+    Saved for backward, in elements, with S = T top_k rows (capacity, if that is less) and P = 2 I (I if not
+    gated): T H, hidden_states itself, and S P, the pre-activation; with recompute=True T H. The backward turns the
+    pre-activation into its own gradient and gives its memory back: code that keeps it longer, as by hooks on saved
+    tensors, has to copy it before. docs/memory.md counts what else a call takes; docs/lora.md and docs/fp8.md say what
+    LoRAs and FP8 weights add.
 
     capacity: a promise that at most so many slots (1 or more) are routed to local experts; it sizes buffers. If more
     are, nothing is accessed out of bounds, and an error comes instead of a wrong result: on CPU RuntimeError with both
     numbers; on an accelerator, which counts them without telling the host, an assertion on the device, in a graph's
     replay as well: CUDA reports it at the next sync and prints a message that names grouped_mm_experts and capacity.
     ROCm, whose PyTorch is built without such assertions, makes room for all slots instead.
-    Calls of a few tokens without gradients make no rows there, or one for each slot: they are right whatever it is, and
-    not checked.
+    Decode calls have room for all slots there, and ignore it.
 
-    Raises TypeError or ValueError that names the argument, before anything is launched.
+    Raises TypeError or ValueError that names the argument, before anything is launched, and NotImplementedError for
+    tensors with tangents of forward mode.
     """
     checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     activation = as_activation(activation, gated, interleaved)

@@ -222,7 +222,7 @@ def grouped_linear(
     x: (rows, K). weight: (G, N, K) or, transposed, (G, K, N), of any strides, G up to 1024; or a `BlockScaled`
     one (G, N, K), which is frozen. splits: which rows are whose, int32 or int64 on the device: `GroupSizes` (G,),
     `GroupOffsets` (G + 1,), or a tensor of one of these shapes, which tells the two apart; or a list of sizes, which
-    has to fit the rows and is copied to the device once (RuntimeError under CUDA graph capture). bias: (G, N).
+    has to fit the rows and is copied to the device in each call (RuntimeError under CUDA graph capture). bias: (G, N).
     bias_scales: (rows,), of any floating dtype. Returns (rows, N) in the dtype of x.
 
     lora: a and b with their scaling, for all groups, or None; the sum of weights is never made. Several adapters: a

@@ -40,7 +40,7 @@ def grouped_mlp(
 
     x: (rows, H). splits: as for `grouped_linear`; rows of no group are written as 0, left out of every gradient and
     never contribute. activation_scales, bias_scales: (rows,), of any floating dtype, kept as they are; None for ones.
-    They may be one tensor or two: each use has its own gradient. Weights, biases, activation and layout flags: as for
+    They may be the same tensor, whose gradient is then the sum. Weights, biases, activation and layout flags: as for
     `grouped_mm_experts`, but that one bias may come without the other. gate_up_lora, down_lora, adapter_index: as for
     `grouped_mm_experts`, with an adapter per row, (rows,). Returns (rows, H) in the dtype of x.
 

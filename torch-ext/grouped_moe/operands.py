@@ -44,7 +44,7 @@ class LoRA(NamedTuple):
 
 
 class FactorLayout(NamedTuple):
-    """What kernels are compiled for of a factor (L, E, N, r): L, r and its strides, 0 along dimensions of one step."""
+    """What kernels are compiled for of a factor (L, E, N, r): L, r and strides, which are 0 where an extent is 1."""
 
     num_adapters: int = 0
     rank: int = 0

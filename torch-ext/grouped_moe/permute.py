@@ -36,7 +36,7 @@ def _combine_fake(y, weights, expert_offsets, row_to_slot, slot_to_row, top_k):
 def _combine_backward(
     dout: Tensor, y: Optional[Tensor], weights: Tensor, *routing_and_needs: object
 ) -> Tuple[Tensor, Tensor]:
-    """(dy, dweights), empty where not needed; dweights is where y is given."""
+    """(dy, dweights), empty where not needed. dweights is made if y is given."""
     *routing, needs_dy = routing_and_needs
     with on_device(dout):
         grads = backend_of(dout).combine_grad(dout, y, weights.contiguous(), rows_of(*routing), needs_dy)

@@ -17,9 +17,9 @@ TOO_MANY = -1  # the id in the places of a rank that has more tokens than there 
 class Plan(NamedTuple):
     """Where tokens go. There are ranks * capacity places, those for each rank in a row. All int32.
 
-    source: (ranks * capacity,) the token in each place, -1 in those that are not filled. places: (T, top_k) the place
-    that a slot's token takes at its expert's rank, said at the first of its slots for that rank; -2 minus it at the
-    others; -1 where the token goes nowhere. dropped: (ranks,) slots whose token has found no place.
+    source: (ranks * capacity,) the token in each place, -1 in those that are not filled. places: (T, top_k): at the
+    first slot of a token for a rank its place p there; at further slots for the same rank -2 - p; -1 where the token
+    goes nowhere. dropped: (ranks,) slots whose token has found no place.
     """
 
     source: Tensor

@@ -2,8 +2,8 @@
 
 A slot s = t * top_k + k is the k-th choice of token t. A slot whose expert id lies outside [0, E) -- E and beyond, or
 negative, any int32 or int64 value -- is a sentinel (under expert parallelism: an expert of another rank). A sentinel
-1. contributes exactly 0 to the output; its routing weight is never read, nor is the hidden row of a token that has
-   nothing but sentinels;
+1. contributes exactly 0 to the output; its routing weight is never read, and the hidden row of a token that has
+   nothing but sentinels has no effect;
 2. receives exactly 0 gradient for its routing weight, and gives none to hidden states, weights or biases;
 3. has no row: memory that was not written has no effect, in the forward, the backward or a graph replay;
 4. costs its routing entry: time follows the R routed rows, not the S slots.

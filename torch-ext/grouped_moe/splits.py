@@ -26,9 +26,9 @@ Splits = Union[GroupSizes, GroupOffsets, Tensor, Sequence[int]]
 def as_splits(splits: Splits, num_groups: int, rows: int, device: torch.device) -> Tensor:
     """The tensor that says how rows are split: (G,) sizes or (G + 1,) offsets; its shape tells which.
 
-    A list of sizes, which may leave some of the rows to no group, is copied to the device without a wait for it. Raises
-    TypeError and ValueError that name splits, and RuntimeError for a list under CUDA graph capture, which would record
-    the copy of this call's numbers.
+    A list of sizes, which may leave some of the rows to no group, is copied to the device; on CUDA without a wait for
+    it, unless a compiler traces the call. Raises TypeError and ValueError that name splits, and RuntimeError for a list
+    under CUDA graph capture, which would record the copy of this call's numbers.
     """
     if isinstance(splits, GroupSizes):
         tensor, shape, legend = splits.sizes, (num_groups,), "(G,)"
@@ -55,6 +55,7 @@ def _from_list(sizes: Sequence[int], num_groups: int, rows: int, device: torch.d
         raise ValueError(f"splits: expected sizes of at least 0 and together at most the {rows} rows, got {sizes!r}")
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(sizes, dtype=torch.int64, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("splits: expected a tensor on the device under CUDA graph capture, got a list")
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("splits: expected a tensor on the device under CUDA graph capture, got a list")
     return torch.tensor(sizes, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)

@@ -6,10 +6,10 @@ Each backend is a module with these functions, whose docstrings there say what t
     factors of LoRA     pack_factor
     passes over rows    combine, combine_grad, gather_rows, bias_grads, sum_dots, num_bias_dots
     between ranks       plan_exchange, pack_rows, unpack_rows, place_rows, take_slots
-    few tokens          is_decode, decode
+    few tokens          is_decode, decode; not in torch
     8-bit rows          quantizes
-On Hopper the Triton backend takes a product from the Gluon kernels in `hopper` where these support it: a table beside
-each product's launcher says which kernels there are, in order of preference. The CUDA build has `native` ops for few
+`table` lists the kernels of each product in order of preference: Gluon's in `hopper`, Triton's in `triton`, and those
+of scaled weights in `block_scaled`. The CUDA build has `native` ops for few
 tokens and routes, with the Triton backend for all else.
 """
 

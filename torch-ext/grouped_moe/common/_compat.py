@@ -61,9 +61,9 @@ def reinterpret_method() -> Any:
 def launch_options(capability: Tuple[int, int], on_amd: bool) -> dict:
     """Options of all launches: dependent ones where the GPU has them.
 
-    Triton documents neither option. All kernels wait as dependent launches ask for (`device.dependent`); without the
-    option a kernel starts when the one before it has ended. That multiplications and additions are fused is said, as
-    Triton 3.9 warns where it is left open.
+    Triton documents neither option. All kernels wait as dependent launches ask for (`backends.kernels.dependent`);
+    without the option a kernel starts when the one before it has ended. That multiplications and additions are fused is
+    said, as Triton 3.9 warns where it is left open.
     """
     options = {"enable_fp_fusion": True}
     return {**options, "launch_pdl": True} if capability >= (9, 0) and not on_amd else options

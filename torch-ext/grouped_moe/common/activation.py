@@ -8,6 +8,7 @@ transformers' names for the same functions are taken, too: swish, quick_gelu (si
 for gelu, and gelu_pytorch_tanh, gelu_python_tanh, gelu_new, gelu_fast, gelu_accurate for gelu_tanh.
 """
 
+import math
 from typing import NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -56,7 +57,7 @@ def _with_parameters(known: Activation, given: Activation) -> Activation:
     """The known activation of that name with the parameters that are given."""
     name, alpha, limit, up_offset = given
     for field, value in (("alpha", alpha), ("limit", 1.0 if limit is None else limit), ("up_offset", up_offset)):
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise TypeError(f"activation: expected a number as {field}, got {type(value).__name__}")
     if 1.0 in (alpha, known.alpha):
         name, alpha = known.name, alpha * known.alpha
@@ -64,7 +65,7 @@ def _with_parameters(known: Activation, given: Activation) -> Activation:
         raise ValueError(f"activation: alpha applies to silu only, got alpha={alpha} with {name!r}")
     if limit is not None and not limit > 0:
         raise ValueError(f"activation: limit must be positive or None, got {limit}")
-    return Activation(name, alpha, limit, up_offset)
+    return Activation(name, alpha, None if limit == math.inf else limit, up_offset)
 
 
 def activate(x: Tensor, name: str, alpha: float) -> Tensor:

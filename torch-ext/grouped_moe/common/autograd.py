@@ -1,7 +1,7 @@
 """How ops are registered and differentiated, by public functions of torch alone.
 
-A differentiable op has three parts: `name` itself, which callers, compilers and exporters see; `name_forward`, which
-also returns what a backward needs; `name_backward`. The first decides whether autograd records the call. (By
+A differentiable op `name`, which callers, compilers and exporters see, is made of others: one that also returns what a
+backward needs, and those of the backward. The first decides whether autograd records the call. (By
 `torch.library.register_autograd` a recorded call takes the host 58 us, so registered 17.)
 """
 
@@ -115,10 +115,10 @@ def mark_as_own(saved: torch.Tensor) -> None:
 
 
 def take_over(saved: torch.Tensor) -> bool:
-    """In a backward: whether what was saved may be overwritten, and its memory given back, since nobody will miss it.
+    """Whether this backward may overwrite what was saved, and give its memory back.
 
-    It is so if a forward has marked it, which hooks that put other memory in its place do not, and the graph is not
-    kept. From here on autograd takes it for changed: if this backward fails, another one raises.
+    It may if a forward made it for itself (`mark_as_own`), so that no hook has put other memory in its place, and if
+    the graph is not kept. Autograd then counts it as changed: if this backward fails, another one raises.
     """
     if not is_plain(saved) or not getattr(saved.untyped_storage(), "grouped_moe_own", False) or _compat.keeps_graph():
         return False
@@ -143,7 +143,7 @@ def spread(made: Sequence[torch.Tensor], needs: Sequence[bool]) -> List[Optional
 
 
 class _NotTwice(torch.autograd.Function):
-    """What a function returns, as of tensors by which nothing of it can be differentiated: to ask for that raises."""
+    """Runs a function and marks what it returns as made of some tensors. To differentiate that by them raises."""
 
     @staticmethod
     def forward(ctx, function, *tensors):

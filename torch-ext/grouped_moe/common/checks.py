@@ -163,7 +163,7 @@ def check_ids(top_k_index: Tensor) -> None:
 def check_routing(top_k_index: Tensor, num_experts: int) -> None:
     """Raises TypeError or ValueError that names the argument of `route` at fault."""
     check_ids(top_k_index)
-    if not isinstance(num_experts, (int, torch.SymInt)):
+    if not isinstance(num_experts, (int, torch.SymInt)) or isinstance(num_experts, bool):
         raise TypeError(f"num_experts: expected an int, got {type(num_experts).__name__}")
     check_num_groups("num_experts", num_experts, "experts")
 

@@ -51,10 +51,10 @@ def device_spec(device_type: str, index: int) -> DeviceSpec:
         return _xpu_spec(index)
     properties = torch.cuda.get_device_properties(index)
     on_amd, capability = torch.version.hip is not None, (properties.major, properties.minor)
-    optin = getattr(properties, "shared_memory_per_block_optin", 0)
+    static = properties.shared_memory_per_block
     return DeviceSpec(
         num_sms=properties.multi_processor_count,
-        shared_memory=properties.shared_memory_per_block if on_amd else optin,
+        shared_memory=static if on_amd else getattr(properties, "shared_memory_per_block_optin", static),
         warp_size=properties.warp_size,
         wide_tiles=not on_amd and capability in ((9, 0), (10, 0), (10, 3)),
         tf32=not on_amd or properties.gcnArchName.startswith("gfx94"),

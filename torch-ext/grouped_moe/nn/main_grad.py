@@ -163,9 +163,9 @@ class Later(NamedTuple):
 
 
 class WgradTap(torch.autograd.Function):
-    """y itself, in whose backward the parameters get their gradients by another way than autograd's.
+    """Returns y. Its backward adds the gradients of weights to main_grad, or keeps what `backward_dw` makes them of.
 
-    y (rows, N) is of x (rows, K), in its dtype, and of parameters that it is detached from. how: `Wanted`, whose
+    y (rows, N) is of x (rows, K), in its dtype, and of weights that it is detached from. how: `Wanted`, whose
     gradients go into main_grad in the backward, or `Later`. watched: weights that must not change before the backward.
     leaves: the wanted weights, which get dummies from autograd. For `Later` a tensor by which the output requires a
     gradient where y does not: hooks of parameters would run in this backward, without a gradient.

@@ -3,9 +3,9 @@
     {"device": "NVIDIA H200", "capability": [9, 0], "num_sms": 132, "bandwidth": 4917,
      "tiles": {"gemm": {"128": {"block_n": 256, "block_k": 64, "num_warps": 8, "num_stages": 3}}}}
 
-bandwidth: of the device's memory in GB/s. Of tiles first the kernel, one of `KERNELS`, then the size that they are
-chosen by: rows per tile (block_m), or for a weight gradient the class of rows per group. null for a Gluon kernel: the
-next one is used instead, Triton's last. For types of two bytes. `benchmarks/tune.py` writes these files.
+bandwidth: of the device's memory in GB/s. tiles: for each kernel, one of `KERNELS`, a tile by size: the rows per tile
+(block_m), or for a weight gradient the class of rows per group. null for a Gluon kernel: the next one is used instead,
+Triton's last. For types of two bytes. `benchmarks/tune.py` writes these files.
 
 A device without a table takes that of the nearest device of the same compute capability.
 """

@@ -1,1 +1,1 @@
-"""Products with block-scaled weights, for any GPU: 8-bit codes times rows of two bytes or four."""
+"""Products with block-scaled weights in Triton: of rows of two bytes or four on any GPU, of 8-bit rows from sm89 on."""

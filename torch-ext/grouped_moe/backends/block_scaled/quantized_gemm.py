@@ -27,7 +27,7 @@ def supports(problem: GemmProblem) -> bool:
 def multiplies_codes(problem: Union[GemmProblem, BlockProblem]) -> bool:
     """Weights (E, N, K) whose columns are contiguous, where tensor cores take e4m3. Hopper has kernels of its own.
 
-    With a low-rank part K has several blocks: the loop over one is none, whose registers ptxas spills beside the ranks.
+    With a low-rank part K has to have several blocks: of one there would be no loop, and ptxas would spill registers.
     """
     p = problem
     return p.spec.float8 and not p.spec.hopper and p.layout == "nk" and (p.low_rank.rank == 0 or p.k > BLOCK)

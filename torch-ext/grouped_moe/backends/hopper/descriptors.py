@@ -39,8 +39,9 @@ class TmaBlock:
 class RaggedTmaBlock(TmaBlock):
     """A block of rows (R, C), columns contiguous, in whose reads the rows from any end on are 0.
 
-    The hardware writes 0 past a dimension's extent. Two more dimensions of rows, whose steps cancel modulo 2^64, let
-    that extent fall on any row: `ragged_coordinates` says where. As in triton.tools.ragged_tma.
+    The hardware writes 0 past a dimension's extent. The descriptor has two more dimensions of rows, whose offsets
+    cancel modulo 2^64, so that an extent can end at any row: `ragged_coordinates` says where. As in
+    triton.tools.ragged_tma.
     """
 
     def __init__(self, dtype: torch.dtype, rows: int, columns: int):

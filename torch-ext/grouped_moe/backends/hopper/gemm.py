@@ -25,7 +25,7 @@ def _config(problem: GemmProblem):
 
 
 class Launcher:
-    """Two warp groups multiply, a third loads. They take tiles in turn, or share tiles of 256 columns."""
+    """Two warp groups multiply, one warp loads. The groups take tiles in turn, or share tiles of 256 columns."""
 
     def __init__(self, problem: GemmProblem):
         self.problem, self.config = problem, _config(problem)

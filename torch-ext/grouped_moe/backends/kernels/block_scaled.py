@@ -245,10 +245,10 @@ def scaled_up_proj_kernel(
     w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks along 2 N or N, blocks along K)
     bias_ptr, stride_be, stride_bn,  # (E, 2 N or N) or None
     projected_ptr, factor_ptr,  # the low-rank part, as `.low_rank.LowRank` has it, or None
-    preact_ptr,  # (S, 2 N or N) or None, out
-    act_ptr,  # (S, N) or None, out
+    preact_ptr,  # (rows, 2 N or N) or None, out
+    act_ptr,  # (rows, N) or None, out
     scales_ptr,  # (rows,) or None
-    row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
+    row_to_slot_ptr,  # (rows,) int32, or None if TOP_K is 0
     schedule_ptr,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
@@ -308,12 +308,12 @@ def scaled_down_dgrad_kernel(
     w_ptr, stride_we, stride_wn, stride_wk,  # (E, N, K) codes, by strides: N intermediate, K hidden
     w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks along N, blocks along K)
     projected_ptr, factor_ptr,  # the low-rank part, as `.low_rank.LowRank` has it, or None
-    weights_ptr,  # (S,) routing weight per slot, or None
-    preact_ptr,  # (S, 2 N or N)
-    dpreact_ptr,  # (S, 2 N or N) or None, out; may be preact_ptr
-    scaled_act_ptr,  # (S, N) or None, out
-    partials_ptr, stride_pn,  # (n tiles, S) fp32 or None, out
-    row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
+    weights_ptr,  # (S,) routing weights, or (rows,) if TOP_K is 0, or None
+    preact_ptr,  # (rows, 2 N or N)
+    dpreact_ptr,  # (rows, 2 N or N) or None, out; may be preact_ptr
+    scaled_act_ptr,  # (rows, N) or None, out
+    partials_ptr, stride_pn,  # (n tiles, rows) fp32 or None, out
+    row_to_slot_ptr,  # (rows,) int32, or None if TOP_K is 0
     schedule_ptr,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,

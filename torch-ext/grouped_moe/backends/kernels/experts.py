@@ -82,10 +82,10 @@ def up_proj_kernel(
     w_ptr, stride_we, stride_wn, stride_wk,  # (E, 2 N or N, K) by strides; with TMA its descriptor, (E, K, ...) if W_KN
     bias_ptr, stride_be, stride_bn,  # (E, 2 N or N) or None
     projected_ptr, factor_ptr,  # the low-rank part, as `.low_rank.LowRank` has it, or None
-    preact_ptr,  # (S, 2 N or N) or None, out
-    act_ptr,  # (S, N) or None, out
+    preact_ptr,  # (rows, 2 N or N) or None, out
+    act_ptr,  # (rows, N) or None, out
     scales_ptr,  # (rows,) or None
-    row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
+    row_to_slot_ptr,  # (rows,) int32, or None if TOP_K is 0
     schedule_ptr,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
@@ -149,12 +149,12 @@ def down_dgrad_kernel(
     dout_ptr, stride_dt, stride_dk,  # (T, K) gradient of the output
     w_ptr, stride_we, stride_wn, stride_wk,  # (E, N, K) by strides: N intermediate, K hidden; with TMA its descriptor
     projected_ptr, factor_ptr,  # the low-rank part, as `.low_rank.LowRank` has it, or None
-    weights_ptr,  # (S,) routing weight per slot, or None
-    preact_ptr,  # (S, 2 N or N)
-    dpreact_ptr,  # (S, 2 N or N) or None, out; may be preact_ptr
-    scaled_act_ptr,  # (S, N) or None, out
-    partials_ptr, stride_pn,  # (n tiles, S) fp32 or None, out
-    row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
+    weights_ptr,  # (S,) routing weights, or (rows,) if TOP_K is 0, or None
+    preact_ptr,  # (rows, 2 N or N)
+    dpreact_ptr,  # (rows, 2 N or N) or None, out; may be preact_ptr
+    scaled_act_ptr,  # (rows, N) or None, out
+    partials_ptr, stride_pn,  # (n tiles, rows) fp32 or None, out
+    row_to_slot_ptr,  # (rows,) int32, or None if TOP_K is 0
     schedule_ptr,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,

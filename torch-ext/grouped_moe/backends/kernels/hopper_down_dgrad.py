@@ -1,7 +1,7 @@
 """The dgrad of the down-projection of experts for Hopper in Gluon: `.hopper_pipeline` with the activation's gradient.
 
-Rows are in place, sorted by expert: gathering them here takes longer than a pass that sorts them, since the epilogue is
-too long for tiles that consumers share, as those of `.hopper_up_proj` that are gathered.
+Rows are in place, sorted by expert before. To gather them here takes longer: both consumers share gathered tiles, as in
+`.hopper_up_proj`, and this epilogue is too long for that.
 
 Interleaved, gate and up of COLUMNS columns are 2 COLUMNS neighbouring columns: the left staging tile has the first half
 of those, the right one the second half. Otherwise the left one has the gate and the right one has up.

@@ -1,6 +1,7 @@
 """Grouped GEMM and up-projection of 8-bit rows with 8-bit weights, for any GPU whose tensor cores multiply e4m3.
 
-One step is 128 columns of K, a block of both scales, whose sums enter the accumulator times these (`.block_scaled`).
+The sums of 128 columns of K, a block of both scales, or of a half of it enter the accumulator times these scales
+(`.block_scaled`).
 """
 
 import triton
@@ -100,10 +101,10 @@ def quantized_up_proj_kernel(
     w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks along 2 N or N, blocks of K)
     bias_ptr, stride_be, stride_bn,  # (E, 2 N or N) or None
     projected_ptr, factor_ptr,  # the low-rank part, as `.low_rank.LowRank` has it, or None
-    preact_ptr,  # (S, 2 N or N) or None, out
-    act_ptr, act_scale_ptr,  # (S, N) codes and (S, blocks of N), contiguous, or None, out
+    preact_ptr,  # (rows, 2 N or N) or None, out
+    act_ptr, act_scale_ptr,  # (rows, N) codes and (rows, blocks of N), contiguous, or None, out
     scales_ptr,  # (rows,) or None
-    row_to_slot_ptr,  # (S,) int32, or None if TOP_K is 0
+    row_to_slot_ptr,  # (rows,) int32, or None if TOP_K is 0
     schedule_ptr,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,

@@ -1,6 +1,6 @@
 """Products and sums over the rows of each group on the CPU: one GEMM per group that has rows.
 
-`_in_its_dtype` keeps autocast away: operands have their dtype already, and sums are meant to be wide.
+`in_its_dtype` keeps autocast away: operands have their dtype already, and sums are meant to be wide.
 """
 
 import functools

@@ -31,8 +31,8 @@ class Kernel:
 
     At least two of the arguments are pointers.
 
-    variants: the compiled kernels by all that Triton specializes them on besides the constexprs: the device, dtypes and
-    alignment of pointers, which are called *_ptr or *_desc, and the values of ints that do not vary.
+    variants: the compiled kernels, by what Triton specializes on besides constexprs: the device, the dtype and
+    alignment of each pointer (called *_ptr or *_desc), and the value of each int that is not in VARYING.
     """
 
     def __init__(

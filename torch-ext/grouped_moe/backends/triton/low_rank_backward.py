@@ -48,9 +48,10 @@ class _Tile(NamedTuple):
 def _tile(problem: _Problem) -> Optional[_Tile]:
     """The tile of the kernel that reads dy once for both results; None where one kernel for each is faster.
 
-    Nearly as many programs as processors are needed, and many rows for each. A block of columns is read once less, for
-    a partial sum that is written and read: that may cost half of the gain. The second read of gathered rows hits L2, so
-    one pass pays only with 16 ranks or fewer. With more than 32, masks of columns would spill registers (Triton 3.8).
+    Nearly as many programs as processors are needed, and many rows for each. The kernel reads dy once less, and writes
+    and reads a partial sum for each block of columns, which may cost half of that. The second read of gathered rows
+    hits L2, so one pass pays only with 16 ranks or fewer. With more than 32, masks of columns would spill registers
+    (Triton 3.8).
     """
     p, block_r = problem, power_of_two(problem.factor.padded_rank)
     if p.block_m < _MANY_ROWS or p.dtype.itemsize > 2 or p.of_tokens and block_r > 16:

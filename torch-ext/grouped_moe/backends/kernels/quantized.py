@@ -128,7 +128,7 @@ def quantized_up_proj_kernel(
     TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
     tl.static_assert(not INTERLEAVED and BLOCK_N == BLOCK, "gate and up of the columns of one scale lie apart")
     # Gate and up of all columns, beside the sums of a step, would not fit the registers: each piece has a loop over K.
-    PIECE: tl.constexpr = BLOCK_N // 2
+    PIECE: tl.constexpr = BLOCK_N // WIDTH
     HALF: tl.constexpr = PIECE // 2
     PRODUCT: tl.constexpr = ScaledProduct(WIDTH * N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K, WIDTH)
     FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
@@ -136,8 +136,7 @@ def quantized_up_proj_kernel(
     w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
     low_rank = LowRank(projected_ptr, factor_ptr)
     num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
-    # What does not depend on the tile is computed anew for each: ptxas would park it in memory.
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), disable_licm=True):
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
         row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
         rows, row_mask = tile_rows(row, count, BLOCK_M)
@@ -147,11 +146,12 @@ def quantized_up_proj_kernel(
         expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
         scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
         largest = tl.zeros((BLOCK_M,), tl.float32)
-        zeros = tl.zeros((BLOCK_M, HALF), tl.float32)
-        values = (zeros, zeros)  # of the halves of a piece
-        earlier = values  # of those of the piece before
+        # Of the halves of a piece, and of the piece before. Each begins as a tensor of its own: Triton would not carry
+        # `earlier` through the loop if it began as the one that it becomes.
+        values = (tl.zeros((BLOCK_M, HALF), tl.float32), tl.zeros((BLOCK_M, HALF), tl.float32))
+        earlier = (tl.zeros((BLOCK_M, HALF), tl.float32), tl.zeros((BLOCK_M, HALF), tl.float32))
         # Not unrolled: ptxas would mix both loops over K, and spill.
-        for i in tl.range(2):
+        for i in tl.range(WIDTH):
             earlier = values
             column = n_tile * BLOCK_N + i * PIECE
             # A whole piece past the last column multiplies the last ones again, and is not stored.
@@ -177,8 +177,8 @@ def quantized_up_proj_kernel(
                 values = made
         if act_ptr is not None:
             scale = scale_of(largest)
-            halves = earlier + values
-            for i in tl.static_range(4):
+            halves = earlier + values if GATED else values
+            for i in tl.static_range(2 * WIDTH):
                 codes = halves[i] * (1.0 / scale)[:, None]
                 store_columns(act_ptr, codes, row, row_mask, n_tile * BLOCK_N + i * HALF, N)
             scale_ptrs = tile_ptrs(act_scale_ptr, row, n_tile, (N + BLOCK - 1) // BLOCK, BLOCK_M, 1)

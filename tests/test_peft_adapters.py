@@ -250,7 +250,7 @@ def with_unused_options(forward):
 
 @pytest.mark.parametrize("way", ["of the class", "of a subclass", "bound", "partial"])
 @pytest.mark.parametrize("replacement", [plain, with_unused_options], ids=["without options", "dropping options"])
-def test_a_forward_that_drops_factors(way, replacement, implementation, calls, device, monkeypatch):
+def test_a_forward_that_drops_factors(way, replacement, implementation, calls, device):
     """It is found out before the call, or by what the call did; then peft's own forward runs, output and gradients.
 
     Where the experts have their own forward again, they get factors again.

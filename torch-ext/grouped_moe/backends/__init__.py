@@ -9,8 +9,8 @@ Each backend is a module with these functions, whose docstrings there say what t
     few tokens          is_decode, decode; not in torch
     8-bit rows          quantizes
 `table` lists the kernels of each product in order of preference: Gluon's in `hopper`, Triton's in `triton`, and those
-of scaled weights in `block_scaled`. The CUDA build has `native` ops for few
-tokens and routes, with the Triton backend for all else.
+of scaled weights in `block_scaled`. The CUDA build has `native` ops for few tokens and routes, with the Triton backend
+for all else.
 """
 
 import importlib

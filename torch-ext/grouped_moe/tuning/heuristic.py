@@ -74,8 +74,9 @@ def decode_pays(num_tokens: int, top_k: int, up: Tensor, down: Tensor, code_byte
 
 
 def choose_block_m(num_slots: int, num_experts: int, dtype: torch.dtype, quantizes: bool = False) -> int:
-    """Rows per tile: the power of two near the rows an expert gets if every slot is local, 16 to 128 (64
-    for types of four bytes).
+    """Rows per tile: the power of two near the rows an expert gets if every slot is local.
+
+    16 to 128, or to 64 for types of four bytes.
 
     Forward and backward, and every GEMM of a call, share it: one schedule serves them all. quantizes: products of tall
     tiles are made with rows of 8-bit floats, which pays although tiles are not full (`quantizing_pays`).
@@ -229,8 +230,7 @@ def dgrad_config(
     """Config of the down-projection's dgrad, whose epilogue holds pre-activation, activation and their gradients.
 
     interleaved: gate and up in turn pass through registers once more to be told apart. tma: the weight is read by
-    descriptor. low_rank: a low-rank part is added,
-    which limits the columns of a tile.
+    descriptor. low_rank: a low-rank part is added, which limits the columns of a tile.
     """
     default = _default_tile(block_m, dtype, spec)
     if not tma:

@@ -123,8 +123,8 @@ def quantized_launcher(
 
 
 def _problem_of(
-    weight: Weight, rows: Rows, num_rows: int, dtype: torch.dtype, layout: Optional[str], transposed: bool = False,
-    low_rank: FactorLayout = FactorLayout(), zero_rest: bool = False,
+    weight: Weight, rows: Rows, num_rows: int, dtype: torch.dtype, layout: Optional[str], transposed: bool,
+    low_rank: FactorLayout, zero_rest: bool,
 ) -> GemmProblem:  # fmt: skip
     spec, num_groups, (_, *extents) = spec_of(parts_of(weight)[0]), rows.num_groups, weight.shape
     k, n = extents if transposed else reversed(extents)

@@ -14,14 +14,6 @@ def _decode_experts(x: Tensor, *_) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _decode_lora_experts(x: Tensor, *_) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _decode_plain_experts(x: Tensor, *_) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _route_rows(ids: Tensor, num_experts: int, num_rows: int, block_m: int, schedule_size: int) -> Tuple[Tensor, ...]:
     sizes = schedule_size, num_rows, ids.numel(), int(num_rows < ids.numel())
     return tuple(ids.new_empty(size, dtype=torch.int32) for size in sizes)
@@ -32,5 +24,11 @@ def _split_rows(splits: Tensor, num_groups: int, num_rows: int, block_m: int, sc
 
 
 if IS_BUILT:
-    for fake in (_decode_experts, _decode_lora_experts, _decode_plain_experts, _route_rows, _split_rows):
-        torch.library.register_fake(add_op_namespace_prefix(fake.__name__[1:]))(fake)
+    for name, fake in (
+        ("decode_experts", _decode_experts),
+        ("decode_lora_experts", _decode_experts),
+        ("decode_plain_experts", _decode_experts),
+        ("route_rows", _route_rows),
+        ("split_rows", _split_rows),
+    ):
+        torch.library.register_fake(add_op_namespace_prefix(name))(fake)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..common.device import DeviceSpec
+from ..common.numbers import power_of_two
 from .files import tiles_of
 
 _MAX_SHARED_BYTES = 28 << 20  # of weights that slots read again, on average: in as much time slots are routed
@@ -97,7 +98,7 @@ def quantizing_pays(num_rows: int, num_experts: int, spec: DeviceSpec) -> bool:
 def rows_per_group(num_rows: int, num_groups: int) -> int:
     """The rows of a group on average if there are as many as there can be, as a power of two from 16 to 1024."""
     average = -(-num_rows // max(1, min(num_groups, num_rows)))
-    return min(1024, max(16, 1 << max(0, average - 1).bit_length()))
+    return min(1024, power_of_two(average, 16))
 
 
 # By rows and whether there are two weights, for two-byte types.
@@ -341,11 +342,6 @@ def scaled_config(
     return replace(config, num_warps=max(1, config.num_warps // 2)) if spec.warp_size == 64 else config
 
 
-def _block_for(extent: int) -> int:
-    """Smallest power of two, 16 or more, that covers `extent`."""
-    return max(16, 1 << max(0, extent - 1).bit_length())
-
-
 def _fitted(
     kernel: str, size: int, default: GemmConfig, n: int, dtype: torch.dtype, spec: DeviceSpec, weight_tiles: int = 1,
     m: int = 1024,
@@ -355,14 +351,14 @@ def _fitted(
     m, n: rows and columns of a result, of a weight gradient both.
     """
     config = choose_tile(kernel, size, default, dtype.itemsize, spec)
-    config = replace(config, block_m=min(config.block_m, _block_for(m)))
+    config = replace(config, block_m=min(config.block_m, power_of_two(m, 16)))
     config = _narrowed(config, n, weight_tiles, dtype.itemsize, spec.shared_memory)
     return replace(config, num_warps=max(1, config.num_warps // 2)) if spec.warp_size == 64 else config
 
 
 def _narrowed(config: GemmConfig, n: int, weight_tiles: int, itemsize: int, shared_memory: int) -> GemmConfig:
     """Narrows the tile to N columns, then drops stages, then columns, until its buffers fit the shared memory."""
-    config = replace(config, block_n=min(config.block_n, _block_for(n)))
+    config = replace(config, block_n=min(config.block_n, power_of_two(n, 16)))
     while True:
         columns = config.block_m + weight_tiles * config.block_n
         if config.num_stages * config.block_k * columns * itemsize <= shared_memory:

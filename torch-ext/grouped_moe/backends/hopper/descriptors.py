@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...common.numbers import power_of_two
 from ...operands import LowRank
 from ..kernels.hopper import reinterpret
 from ..triton.descriptors import MAX_RAGGED_ROWS, tma_strides
@@ -63,7 +64,7 @@ class RankBlocks:
 
     def __init__(self, dtype: torch.dtype, rank: int, layout: str, block_m: int, weights: TmaBlock, room: int):
         """rank: columns of the rows. layout: of the weight. room: ranks of a step at most."""
-        columns = room if reinterpret is None else min(room, max(16, 1 << (rank - 1).bit_length()))
+        columns = room if reinterpret is None else min(room, power_of_two(rank, 16))
         block = [*weights.shape]
         block[-2 if layout == "kn" else -1] = columns
         self.layout, self.rows, self.factor = layout, TmaBlock(dtype, block_m, columns), TmaBlock(dtype, *block)

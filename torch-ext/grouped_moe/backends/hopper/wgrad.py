@@ -4,6 +4,7 @@ from typing import Optional
 
 from torch import Tensor
 
+from ...common.numbers import power_of_two
 from ...rows import Rows
 from ...tuning.heuristic import THIN, GemmConfig, hopper_wgrad_config
 from ..kernels.hopper_wgrad import hopper_gathered_wgrad_kernel, hopper_wgrad_kernel
@@ -33,7 +34,7 @@ class Launcher:
         p, self.problem, self.config = problem, problem, _config(problem)
         constants = {
             "NUM_EXPERTS": p.num_groups, "M": p.m, "N": p.n, "ACCUMULATE": p.accumulate,
-            "ORDER_SIZE": max(32, 1 << (p.num_groups - 1).bit_length()) if p.num_groups <= _MAX_ORDERED else 0,
+            "ORDER_SIZE": power_of_two(p.num_groups, 32) if p.num_groups <= _MAX_ORDERED else 0,
             "STAGES": self.config.num_stages, "GROUP_M": self.config.group_m,
         }  # fmt: skip
         config = self.config

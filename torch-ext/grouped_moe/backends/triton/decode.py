@@ -10,6 +10,7 @@ from ...block import Block
 from ...block_scaled import ScaleLayout, parts_of
 from ...common.activation import Activation
 from ...common.device import spec_of
+from ...common.numbers import power_of_two
 from ...operands import LoRA
 from ...rows import unit_rows
 from ...tuning.heuristic import decode_pays
@@ -71,7 +72,7 @@ def _down_tile(k: int, choices: int) -> Tuple[int, int, int]:
 
 def _narrowed(block_k: int, k: int) -> int:
     """No more than K needs, nor less than the kernels add up at once."""
-    return min(block_k, max(8, 1 << (k - 1).bit_length()))
+    return min(block_k, power_of_two(k, 8))
 
 
 def _describe(block_n: int, block_k: int, warps: int) -> str:
@@ -94,7 +95,7 @@ def _up_kernel(problem: _Problem) -> Kernel:
 
 @lru_cache(maxsize=None)
 def _down_kernel(problem: _Problem) -> Kernel:
-    choices = 1 << (problem.num_choices - 1).bit_length()
+    choices = power_of_two(problem.num_choices)
     block_n, block_k, warps = _down_tile(problem.i, choices)
     block_k = _narrowed(block_k, problem.i)
     constants = {
@@ -107,7 +108,7 @@ def _down_kernel(problem: _Problem) -> Kernel:
 
 def _rank_constants(ranks: Tuple[int, int]) -> dict:
     num_adapters, rank = ranks
-    return {"NUM_ADAPTERS": num_adapters, "R": rank, "R_POW2": 1 << max(0, rank - 1).bit_length()}
+    return {"NUM_ADAPTERS": num_adapters, "R": rank, "R_POW2": power_of_two(rank)}
 
 
 @lru_cache(maxsize=None)

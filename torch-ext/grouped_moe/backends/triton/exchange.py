@@ -6,6 +6,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from ...common.numbers import power_of_two
 from ...packed import WORD, PackedRow
 from ...rows import unit_rows
 from ..kernels.exchange import pack_rows_kernel, plan_exchange_kernel, take_slots_kernel, unpack_rows_kernel
@@ -17,13 +18,9 @@ _MAX_BLOCK_H = 2048  # columns that a program copies
 _BLOCK = 512  # slots of a program
 
 
-def _pow2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
 @lru_cache(maxsize=None)
 def _plan_kernel(num_local: int, top_k: int) -> Kernel:
-    columns = _pow2(top_k)
+    columns = power_of_two(top_k)
     constants = {"NUM_LOCAL": num_local, "TOP_K": top_k, "TOP_K_POW2": columns}
     return Kernel(plan_exchange_kernel, {**constants, "BLOCK_T": max(1, _PLANNED // columns)}, {"num_warps": 8})
 
@@ -34,8 +31,8 @@ def _pack_kernel(h: int, row: Optional[PackedRow], num_local: int, empty: int, r
     top_k = 1 if row is None else row.top_k
     weights_at, ids_at, _ = (0, 0, 0) if row is None else row.starts
     constants = {
-        "H": h, "TOP_K": top_k, "TOP_K_POW2": _pow2(top_k), "NUM_LOCAL": num_local, "EMPTY": empty,
-        "WEIGHTS_AT": weights_at, "IDS_AT": ids_at, "ROW": row_bytes, "BLOCK_H": min(_MAX_BLOCK_H, _pow2(h)),
+        "H": h, "TOP_K": top_k, "TOP_K_POW2": power_of_two(top_k), "NUM_LOCAL": num_local, "EMPTY": empty,
+        "WEIGHTS_AT": weights_at, "IDS_AT": ids_at, "ROW": row_bytes, "BLOCK_H": min(_MAX_BLOCK_H, power_of_two(h)),
     }  # fmt: skip
     return Kernel(pack_rows_kernel, constants)
 

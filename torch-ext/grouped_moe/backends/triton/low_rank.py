@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...common.device import DeviceSpec, dot_precision, spec_of
+from ...common.numbers import power_of_two
 from ...operands import FactorLayout, layout_of
 from ...rows import Rows, max_tiles
 from ..kernels.low_rank import project_kernel
@@ -47,10 +48,10 @@ def factor_constants(factor: FactorLayout) -> dict:
 def _tile(problem: _Problem) -> tuple:
     """BLOCK_N, BLOCK_K, num_stages. Short tiles take few, long steps, and few columns, so that many run at once."""
     p, itemsize = problem, problem.dtype.itemsize
-    block_n = min(_MAX_COLUMNS, power_of_two(p.factor.padded_rank))
+    block_n = min(_MAX_COLUMNS, power_of_two(p.factor.padded_rank, 16))
     if p.block_m < _TALL:
         block_n, stages = min(block_n, p.block_m), 3
-        block_k = min(_LONG_STEP // itemsize, power_of_two(p.k))
+        block_k = min(_LONG_STEP // itemsize, power_of_two(p.k, 16))
     else:
         block_k, stages = (32, 2) if itemsize > 2 else (64, 2 if p.of_tokens else 4)
     if p.is_quantized:  # a step has one scale for each row
@@ -105,8 +106,3 @@ def project(
             rows.adapters, z, scales, scaled, rows.row_to_slot if top_k else None, rows.schedule, scaling,
         )  # fmt: skip
     return z, scaled
-
-
-def power_of_two(extent: int) -> int:
-    """The least one that covers an extent, and 16, as an extent of a product."""
-    return max(16, 1 << (extent - 1).bit_length())

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from ...common.device import DeviceSpec, spec_of
+from ...common.numbers import power_of_two
 from ...operands import FactorLayout, layout_of
 from ...rows import Rows, unit_rows
 from ..kernels.low_rank_backward import project_backward_kernel, sum_projected_kernel
 from .launch import Kernel
-from .low_rank import factor_constants, power_of_two, project
+from .low_rank import factor_constants, project
 from .quantize import QuantizedRows
 from .wgrad import wgrad
 
@@ -53,7 +54,7 @@ def _tile(problem: _Problem) -> Optional[_Tile]:
     hits L2, so one pass pays only with 16 ranks or fewer. With more than 32, masks of columns would spill registers
     (Triton 3.8).
     """
-    p, block_r = problem, power_of_two(problem.factor.padded_rank)
+    p, block_r = problem, power_of_two(problem.factor.padded_rank, 16)
     if p.block_m < _MANY_ROWS or p.dtype.itemsize > 2 or p.of_tokens and block_r > 16:
         return None
     for block_n in (512, 256, 128):
@@ -71,9 +72,9 @@ def _tile(problem: _Problem) -> Optional[_Tile]:
 @lru_cache(maxsize=None)
 def _kernels(problem: _Problem) -> Tuple[Kernel, Kernel]:
     """The kernel that makes both results, and the one that adds up its partial sums."""
-    p, tile, block_r = problem, _tile(problem), power_of_two(problem.factor.padded_rank)
+    p, tile, block_r = problem, _tile(problem), power_of_two(problem.factor.padded_rank, 16)
     both = {
-        "NUM_EXPERTS": p.num_groups, "EXPERTS_POW2": 1 << (p.num_groups - 1).bit_length(), "N": p.n,
+        "NUM_EXPERTS": p.num_groups, "EXPERTS_POW2": power_of_two(p.num_groups), "N": p.n,
         "LEAST_CHUNK": _LEAST_CHUNK, "BLOCK_R": block_r,
     }  # fmt: skip
     constants = {

@@ -6,6 +6,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from ...common.numbers import power_of_two
 from ...rows import Rows, unit_rows
 from ..kernels.rows import combine_grad_kernel, combine_kernel, gather_rows_kernel, sort_rows_kernel
 from .gemm import zero_ungrouped
@@ -14,11 +15,6 @@ from .launch import Kernel
 _MAX_BLOCK_H = 2048
 _COMBINE_BYTES = 1024  # of a row that one warp sums up: few enough for the loads of all top_k rows to be under way
 _SORT_BYTES = 2048  # of a row that one warp copies
-
-
-def _block_h(h: int, most: int) -> int:
-    return min(most, 1 << max(0, h - 1).bit_length())
-
 
 # One warp per program where a program's share of a row is that of a warp.
 _FUNCTIONS = {
@@ -43,7 +39,7 @@ def combine(y: Tensor, weights: Optional[Tensor], rows: Rows) -> Tensor:
     num_tokens, h = rows.slot_to_row.shape[0] // rows.top_k, y.shape[1]
     out = y.new_empty((num_tokens, h))
     if num_tokens:
-        block_h = _block_h(h, _COMBINE_BYTES // y.element_size())
+        block_h = min(power_of_two(h), _COMBINE_BYTES // y.element_size())
         kernel = _kernel("combine", h, rows.top_k, block_h)
         kernel((num_tokens, -(-h // block_h), 1), y, weights, rows.slot_to_row, out)
     return out
@@ -53,7 +49,7 @@ def sort_rows(x: Tensor, rows: Rows) -> Tensor:
     """out[r] = x[token of r] for routed rows; the rest is unwritten. x: (T, H), columns contiguous."""
     h = x.shape[1]
     out = x.new_empty((rows.num_rows, h))
-    block_h = _block_h(h, min(_MAX_BLOCK_H, _SORT_BYTES // x.element_size()))
+    block_h = min(power_of_two(h), _MAX_BLOCK_H, _SORT_BYTES // x.element_size())
     kernel = _kernel("sort_rows", h, rows.top_k, block_h)
     kernel((x.shape[0], -(-h // block_h), 1), x, x.stride(0), rows.slot_to_row, out)
     return out
@@ -65,7 +61,7 @@ def gather_rows(x: Tensor, rows: Rows) -> Tensor:
     h = x.shape[1]
     out = x.new_empty((rows.num_rows, h))
     if rows.num_rows:
-        block_h = _block_h(h, _MAX_BLOCK_H)
+        block_h = min(power_of_two(h), _MAX_BLOCK_H)
         kernel = _kernel("gather_rows", h, rows.top_k, block_h)
         num_routed = rows.group_offsets[-1:]
         kernel((rows.num_rows, -(-h // block_h), 1), x, x.stride(0), rows.row_to_slot, num_routed, out)
@@ -81,7 +77,7 @@ def combine_grad(
     dy = dout.new_empty((num_slots, h)) if needs_dy else None
     dweights = None if y is None else torch.empty_like(weights)
     if num_slots:
-        kernel = _kernel("combine_grad", h, rows.top_k, _block_h(h, 1024))
+        kernel = _kernel("combine_grad", h, rows.top_k, min(power_of_two(h), 1024))
         kernel((num_slots, 1, 1), dout, dout.stride(0), y, weights, rows.slot_to_row, dy, dweights)
         if needs_dy:
             zero_ungrouped(dy, rows)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...common import _compat
+from ...common.numbers import power_of_two
 from ...rows import Rows, schedule_size
 from ...tuning.heuristic import choose_block_m
 from ..kernels.routing import count_slots_kernel, place_slots_kernel, scan_counts_kernel, schedule_kernel
@@ -77,7 +78,7 @@ def _place_slots(ids: Tensor, rows: Rows, num_routed: Optional[Tensor]) -> None:
 
 
 def _sizes(num_experts: int) -> dict:
-    return {"NUM_EXPERTS": num_experts, "EXPERTS_POW2": max(32, 1 << (num_experts - 1).bit_length())}
+    return {"NUM_EXPERTS": num_experts, "EXPERTS_POW2": power_of_two(num_experts, 32)}
 
 
 @lru_cache(maxsize=None)
@@ -100,7 +101,7 @@ def _place_kernel(num_experts: int, block_m: int, one_chunk: bool) -> Kernel:
 
 @lru_cache(maxsize=None)
 def _schedule_kernel(num_groups: int, are_sizes: bool, block_m: int) -> Kernel:
-    constants = {"SIZES": are_sizes, "NUM_GROUPS": num_groups, "GROUPS_POW2": 1 << (num_groups - 1).bit_length()}
+    constants = {"SIZES": are_sizes, "NUM_GROUPS": num_groups, "GROUPS_POW2": power_of_two(num_groups)}
     return Kernel(schedule_kernel, {**constants, "BLOCK_M": block_m, "BLOCK": _TILES})
 
 

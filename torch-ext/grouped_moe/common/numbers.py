@@ -1,0 +1,6 @@
+"""Arithmetic on extents and dtypes that several modules share."""
+
+
+def power_of_two(extent: int, least: int = 1) -> int:
+    """The least power of two that covers an extent; `least`, one itself, where that is more."""
+    return max(least, 1 << max(0, extent - 1).bit_length())

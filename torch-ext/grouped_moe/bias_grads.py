@@ -11,6 +11,7 @@ from .backends import backend_of
 from .common import checks
 from .common.autograd import define_op, is_plain
 from .common.device import on_device
+from .common.numbers import wide_dtype
 from .rows import unit_rows
 from .splits import Splits, as_splits
 
@@ -57,7 +58,7 @@ def _span(tensor: Tensor) -> Tuple[int, int]:
 
 def _sums(name: str, buffer: Optional[Tensor], shape: Tuple[int, ...], legend: str, dy: Tensor) -> Tensor:
     """The caller's buffer, checked, or a new one."""
-    wide = torch.promote_types(dy.dtype, torch.float32)
+    wide = wide_dtype(dy.dtype)
     if buffer is None:
         return dy.new_empty(shape, dtype=wide)
     checks.check_tensor(name, buffer)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .common import checks
+from .common.numbers import wide_dtype
 
 CODES = torch.float8_e4m3fn
 PRODUCTS = ("auto", "w8a16")
@@ -64,7 +65,7 @@ class BlockScaled(NamedTuple):
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The plain weight, (E, N, K), each value rounded once, in bf16, fp16, fp32 or fp64."""
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = wide_dtype(dtype)
         return (self.data.to(wide) * self._scales(self.scale_inv.to(wide))).to(dtype)
 
     def dequantize_one(self, expert: int, dtype: torch.dtype) -> Tensor:
@@ -99,7 +100,7 @@ def quantize_blocks(weight: Tensor, block: Tuple[int, int] = (128, 128), parts: 
     n_block, k_block = _checked_block("block", "parts", block, parts, n, k)
     rows, columns = -(-n // parts // n_block), -(-k // k_block)
     n_extent, k_extent = min(n_block, n // parts), min(k_block, k)
-    wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).unflatten(1, (parts, -1))
+    wide = weight.detach().to(wide_dtype(weight.dtype)).unflatten(1, (parts, -1))
     finite = torch.where(wide.isfinite(), wide.abs(), 0.0)
     padded = torch.nn.functional.pad(finite, (0, columns * k_extent - k, 0, rows * n_extent - n // parts))
     largest = padded.unflatten(3, (columns, k_extent)).unflatten(2, (rows, n_extent)).amax((3, 5))

@@ -16,6 +16,7 @@ from .common.autograd import (
     refuse_forward_mode,
 )
 from .common.device import on_device
+from .common.numbers import wide_dtype
 from .operands import LoRA, check_loras, grad_of_a, project, project_backward
 from .rows import schedule_size, unit_rows
 from .splits import Splits, as_splits
@@ -122,8 +123,7 @@ def _bias_backward(
         rows = kernels.split_rows(splits, num_groups, dy.shape[0], dy.dtype)
         scales, dots = None if scales is None else scales.contiguous(), None
         if bias is not None:
-            dtype = torch.promote_types(dy.dtype, torch.float32)
-            dots = dy.new_empty((kernels.num_bias_dots(dy.shape[1]), dy.shape[0]), dtype=dtype)
+            dots = dy.new_empty((kernels.num_bias_dots(dy.shape[1]), dy.shape[0]), dtype=wide_dtype(dy.dtype))
         kernels.bias_grads(dy, rows, scales, bias, dbias if needs_bias else None, dots)
         if bias is not None:
             kernels.sum_dots(dots, rows, dscales)

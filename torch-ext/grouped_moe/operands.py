@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .common import checks
+from .common.numbers import wide_dtype
 from .rows import Rows
 
 MAX_RANK = 256
@@ -169,7 +170,7 @@ def _new_packed_grad(lora: LoRA, name: str, num_experts: int) -> Tensor:
     """
     factor = getattr(lora, name)
     is_shared = factor.shape[-3] != num_experts
-    dtype = torch.promote_types(factor.dtype, torch.float32) if is_shared else factor.dtype
+    dtype = wide_dtype(factor.dtype) if is_shared else factor.dtype
     height, width = factor.shape[-2:]
     shape = (lora.padded_rank, width) if name == "a" else (height, lora.padded_rank)
     return factor.new_empty((num_experts, *shape), dtype=dtype)

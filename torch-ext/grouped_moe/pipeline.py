@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .block import Block, Grads, Needs, Saved
+from .common.numbers import wide_dtype
 from .operands import grad_of_a, project, project_backward
 from .rows import Rows, unit_rows
 
@@ -152,18 +153,13 @@ def scale_and_bias_grads(
         d_act_scales = act_scales.new_empty(act_scales.shape)
         kernels.sum_dots(dots, rows, d_act_scales)
     if needs.bias_scales:
-        dots = dout.new_empty((kernels.num_bias_dots(hidden), rows.num_rows), dtype=_sum_dtype(dout))
+        dots = dout.new_empty((kernels.num_bias_dots(hidden), rows.num_rows), dtype=wide_dtype(dout.dtype))
         kernels.bias_grads(dout, rows, bias_scales, block.down_bias, dbias, dots)
         d_bias_scales = bias_scales.new_empty(bias_scales.shape)
         kernels.sum_dots(dots, rows, d_bias_scales)
     elif needs.down_bias and not bias_dots:
         kernels.bias_grads(dout, rows, act_scales if routed else bias_scales, None, dbias, None)
     return d_act_scales, d_bias_scales, dbias
-
-
-def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of sums: fp32, or fp64 for fp64."""
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _as_nk(weight: Tensor, block: Block) -> Tensor:

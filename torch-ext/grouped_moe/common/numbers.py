@@ -1,6 +1,13 @@
 """Arithmetic on extents and dtypes that several modules share."""
 
+import torch
+
 
 def power_of_two(extent: int, least: int = 1) -> int:
     """The least power of two that covers an extent; `least`, one itself, where that is more."""
     return max(least, 1 << max(0, extent - 1).bit_length())
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from ...block import Block
 from ...common import activation as act
+from ...common.numbers import wide_dtype
 from ...operands import LowRank
 from ...rows import Rows
-from .linear import in_its_dtype, products, scales_of, wide_dtype
+from .linear import in_its_dtype, products, scales_of
 
 _CHUNK = 256  # rows per elementwise pass: its temporaries stay in the cache
 
@@ -38,7 +39,7 @@ def up_proj(
         return preact, None
     activated = x.new_empty((rows.num_rows, block.intermediate))
     for start, end in _chunks(rows):
-        wide = preact[start:end].to(wide_dtype(x))
+        wide = preact[start:end].to(wide_dtype(x.dtype))
         value = act.forward(wide, block.activation, block.gated, block.interleaved)
         if scales is not None:
             value = value * scales[start:end, None].to(value.dtype)
@@ -59,7 +60,7 @@ def down_dgrad(
     more_dots: further inner products there is room for. overwrite: dpreact takes the place of preact. low_rank: what is
     added to g.
     """
-    wide = wide_dtype(preact)
+    wide = wide_dtype(preact.dtype)
     grad = products(
         dout, block.down, rows, transposed=not block.transposed, of_tokens=rows.top_k > 0, low_rank=low_rank
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...block_scaled import BlockScaled, Weight
+from ...common.numbers import wide_dtype
 from ...operands import LowRank, pad_rank
 from ...rows import Rows
 
@@ -23,11 +24,6 @@ def in_its_dtype(function: Callable) -> Callable:
             return function(*args, **kwargs)
 
     return plain
-
-
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of sums: fp32, or fp64 for fp64."""
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def groups_with_rows(rows: Rows) -> Iterator[Tuple[int, int, int]]:
@@ -65,7 +61,7 @@ def products(
     x: (rows, K) or (T, K). weight: (E, N, K) or, transposed, (E, K, N); scaled ones are made plain one after the other.
     bias: (E, N). scales: (rows,). low_rank: what is added to the product.
     """
-    y, wide = x.new_empty((rows.num_rows, weight.shape[2 if transposed else 1])), wide_dtype(x)
+    y, wide = x.new_empty((rows.num_rows, weight.shape[2 if transposed else 1])), wide_dtype(x.dtype)
     for group, start, end in groups_with_rows(rows):
         operand, out = rows_of(x, rows, start, end, of_tokens), y[start:end]
         own = weight.dequantize_one(group, x.dtype) if isinstance(weight, BlockScaled) else weight[group]
@@ -119,7 +115,7 @@ def project(
     """
     num_adapters, _, _, rank = factor.shape
     z = x.new_empty((rows.num_rows, pad_rank(num_adapters * rank)))
-    scaled, wide = None if scales is None else torch.empty_like(z), wide_dtype(x)
+    scaled, wide = None if scales is None else torch.empty_like(z), wide_dtype(x.dtype)
     columns = torch.arange(num_adapters * rank) // rank
     for group, start, end in groups_with_rows(rows):
         out = z[start:end, : num_adapters * rank]
@@ -149,7 +145,7 @@ def wgrad(
         left = rows_of(lhs, rows, start, end, lhs_of_tokens)
         right = rows_of(rhs, rows, start, end, rhs_of_tokens)
         if out.dtype != lhs.dtype:
-            wide = wide_dtype(lhs)
+            wide = wide_dtype(lhs.dtype)
             product = left.t().to(wide) @ right.to(wide)
             out[group] = out[group] + product if accumulate else product
         elif accumulate:
@@ -189,7 +185,7 @@ def bias_grads(
     """
     if dbias is not None and not accumulate:
         dbias.zero_()
-    wide = wide_dtype(dy)
+    wide = wide_dtype(dy.dtype)
     for group, start, end in groups_with_rows(rows):
         grads = rows_of(dy, rows, start, end, rows.top_k > 0).to(wide)
         if dots is not None:

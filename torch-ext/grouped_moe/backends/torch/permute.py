@@ -5,8 +5,8 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from ...common.numbers import wide_dtype
 from ...rows import Rows
-from .linear import wide_dtype
 
 _TOKENS = 64  # tokens combined at a time: their rows in fp32 stay in the cache
 
@@ -31,7 +31,7 @@ def combine(y: Tensor, weights: Optional[Tensor], rows: Rows) -> Tensor:
         end = min(start + _TOKENS, num_tokens)
         chunk = slot_to_row[start * top_k : end * top_k]
         slots = (chunk >= 0).nonzero().squeeze(1)
-        values = y.index_select(0, chunk[slots]).to(wide_dtype(y))
+        values = y.index_select(0, chunk[slots]).to(wide_dtype(y.dtype))
         # A bag per token: a slot without a row is in none, and a token without rows has an empty one, whose sum is 0.
         counts = torch.bincount(slots // top_k, minlength=end - start)
         factors = None
@@ -50,7 +50,7 @@ def combine_grad(
     """(dy, dweights) of `combine`, dy if it is needed and dweights if y is given; dy of rows that no slot owns is 0."""
     slots = (rows.slot_to_row >= 0).nonzero().squeeze(1)
     index = rows.slot_to_row[slots]
-    dout_rows = dout.index_select(0, slots // rows.top_k).to(wide_dtype(dout))
+    dout_rows = dout.index_select(0, slots // rows.top_k).to(wide_dtype(dout.dtype))
     dy = dweights = None
     if needs_dy:
         dy = dout.new_zeros((rows.num_rows, dout.shape[1]))

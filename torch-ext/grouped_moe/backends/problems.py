@@ -73,12 +73,14 @@ class BlockProblem(NamedTuple):
 
     def constants(self) -> Dict[str, Any]:
         """The constexprs that the kernels of every backend have in common."""
-        activation = self.activation
-        return {
-            "NUM_EXPERTS": self.num_groups, "N": self.n, "K": self.k, "GATED": self.gated,
-            "INTERLEAVED": self.interleaved, "ACTIVATION": activation.name, "ALPHA": activation.alpha,
-            "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
-        }  # fmt: skip
+        constants = activation_constants(self.activation, self.gated, self.interleaved)
+        return {"NUM_EXPERTS": self.num_groups, "N": self.n, "K": self.k, **constants}
+
+
+def activation_constants(activation: Activation, gated: bool, interleaved: bool) -> Dict[str, Any]:
+    """The constexprs that tell a kernel its activation."""
+    names = "GATED", "INTERLEAVED", "ACTIVATION", "ALPHA", "LIMIT", "UP_OFFSET"
+    return dict(zip(names, (gated, interleaved, *activation)))
 
 
 class WgradProblem(NamedTuple):

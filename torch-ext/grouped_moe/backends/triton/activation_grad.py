@@ -10,6 +10,7 @@ from ...block import Block
 from ...common.activation import Activation
 from ...rows import Rows
 from ..kernels.activation_grad import activation_grad_kernel
+from ..problems import activation_constants
 from .launch import Kernel
 from .quantize import BLOCK, QuantizedRows, empty_rows
 
@@ -45,9 +46,5 @@ def activation_grad(
 
 @lru_cache(maxsize=None)
 def _kernel(num_groups: int, n: int, gated: bool, interleaved: bool, activation: Activation) -> Kernel:
-    constants = {
-        "NUM_EXPERTS": num_groups, "N": n, "GATED": gated, "INTERLEAVED": interleaved, "ACTIVATION": activation.name,
-        "ALPHA": activation.alpha, "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset, "BLOCK_M": _ROWS,
-        "BLOCK_N": BLOCK,
-    }  # fmt: skip
-    return Kernel(activation_grad_kernel, constants, {"num_warps": 4})
+    constants = {"NUM_EXPERTS": num_groups, "N": n, **activation_constants(activation, gated, interleaved)}
+    return Kernel(activation_grad_kernel, {**constants, "BLOCK_M": _ROWS, "BLOCK_N": BLOCK}, {"num_warps": 4})

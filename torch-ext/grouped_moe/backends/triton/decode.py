@@ -16,6 +16,7 @@ from ...rows import unit_rows
 from ...tuning.heuristic import decode_pays
 from ..kernels.decode import slot_down_proj_kernel, slot_up_proj_kernel
 from ..kernels.low_rank import slot_project_kernel
+from ..problems import activation_constants
 from .gemm import bias_and_strides
 from .launch import Kernel
 from .scales import codes_and_scales, scale_constants, scale_layout
@@ -82,11 +83,10 @@ def _describe(block_n: int, block_k: int, warps: int) -> str:
 @lru_cache(maxsize=None)
 def _up_kernel(problem: _Problem) -> Kernel:
     block_n, block_k, warps = _up_tile(problem.h)
-    block_k, activation = _narrowed(block_k, problem.h), problem.activation
+    block_k = _narrowed(block_k, problem.h)
     constants = {
         "NUM_EXPERTS": problem.num_experts, "N": problem.i, "K": problem.h, "TOP_K": problem.num_choices,
-        "GATED": problem.gated, "INTERLEAVED": problem.interleaved, "ACTIVATION": activation.name,
-        "ALPHA": activation.alpha, "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
+        **activation_constants(problem.activation, problem.gated, problem.interleaved),
         **_rank_constants(problem.up_ranks), **scale_constants(problem.up_scales), "BLOCK_N": block_n,
         "BLOCK_K": block_k,
     }  # fmt: skip

@@ -8,7 +8,7 @@ at most enters by classes: a layer has few variants of each kernel.
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -371,8 +371,3 @@ def _narrowed(config: GemmConfig, n: int, weight_tiles: int, itemsize: int, shar
             config = replace(config, block_k=config.block_k // 2)
         else:
             raise RuntimeError(f"no tile fits {shared_memory} bytes of shared memory")
-
-
-def persistent_grid(config: GemmConfig, max_m_tiles: int, n: int, spec: DeviceSpec) -> Tuple[int, int, int]:
-    """One program per tile, up to what the device holds at once."""
-    return max(1, min(max_m_tiles * -(-n // config.block_n), spec.num_sms * config.programs_per_sm)), 1, 1

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from ...block import Block
 from ...operands import LowRank
-from ...rows import Rows, max_tiles
-from ...tuning.heuristic import persistent_grid, scaled_config
+from ...rows import Rows
+from ...tuning.heuristic import scaled_config
 from ..kernels.block_scaled import scaled_down_dgrad_kernel
 from ..problems import BlockProblem
-from ..triton.launch import Kernel
+from ..triton.launch import Kernel, persistent_grid
 from ..triton.scales import codes_and_scales, step_of
 from .gemm import PATH
 from .up_proj import block_constants
@@ -39,9 +39,8 @@ class Launcher:
     ) -> None:  # fmt: skip
         """Writes dpreact, act and the first `num_dots` of dots, where they are given."""
         p = self.problem
-        tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
         self.kernel(
-            persistent_grid(self.config, tiles, p.n, p.spec), dout, *dout.stride(),
+            persistent_grid(p, self.config, rows.num_rows, p.n), dout, *dout.stride(),
             *codes_and_scales(block.down, p.transposed, p.spec), *(low_rank or (None, None)), scales, preact, dpreact,
             act, dots, rows.num_rows, rows.row_to_slot if p.top_k else None, rows.schedule,
         )  # fmt: skip

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from ...block_scaled import BlockScaled
 from ...operands import LowRank
-from ...rows import Rows, max_tiles
-from ...tuning.heuristic import persistent_grid, quantized_config
+from ...rows import Rows
+from ...tuning.heuristic import quantized_config
 from ..kernels.quantized import quantized_gemm_kernel
 from ..problems import BlockProblem, GemmProblem
 from ..triton.gemm import bias_and_strides
-from ..triton.launch import Kernel
+from ..triton.launch import Kernel, persistent_grid
 from ..triton.low_rank import factor_constants
 from ..triton.quantize import BLOCK, QuantizedRows
 from ..triton.scales import codes_and_scales, scale_constants
@@ -51,9 +51,8 @@ class Launcher:
     ) -> None:  # fmt: skip
         """Writes y."""
         p = self.problem
-        tiles = max_tiles(x.shape[0], p.num_groups, p.block_m)
         self.kernel(
-            persistent_grid(self.config, tiles, p.n, p.spec), x.codes, x.scales,
+            persistent_grid(p, self.config, x.shape[0], p.n), x.codes, x.scales,
             *codes_and_scales(weight, False, p.spec), *bias_and_strides(bias), scales, *(low_rank or (None, None)), y,
             rows.schedule, x.shape[0],
         )  # fmt: skip

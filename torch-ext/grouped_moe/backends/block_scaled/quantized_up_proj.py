@@ -6,12 +6,12 @@ from torch import Tensor
 
 from ...block import Block
 from ...operands import LowRank
-from ...rows import Rows, max_tiles
-from ...tuning.heuristic import persistent_grid, quantized_config
+from ...rows import Rows
+from ...tuning.heuristic import quantized_config
 from ..kernels.quantized import quantized_up_proj_kernel
 from ..problems import BlockProblem
 from ..triton.gemm import bias_and_strides
-from ..triton.launch import Kernel
+from ..triton.launch import Kernel, persistent_grid
 from ..triton.quantize import QuantizedRows
 from ..triton.scales import codes_and_scales
 from .quantized_gemm import PATH, multiplies_codes
@@ -38,9 +38,8 @@ class Launcher:
     ) -> None:  # fmt: skip
         """Writes preact and act, where they are given."""
         p = self.problem
-        tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
         self.kernel(
-            persistent_grid(self.config, tiles, p.n, p.spec), x.codes, x.scales,
+            persistent_grid(p, self.config, rows.num_rows, p.n), x.codes, x.scales,
             *codes_and_scales(block.up, False, p.spec), *bias_and_strides(block.up_bias), *(low_rank or (None, None)),
             preact, *(act or (None, None))[:2], scales, rows.row_to_slot if p.top_k else None, rows.schedule,
         )  # fmt: skip

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from ...block import Block
 from ...operands import LowRank
-from ...rows import Rows, max_tiles
-from ...tuning.heuristic import persistent_grid, scaled_config
+from ...rows import Rows
+from ...tuning.heuristic import scaled_config
 from ..kernels.block_scaled import scaled_up_proj_kernel
 from ..problems import BlockProblem
 from ..triton.gemm import bias_and_strides
-from ..triton.launch import Kernel
+from ..triton.launch import Kernel, persistent_grid
 from ..triton.low_rank import factor_constants
 from ..triton.scales import codes_and_scales, scale_constants, step_of
 from .gemm import PATH
@@ -47,9 +47,8 @@ class Launcher:
     ) -> None:  # fmt: skip
         """Writes preact and act, where they are given."""
         p = self.problem
-        tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
         self.kernel(
-            persistent_grid(self.config, tiles, p.n, p.spec), x, *x.stride(),
+            persistent_grid(p, self.config, rows.num_rows, p.n), x, *x.stride(),
             *codes_and_scales(block.up, p.transposed, p.spec), *bias_and_strides(block.up_bias),
             *(low_rank or (None, None)), preact, act, scales, rows.row_to_slot if p.top_k else None, rows.schedule,
         )  # fmt: skip

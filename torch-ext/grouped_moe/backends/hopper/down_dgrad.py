@@ -6,11 +6,11 @@ from torch import Tensor
 
 from ...block import Block
 from ...operands import LowRank
-from ...rows import Rows, max_tiles
-from ...tuning.heuristic import hopper_dgrad_config, persistent_grid
+from ...rows import Rows
+from ...tuning.heuristic import hopper_dgrad_config
 from ..kernels.hopper_down_dgrad import hopper_down_dgrad_kernel
 from ..problems import BlockProblem
-from ..triton.launch import Kernel
+from ..triton.launch import Kernel, persistent_grid
 from .descriptors import RaggedTmaBlock, RankBlocks, TmaBlock
 from .up_proj import STORE_COLUMNS, describe_halves, fits
 
@@ -50,11 +50,10 @@ class Launcher:
     ) -> None:  # fmt: skip
         """Writes dpreact, act and the first `num_dots` of dots, where they are given. dout: sorted rows."""
         p, row_block = self.problem, self.row_block
-        tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
         inputs = describe_halves(preact, p, row_block)
         outputs = inputs if dpreact is preact else describe_halves(dpreact, p, row_block)
         self.kernel(
-            persistent_grid(self.config, tiles, p.n, p.spec), self.dout_block.of(dout), self.w_block.of(block.down),
+            persistent_grid(p, self.config, rows.num_rows, p.n), self.dout_block.of(dout), self.w_block.of(block.down),
             *self.rank_blocks.of(low_rank), scales, *inputs, *outputs,
             None if act is None else row_block.of_rows(act), dots, rows.num_rows,
             rows.row_to_slot if p.top_k else None, rows.schedule,

@@ -5,12 +5,12 @@ from typing import Optional
 from torch import Tensor
 
 from ...operands import LowRank
-from ...rows import Rows, max_tiles
-from ...tuning.heuristic import hopper_gemm_config, persistent_grid
+from ...rows import Rows
+from ...tuning.heuristic import hopper_gemm_config
 from ..kernels.hopper_gemm import hopper_gemm_kernel
 from ..problems import GemmProblem
 from ..triton.gemm import bias_and_strides
-from ..triton.launch import Kernel
+from ..triton.launch import Kernel, persistent_grid
 from .descriptors import RaggedTmaBlock, RankBlocks, TmaBlock
 
 
@@ -52,9 +52,8 @@ class Launcher:
     ) -> None:  # fmt: skip
         """Writes y."""
         p = self.problem
-        tiles = max_tiles(x.shape[0], p.num_groups, p.block_m)
         self.kernel(
-            persistent_grid(self.config, tiles, p.n, p.spec), self.x_block.of(x), self.w_block.of(weight),
+            persistent_grid(p, self.config, x.shape[0], p.n), self.x_block.of(x), self.w_block.of(weight),
             *bias_and_strides(bias), scales, *self.rank_blocks.of(low_rank), self.y_block.of_rows(y), rows.schedule,
             x.shape[0],
         )  # fmt: skip

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from ...block_scaled import BlockScaled
 from ...operands import FactorLayout, LowRank
-from ...rows import Rows, max_tiles
-from ...tuning.heuristic import hopper_quantized_config, persistent_grid
+from ...rows import Rows
+from ...tuning.heuristic import hopper_quantized_config
 from ..kernels.hopper import reinterpret
 from ..kernels.hopper_quantized import hopper_quantized_gemm_kernel
 from ..problems import GemmProblem
 from ..triton.gemm import bias_and_strides
-from ..triton.launch import Kernel
+from ..triton.launch import Kernel, persistent_grid
 from ..triton.quantize import BLOCK, QuantizedRows
 from ..triton.scales import scale_arguments
 from .descriptors import RaggedTmaBlock, RankBlocks, TmaBlock
@@ -60,9 +60,8 @@ class Launcher:
     ) -> None:  # fmt: skip
         """Writes y."""
         p = self.problem
-        tiles = max_tiles(x.shape[0], p.num_groups, p.block_m)
         self.kernel(
-            persistent_grid(self.config, tiles, p.n, p.spec), self.x_block.of(x.codes), self.w_block.of(weight.data),
+            persistent_grid(p, self.config, x.shape[0], p.n), self.x_block.of(x.codes), self.w_block.of(weight.data),
             *self.rank_blocks.of(low_rank), x.scales,
             *scale_arguments(weight), *bias_and_strides(bias), scales, self.y_block.of_rows(y), rows.schedule,
             x.shape[0],

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ...block import Block
 from ...operands import LowRank
-from ...rows import Rows, max_tiles
-from ...tuning.heuristic import hopper_quantized_config, persistent_grid
+from ...rows import Rows
+from ...tuning.heuristic import hopper_quantized_config
 from ..kernels.hopper_quantized import hopper_quantized_up_proj_kernel
 from ..problems import BlockProblem
 from ..triton.gemm import bias_and_strides
-from ..triton.launch import Kernel
+from ..triton.launch import Kernel, persistent_grid
 from ..triton.quantize import BLOCK, QuantizedRows
 from ..triton.scales import scale_arguments
 from .descriptors import RaggedTmaBlock, RankBlocks, TmaBlock
@@ -52,9 +52,8 @@ class Launcher:
         p, up = self.problem, block.up
         halves = up.data.view(p.num_groups, 2, p.n, p.k)
         act_arguments = (None, None) if act is None else (self.act_block.of_rows(act.codes), act.scales)
-        tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
         self.kernel(
-            persistent_grid(self.config, tiles, p.width, p.spec), x.codes, x.codes.stride(0) // 16,
+            persistent_grid(p, self.config, rows.num_rows, p.width), x.codes, x.codes.stride(0) // 16,
             self.w_block.of(halves), *self.rank_blocks.of(low_rank),
             x.scales, *scale_arguments(up), *bias_and_strides(block.up_bias),
             *describe_halves(preact, p, self.preact_block), *act_arguments, scales,

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from ...block import Block
 from ...operands import LowRank
-from ...rows import Rows, max_tiles
-from ...tuning.heuristic import GemmConfig, hopper_gathered_up_config, hopper_up_config, persistent_grid
+from ...rows import Rows
+from ...tuning.heuristic import GemmConfig, hopper_gathered_up_config, hopper_up_config
 from ..kernels.hopper_up_proj import hopper_gathered_up_proj_kernel, hopper_up_proj_kernel
 from ..problems import BlockProblem
 from ..triton.gemm import bias_and_strides
-from ..triton.launch import Kernel
+from ..triton.launch import Kernel, persistent_grid
 from .descriptors import RaggedTmaBlock, RankBlocks, TmaBlock
 
 STORE_COLUMNS = 32  # that an epilogue stores at once
@@ -79,9 +79,8 @@ class Launcher:
             source, indices = (self.x_block.of(x),), ()
         if p.gated and not p.interleaved:
             up = up.view(p.num_groups, 2, p.n, p.k)
-        tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
         self.kernel(
-            persistent_grid(self.config, tiles, p.width, p.spec), *source, self.w_block.of(up),
+            persistent_grid(p, self.config, rows.num_rows, p.width), *source, self.w_block.of(up),
             *self.rank_blocks.of(low_rank), *bias_and_strides(block.up_bias),
             *describe_halves(preact, p, self.out_block),
             None if act is None else self.out_block.of_rows(act), scales, *indices, rows.schedule,

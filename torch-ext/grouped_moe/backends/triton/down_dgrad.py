@@ -8,15 +8,15 @@ from torch import Tensor
 from ...block import Block
 from ...block_scaled import CODES
 from ...operands import LowRank, backward_layout, low_rank_layout
-from ...rows import Rows, max_tiles
-from ...tuning.heuristic import dgrad_config, persistent_grid, triton_path
+from ...rows import Rows
+from ...tuning.heuristic import dgrad_config, triton_path
 from ..kernels.experts import down_dgrad_kernel
 from ..problems import BlockProblem
 from ..table import launcher_of
 from .activation_grad import activation_grad
 from .descriptors import describe
 from .gemm import gemm, quantized_launcher
-from .launch import Kernel
+from .launch import Kernel, persistent_grid
 from .permute import sort_rows
 from .quantize import BLOCK, QuantizedRows, quantize_rows
 from .scales import for_rows, nk_strides
@@ -54,9 +54,8 @@ class Launcher:
             weight = describe(block.down, tile), 0, 0, 0
         else:
             weight = block.down, *nk_strides(block.down, p.transposed)
-        tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
         self.kernel(
-            persistent_grid(config, tiles, p.n, p.spec), dout, *dout.stride(), *weight,
+            persistent_grid(p, config, rows.num_rows, p.n), dout, *dout.stride(), *weight,
             *(low_rank or (None, None)), scales, preact, dpreact, act, dots, rows.num_rows,
             rows.row_to_slot if p.top_k else None, rows.schedule,
         )  # fmt: skip

@@ -9,13 +9,13 @@ from torch import Tensor
 from ...block_scaled import Weight, parts_of
 from ...common.device import dot_precision, spec_of
 from ...operands import FactorLayout, LowRank, low_rank_layout
-from ...rows import Rows, max_tiles
-from ...tuning.heuristic import gemm_config, persistent_grid, triton_path, wide_pays
+from ...rows import Rows
+from ...tuning.heuristic import gemm_config, triton_path, wide_pays
 from ..kernels.gemm import grouped_gemm_kernel, zero_ungrouped_kernel
 from ..problems import GemmProblem
 from ..table import find_launcher, launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
-from .launch import Kernel
+from .launch import Kernel, persistent_grid
 from .low_rank import factor_constants
 from .quantize import QuantizedRows, quantize_rows, takes_quantized_rows
 from .scales import for_rows, nk_strides, scale_layout
@@ -58,9 +58,8 @@ class Launcher:
         else:
             x_and_strides = x, *x.stride()
             w_and_strides = weight, *nk_strides(weight, p.transposed)
-        tiles = max_tiles(x.shape[0], p.num_groups, p.block_m)
         self.kernel(
-            persistent_grid(config, tiles, p.n, p.spec), *x_and_strides, *w_and_strides, *bias_and_strides(bias),
+            persistent_grid(p, config, x.shape[0], p.n), *x_and_strides, *w_and_strides, *bias_and_strides(bias),
             scales, *(low_rank or (None, None)), y, rows.schedule, x.shape[0],
         )  # fmt: skip
 

@@ -8,12 +8,15 @@ import inspect
 import logging
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 
 from ...common import _compat
+from ...rows import max_tiles
+from ...tuning.heuristic import GemmConfig
+from ..problems import BlockProblem, GemmProblem
 
 ALIGNMENT = 16  # bytes: the alignment of pointers that Triton compiles variants for
 # Parameters that change with the number of rows, which fits 32 bits, and the scaling of low-rank pairs: every kernel
@@ -95,3 +98,11 @@ def _options_of(device: torch.device) -> Dict[str, Any]:
 def _log_once(line: str) -> None:
     """Other shapes make the same choice, which is worth one line."""
     _log.info(line)
+
+
+def persistent_grid(
+    problem: Union[GemmProblem, BlockProblem], config: GemmConfig, num_rows: int, n: int
+) -> Tuple[int, int, int]:
+    """One program per tile of N columns of the rows, up to what the device holds at once."""
+    tiles = max_tiles(num_rows, problem.num_groups, problem.block_m) * -(-n // config.block_n)
+    return max(1, min(tiles, problem.spec.num_sms * config.programs_per_sm)), 1, 1

@@ -8,14 +8,14 @@ from ...block import Block
 from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
 from ...operands import FactorLayout, LowRank, forward_layout, low_rank_layout
-from ...rows import Rows, max_tiles
-from ...tuning.heuristic import persistent_grid, quantizing_pays, triton_path, up_config
+from ...rows import Rows
+from ...tuning.heuristic import quantizing_pays, triton_path, up_config
 from ..kernels.experts import up_proj_kernel
 from ..problems import BlockProblem
 from ..table import find_launcher, launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
 from .gemm import bias_and_strides, quantized_launcher
-from .launch import Kernel
+from .launch import Kernel, persistent_grid
 from .low_rank import factor_constants
 from .quantize import BLOCK, QuantizedRows, empty_rows, quantize_rows, takes_quantized_rows
 from .scales import for_rows, nk_strides, scale_layout
@@ -61,9 +61,8 @@ class Launcher:
             weight = self._describe(block.up), 0, 0, 0
         else:
             weight = block.up, *nk_strides(block.up, p.transposed)
-        tiles = max_tiles(rows.num_rows, p.num_groups, p.block_m)
         self.kernel(
-            persistent_grid(config, tiles, p.n, p.spec), x, *x.stride(), *weight, *bias_and_strides(block.up_bias),
+            persistent_grid(p, config, rows.num_rows, p.n), x, *x.stride(), *weight, *bias_and_strides(block.up_bias),
             *(low_rank or (None, None)), preact, act, scales, rows.row_to_slot if p.top_k else None, rows.schedule,
         )  # fmt: skip
 

@@ -11,9 +11,9 @@ from .block import Block
 from .common import checks
 from .common.activation import Activation
 from .common.device import spec_of
-from .integrations.transformers import capacity_of, experts_forward, local_part
+from .integrations.transformers import capacity_of, experts_forward
 from .integrations.transformers_fp8 import has_scales, scaled_weight
-from .integrations.transformers_gate import fused_activation, post_expert
+from .integrations.transformers_gate import fused_activation, local_part, post_expert
 from .integrations.transformers_load import share_of
 from .nn import GroupedLinear
 from .nn.main_grad import buffer_of

@@ -21,24 +21,8 @@ from ..routing import route
 from .peft import Handed, factors_in_place, take, watch_wrappers
 from .transformers_ep import Limits, ep_implementations, register_ep
 from .transformers_fp8 import has_scales, scaled_weight
-from .transformers_gate import check_known, check_no_operations, fused_activation, post_expert
+from .transformers_gate import check_known, fused_activation, local_parameter, post_expert
 from .transformers_load import Share, watch
-
-
-def local_part(parameter: Tensor) -> Tensor:
-    """The rank's own part of a DTensor, differentiably; any other tensor as it is."""
-    to_local = getattr(parameter, "to_local", None)
-    return parameter if to_local is None else to_local()
-
-
-def _local(experts: torch.nn.Module, name: str) -> Tensor:
-    """The parameter of that name; of a DTensor the rank's own part, differentiably.
-
-    Raises TypeError for a tensor with operations of its own, which the block would not call.
-    """
-    parameter = local_part(getattr(experts, name))
-    check_no_operations(name, parameter)
-    return parameter
 
 
 def _weight(
@@ -48,7 +32,7 @@ def _weight(
     if has_scales(experts, name):
         return scaled_weight(experts, name), lora
     in_place = None if lora is not None else factors_in_place(experts, name, transposed)
-    return (_local(experts, name), lora) if in_place is None else in_place
+    return (local_parameter(experts, name), lora) if in_place is None else in_place
 
 
 def capacity_of(num_slots: int, share: Share) -> int:
@@ -77,8 +61,8 @@ def experts_forward(
     up, gate_up_lora = _weight(self, name, take(gate_up_lora), transposed)
     down, down_lora = _weight(self, "down_proj", take(down_lora), transposed)
     has_bias = getattr(self, "has_bias", False)
-    up_bias = _local(self, name + "_bias") if has_bias else None
-    down_bias = _local(self, "down_proj_bias") if has_bias else None
+    up_bias = local_parameter(self, name + "_bias") if has_bias else None
+    down_bias = local_parameter(self, "down_proj_bias") if has_bias else None
     interleaved = gated and not getattr(self, "is_concatenated", True)
     if self.num_experts != up.shape[0]:
         raise ValueError(f"num_experts: expected {up.shape[0]} as in {name}, got {self.num_experts}")

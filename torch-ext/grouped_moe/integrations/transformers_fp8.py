@@ -1,11 +1,11 @@
 """transformers' FP8 experts: their weights as the block takes them."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..block_scaled import CODES, BlockScaled, check_scaled
-from .transformers_gate import check_no_operations
+from .transformers_gate import local_parameter
 
 
 def is_fp8(experts: nn.Module) -> bool:
@@ -36,7 +36,7 @@ def scaled_weight(experts: nn.Module, name: str) -> BlockScaled:
             f"{name}: expected the codes of an FP8 weight, got a parametrization of them; call "
             "register_experts_implementation before peft wraps the model, with one adapter that it has factors for"
         )
-    data, scales = (_local(experts, each) for each in (name, f"{name}_scale_inv"))
+    data, scales = (local_parameter(experts, each).detach() for each in (name, f"{name}_scale_inv"))
     if data.dtype is not CODES:
         raise ValueError(
             f"{name}: expected FP8 experts in {CODES}, got {data.dtype}; choose another experts_implementation, such "
@@ -56,14 +56,6 @@ def scaled_weight(experts: nn.Module, name: str) -> BlockScaled:
     if scales.shape[1] != parts * -(-n // parts // block[0]):
         parts = 1  # blocks that go on from gate to up
     return BlockScaled(data, scales, block, parts)
-
-
-def _local(experts: nn.Module, name: str) -> Tensor:
-    parameter = getattr(experts, name).detach()
-    to_local = getattr(parameter, "to_local", None)
-    parameter = parameter if to_local is None else to_local()
-    check_no_operations(name, parameter)
-    return parameter
 
 
 def check_supported(experts: nn.Module) -> None:

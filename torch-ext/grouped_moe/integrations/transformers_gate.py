@@ -65,7 +65,23 @@ def _constant(function: Callable) -> Callable:
     return constant
 
 
-def check_no_operations(name: str, tensor: Tensor) -> None:
+def local_part(parameter: Tensor) -> Tensor:
+    """The rank's own part of a DTensor, differentiably; any other tensor as it is."""
+    to_local = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
+
+
+def local_parameter(experts: torch.nn.Module, name: str) -> Tensor:
+    """The parameter of that name; of a DTensor the rank's own part, differentiably.
+
+    Raises TypeError for a tensor with operations of its own, which the block would not call.
+    """
+    parameter = local_part(getattr(experts, name))
+    _check_no_operations(name, parameter)
+    return parameter
+
+
+def _check_no_operations(name: str, tensor: Tensor) -> None:
     """Raises TypeError for a parameter of a subclass with operations of its own, as those for quantization have.
 
     torchao's for FP8 training replace one operation, which is never called here, and pass for plain in all others.

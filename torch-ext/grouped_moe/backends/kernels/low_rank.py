@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .dependent import let_next_start, wait_for_stream
-from .quantize import BLOCK, widen_codes
+from .quantize import BLOCK, row_scale_ptrs, widen_codes
 from .tiles import (
     expert_rows,
     expert_tiles,
@@ -97,7 +97,7 @@ def project_kernel(
         w_ptrs = factor_ptrs(factor_ptr, expert, k[:, None], columns[None, :], FACTOR)
         if x_scale_ptr is not None:
             tl.static_assert(not OF_TOKENS and BLOCK % BLOCK_K == 0, "codes are rows in place, a step has one scale")
-            scale_ptrs = x_scale_ptr + sources * ((K + BLOCK - 1) // BLOCK)
+            scale_ptrs = row_scale_ptrs(x_scale_ptr, sources, K)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, length, BLOCK_K):
             inside = k < K - start

@@ -31,6 +31,12 @@ def scale_of(largest):
     return tl.maximum(largest, _SMALLEST) * (1.0 / _LARGEST)
 
 
+@triton.jit
+def row_scale_ptrs(x_scale_ptr, sources, K: tl.constexpr):
+    """Pointers to the first scales of rows of codes."""
+    return x_scale_ptr + sources * ((K + BLOCK - 1) // BLOCK)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def quantize_rows_kernel(
     x_ptr, stride_r, stride_k,  # (rows, K)

@@ -14,7 +14,7 @@ from .epilogues import gemm_epilogue, preact_epilogue
 from .gemm import zero_chunk, zero_rows
 from .low_rank import Factor, LowRank, add_low_rank
 from .products import locate_rows
-from .quantize import BLOCK, scale_of
+from .quantize import BLOCK, row_scale_ptrs, scale_of
 from .tiles import (
     Tiling,
     column_pieces,
@@ -30,12 +30,6 @@ from .tiles import (
     tile_rows,
     tokens_of,
 )
-
-
-@triton.jit
-def row_scale_ptrs(x_scale_ptr, sources, K: tl.constexpr):
-    """Pointers to the first scales of rows of codes."""
-    return x_scale_ptr + sources * ((K + BLOCK - 1) // BLOCK)
 
 
 @triton.jit(do_not_specialize=["total_rows"])

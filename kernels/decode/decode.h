@@ -5,6 +5,10 @@
 
 #include <cstdint>
 
+constexpr int PIECE = 8;          // elements of two bytes that 16 bytes hold
+constexpr int CODES = 16;         // the same, of 8-bit floats
+constexpr int SCALE_BLOCK = 128;  // both extents of the block of a scale
+
 enum class Scalar : int { bfloat16, float16, float32 };
 
 // In the order of the package's ACTIVATION_NAMES.

@@ -9,9 +9,6 @@ using torch::headeronly::ScalarType;
 
 namespace {
 
-constexpr int64_t PIECE = 8;          // elements of 16 bytes
-constexpr int64_t CODES = 16;         // the same, of 8-bit floats
-constexpr int64_t SCALE_BLOCK = 128;  // both extents of the block of a scale
 constexpr int64_t MAX_SLOTS = 65535;  // of a grid's second dimension
 constexpr int64_t MAX_RANK = 256;
 

@@ -6,7 +6,6 @@
 
 #include "decode.h"
 
-constexpr int PIECE = 8;  // elements of two bytes
 constexpr int WARP = 32;
 
 __device__ __forceinline__ float to_float(float v) { return v; }

@@ -41,7 +41,7 @@ uint64_t lay_out(const GroupedPlan &plan, void *scratch, GroupedArgs *a, RouteAr
 
 // Whether kernels may count pieces in 32 bits, from row to row of x and act and within the weights of an expert.
 bool has_near_rows(const DecodeArgs &a) {
-  constexpr int64_t PIECE = 8, MOST = std::numeric_limits<int>::max();
+  constexpr int64_t MOST = std::numeric_limits<int>::max();
   const int64_t slots = a.num_tokens * a.top_k;
   const int64_t farthest = std::max(2 * int64_t{a.intermediate}, int64_t{16});
   return slots * a.intermediate / PIECE <= MOST && a.num_tokens * (a.stride_xt / PIECE) <= MOST &&

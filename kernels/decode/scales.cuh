@@ -4,9 +4,6 @@
 #include "../common/float8.cuh"
 #include "elements.cuh"
 
-constexpr int CODES = 16;  // of a piece of 16 bytes
-constexpr int SCALE_BLOCK = 128;
-
 // The place of the first scale of a row of an expert's weights.
 __device__ __forceinline__ const char *scales_of(const Scales &s, int expert, int row) {
   const int blocks = (s.part_rows + SCALE_BLOCK - 1) / SCALE_BLOCK;

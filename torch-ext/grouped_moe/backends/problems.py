@@ -79,8 +79,10 @@ class BlockProblem(NamedTuple):
 
 def activation_constants(activation: Activation, gated: bool, interleaved: bool) -> Dict[str, Any]:
     """The constexprs that tell a kernel its activation."""
-    names = "GATED", "INTERLEAVED", "ACTIVATION", "ALPHA", "LIMIT", "UP_OFFSET"
-    return dict(zip(names, (gated, interleaved, *activation)))
+    return {
+        "GATED": gated, "INTERLEAVED": interleaved, "ACTIVATION": activation.name, "ALPHA": activation.alpha,
+        "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
+    }  # fmt: skip
 
 
 class WgradProblem(NamedTuple):

@@ -234,10 +234,11 @@ def test_compiled_and_captured(grouped_moe, device, case, pairs, taken):
     assert_bitwise("replayed", out.clone(), call(grouped_moe, case, inputs, **loras))
 
 
-SLOTS = (0, 1, 63, 1024, 1025, 8192, 8193, 16385, 140000)
+# On both sides of what one block, clusters of 8 and 16 and the rounds of a grid take.
+SLOTS = (0, 1, 63, 512, 513, 1024, 1025, 4097, 8192, 8193, 16384, 16385, 70000, 140000, 600000)
 
 
-@pytest.mark.parametrize("experts", [1, 8, 129, 1024])
+@pytest.mark.parametrize("experts", [1, 8, 129, 257, 1024])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_routes_as_triton_does(native, module, device, monkeypatch, experts, dtype):
     """Every entry that is written, with room for all and for the routed ones, whichever would be faster."""

@@ -13,9 +13,9 @@ namespace {
 Tensor decode(DecodeArgs a, const Tensor &x, bool by_slot) {
   const int32_t device = x.get_device_index(), dtype = dtype_code(x);
   const int capability = capability_of(device), num_sms = device_attribute(cudaDevAttrMultiProcessorCount, device);
+  const OnDevice guard(device);
   GroupedPlan plan;
   if (!by_slot && !plan_grouped(a, num_sms, capability, &plan)) return Tensor();
-  const OnDevice guard(device);
   const uint64_t slots = a.num_tokens * a.top_k, act_bytes = sizeof(uint16_t) * slots * a.intermediate;
   const uint64_t z_bytes = sizeof(float) * slots * std::max(a.up_lora.rank, a.down_lora.rank);
   const Scratch scratch(by_slot ? act_bytes + z_bytes : plan.bytes);

@@ -9,9 +9,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route_rows_op(const Tensor &ids, int6
   const ScalarType id_type = ids.scalar_type();
   STD_TORCH_CHECK(ids.is_contiguous() && (id_type == ScalarType::Long || id_type == ScalarType::Int),
                   "route_rows: expected contiguous ids, int32 or int64");
-  STD_TORCH_CHECK(num_experts >= 1 && num_experts <= MAX_EXPERTS && block_m >= 1 && num_rows >= 0 &&
-                      ids.numel() < (int64_t(1) << 31),
-                  "route_rows: expected 1 to 1024 experts and fewer than 2^31 slots");
+  STD_TORCH_CHECK(num_experts >= 1 && num_experts <= MAX_EXPERTS && block_m >= 1 &&
+                      (block_m & (block_m - 1)) == 0 && num_rows >= 0 && ids.numel() < (int64_t(1) << 31),
+                  "route_rows: expected 1 to 1024 experts, tiles of a power of two, and fewer than 2^31 slots");
   const int32_t device = ids.get_device_index();
   RouteArgs a{};
   a.num_slots = static_cast<int>(ids.numel());
@@ -19,11 +19,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route_rows_op(const Tensor &ids, int6
   a.num_rows = static_cast<int>(num_rows);
   a.block_m = static_cast<int>(block_m);
   a.wide_ids = id_type == ScalarType::Long;
+  const OnDevice guard(device);
   RoutePlan plan;
   const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount, device);
   if (!plan_route(a.num_slots, a.num_experts, num_sms, capability_of(device), &plan))
     return {Tensor(), Tensor(), Tensor(), Tensor()};
-  const OnDevice guard(device);
   const int32_t int32 = aoti_torch_dtype_int32();
   const Scratch counts(sizeof(int) * plan.scratch(a.num_experts));
   Tensor schedule = empty({schedule_size}, int32, device), row_to_slot = empty({num_rows}, int32, device);

@@ -1,10 +1,12 @@
 #include "routing.cuh"
 
+#include <atomic>
+
 #include "../common/launch.cuh"
 
 namespace {
 
-constexpr int MAX_CLUSTER = 8;
+constexpr int PORTABLE_CLUSTER = 8, MAX_CLUSTER = 16;
 
 // Slots of a thread, powers of two.
 constexpr int most_rounds(Reach reach) { return reach == Reach::grid ? 8 : 1; }
@@ -33,10 +35,39 @@ cudaError_t choose_rounds(const RouteArgs &a, const RoutePlan &plan, cudaStream_
   return cudaErrorInvalidValue;
 }
 
+// The most blocks of a cluster on the current device: 16 where it has them, which programs have to ask for, else 8.
+int largest_cluster() {
+  constexpr int MAX_DEVICES = 64;
+  static std::atomic<int> known[MAX_DEVICES];  // 0: not asked yet
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= MAX_DEVICES) return PORTABLE_CLUSTER;
+  int blocks = known[device].load(std::memory_order_relaxed);
+  if (blocks) return blocks;
+  blocks = PORTABLE_CLUSTER;
+  const auto kernel = route_kernel<Reach::cluster, 1>;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {MAX_CLUSTER, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(MAX_CLUSTER);
+  config.blockDim = dim3(MAX_WARPS * WARP);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
+      cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess && clusters > 0)
+    blocks = MAX_CLUSTER;
+  cudaGetLastError();
+  known[device].store(blocks, std::memory_order_relaxed);
+  return blocks;
+}
+
 }  // namespace
 
-// A block has ranked its slots the sooner, the fewer warps it has; blocks have met the sooner, the fewer they are.
+// One block alone is fastest, then those of one cluster. Each block adds up the counts of all, of every expert: with
+// many experts fewer blocks of more warps and rounds win.
 bool plan_route(int num_slots, int num_experts, int num_sms, int capability, RoutePlan *plan) {
+  constexpr int MAX_THREADS = MAX_WARPS * WARP;
   const int slots = max(num_slots, 1);
   const auto fits = [&](Reach reach, int threads, int rounds, int most_blocks) {
     threads = max(threads, up_to(num_experts, WARP));
@@ -45,12 +76,21 @@ bool plan_route(int num_slots, int num_experts, int num_sms, int capability, Rou
     *plan = {reach, static_cast<int>(blocks), threads, rounds, capability >= 9 && reach != Reach::grid};
     return true;
   };
-  if (fits(Reach::block, min(up_to(slots, WARP), 128), 1, 1)) return true;
-  const int of_cluster = up_to(slots / MAX_CLUSTER + (slots % MAX_CLUSTER != 0), WARP);
-  if (capability >= 9 && fits(Reach::cluster, min(of_cluster, 512), 1, MAX_CLUSTER)) return true;
-  if (fits(Reach::grid, 512, 1, min(num_sms, 32))) return true;
-  for (int rounds = 1; rounds <= most_rounds(Reach::grid); rounds *= 2)
-    if (fits(Reach::grid, MAX_WARPS * WARP, rounds, num_sms)) return true;
+  if (fits(Reach::block, up_to(min(slots, 512), WARP), 1, 1)) return true;
+  if (capability >= 9) {
+    if (fits(Reach::cluster, 256, 1, PORTABLE_CLUSTER)) return true;
+    if (fits(Reach::cluster, 512, 1, PORTABLE_CLUSTER)) return true;
+    if (slots <= MAX_CLUSTER * MAX_THREADS) {
+      const int most_blocks = largest_cluster();
+      if (num_experts <= 256 && fits(Reach::cluster, 512, 1, most_blocks)) return true;
+      if (num_experts > 64 && fits(Reach::cluster, MAX_THREADS, 1, most_blocks)) return true;
+    }
+  }
+  if (fits(Reach::grid, 512, 1, min(num_sms, num_experts <= 64 ? 64 : 32))) return true;
+  for (int rounds = 1; rounds <= most_rounds(Reach::grid); rounds *= 2) {
+    const bool takes_all = num_experts <= 128 || rounds == most_rounds(Reach::grid);
+    if (fits(Reach::grid, MAX_THREADS, rounds, takes_all ? num_sms : min(num_sms, 64))) return true;
+  }
   return false;
 }
 

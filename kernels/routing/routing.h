@@ -14,7 +14,8 @@ struct RouteArgs {
   int *row_to_slot;  // (num_rows,) out: the first R are written
   int *slot_to_row;  // (S,) out: -1 for a sentinel, and for a slot whose row would be num_rows or more
   int *num_routed;   // () out: R, rows that there is no room for among them; or null
-  int num_slots, num_experts, num_rows, block_m;
+  int num_slots, num_experts, num_rows;
+  int block_m;  // a power of two
   bool wide_ids;
 };
 
@@ -31,7 +32,8 @@ struct RoutePlan {
 
 constexpr int MAX_EXPERTS = 1024;
 
-// The plan for so many slots; false if they are too many to be routed in one launch. capability: the major one.
+// The plan for so many slots on the current device; false if they are too many to be routed in one launch. capability:
+// the major one.
 bool plan_route(int num_slots, int num_experts, int num_sms, int capability, RoutePlan *plan);
 
 // Rows are sorted by expert and, within an expert, by slot. R is the number of slots that are no sentinels. Offsets and

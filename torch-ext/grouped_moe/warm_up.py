@@ -244,7 +244,7 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
     def choice(num_tokens: int) -> Hashable:
         slots = num_tokens * top_k
         rows, decode = num_rows(slots), activation is not None and is_decode(block, num_tokens, top_k)
-        routed = launches_of(slots), native and routing_pays(slots, e)
+        routed = launches_of(slots), native and routing_pays(e)
         by_op = native and not trains and groups_slots(num_tokens, top_k, e)  # may take the call, and compiles nothing
         return decode if decode and not trains else (decode, by_op, *routed, rows < slots, products(rows, slots))
 

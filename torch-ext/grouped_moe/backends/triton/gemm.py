@@ -116,9 +116,9 @@ def quantized_launcher(
         return None
     layout = "nk" if transposed else weight_layout(weight.data, False)
     problem = _problem_of(weight, rows, num_rows, dtype, layout, transposed, low_rank, zero_rest)
-    if can_transpose(weight):  # parts end where blocks do
+    if weight.parts > 1 and can_transpose(weight):  # parts end where blocks do
         problem = problem._replace(scales=problem.scales._replace(n_parts=1, k_parts=1))
-    return find_launcher("quantized_gemm", problem._replace(transposed=False))
+    return find_launcher("quantized_gemm", problem._replace(transposed=False) if transposed else problem)
 
 
 def _problem_of(

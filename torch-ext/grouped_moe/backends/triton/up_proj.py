@@ -9,7 +9,7 @@ from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
 from ...operands import FactorLayout, LowRank, forward_layout, low_rank_layout
 from ...rows import Rows
-from ...tuning.heuristic import quantizing_pays, triton_path, up_config
+from ...tuning.heuristic import choose_block_m, quantizing_pays, triton_path, up_config
 from ..kernels.experts import up_proj_kernel
 from ..problems import BlockProblem
 from ..table import find_launcher, launcher_of
@@ -101,7 +101,12 @@ def up_proj(
 
 
 def quantizes(block: Block, x: Tensor, num_rows: int, top_k: int) -> bool:
-    """Whether tiles are to be tall for both products to be made with rows of 8-bit floats. top_k: as of `Rows`."""
+    """Whether tiles that would not be tall are to be, for both products to be made with rows of 8-bit floats.
+
+    top_k: as of `Rows`.
+    """
+    if isinstance(block.up, Tensor) or choose_block_m(num_rows, block.num_experts, x.dtype) >= BLOCK:
+        return False
     return quantizing_pays(num_rows, block.num_experts, spec_of(x)) and can_quantize(block, x, num_rows, top_k)
 
 

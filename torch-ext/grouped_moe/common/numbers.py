@@ -4,7 +4,7 @@ import torch
 
 
 def power_of_two(extent: int, least: int = 1) -> int:
-    """The least power of two that covers an extent; `least`, one itself, where that is more."""
+    """The smallest power of two that is not below `extent` nor below `least`, which is a power of two."""
     return max(least, 1 << max(0, extent - 1).bit_length())
 
 

@@ -101,7 +101,7 @@ def up_proj(
 
 
 def quantizes(block: Block, x: Tensor, num_rows: int, top_k: int) -> bool:
-    """Whether tiles that would not be tall are to be, for both products to be made with rows of 8-bit floats.
+    """Whether row tiles should be made tall, so that both products take rows of 8-bit floats; False if they are anyway.
 
     top_k: as of `Rows`.
     """

@@ -125,10 +125,10 @@ def _ranks(lora: Optional[LoRA]) -> Tuple[int, int]:
     return (0, 0) if lora is None else (lora.num_adapters, lora.rank)
 
 
-def _factor_and_strides(factor: Tensor, num_experts: int) -> tuple:
-    """A factor (E, ...) or (L, E, ...) and its four strides, 0 along what is shared or missing."""
-    four = factor if factor.dim() == 4 else factor[None]
-    return four, *four.expand(-1, num_experts, -1, -1).stride()
+def _factor_and_strides(factor: Tensor) -> tuple:
+    """A factor (E or 1, ., .) or (L, E or 1, ., .) and its strides along L, E, ., .: 0 where all share it."""
+    *stride_l, stride_e, stride_n, stride_k = factor.stride()
+    return factor, stride_l[0] if stride_l else 0, stride_e if factor.shape[-3] > 1 else 0, stride_n, stride_k
 
 
 def _low_rank(
@@ -144,9 +144,9 @@ def _low_rank(
     projected = x.new_empty((num_tokens * top_k, rank), dtype=torch.float32)
     _project_kernel(num_experts, _ranks(lora), x.shape[1], top_k, by_slot)(
         (-(-rank // _PROJECTED_RANKS), num_tokens * top_k, 1), x, x.stride(0), ids, adapters,
-        *_factor_and_strides(lora.a, num_experts), projected, float(lora.scaling),
+        *_factor_and_strides(lora.a), projected, float(lora.scaling),
     )  # fmt: skip
-    return projected, *_factor_and_strides(lora.b, num_experts), adapters
+    return projected, *_factor_and_strides(lora.b), adapters
 
 
 def decode(

@@ -136,3 +136,19 @@ def test_gemm(grouped_moe, kernels, quantize, n, parts, zero_rest):
     for rest in (y[:5], y[290:]):
         assert (rest == 0).all() if zero_rest else rest.isnan().all()
     assert_close("y", y[5:290], want[5:290], FP16)
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_tokens_without_routed_slots_stay_unwritten(kernels, quantize, top_k):
+    """Nor are they read, and the others become what all do without sentinels."""
+    ids = torch.randint(0, 3, (37, top_k))
+    ids[5], ids[30:], ids[7, 0] = 3, -1, 3
+    x, routed = torch.randn(37, 272).half(), (ids.remainder(256) < 3).any(1)
+    want = quantize.quantize_rows(x)
+    x[~routed] = NAN
+    with GuardedAllocations(x, ids):
+        codes, scales, _ = quantize.quantize_rows(x, kernels.route(ids, 3, FP16))
+    assert 0 < routed.sum() < 37
+    for some, all_of_them in ((codes.float(), want.codes.float()), (scales, want.scales)):
+        assert some[~routed].isnan().all()
+        assert_bitwise("routed", some[routed], all_of_them[routed])

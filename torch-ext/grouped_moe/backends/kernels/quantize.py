@@ -40,13 +40,17 @@ def row_scale_ptrs(x_scale_ptr, sources, K: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def quantize_rows_kernel(
     x_ptr, stride_r, stride_k,  # (rows, K)
+    slot_to_row_ptr,  # (rows * TOP_K,) int32, -1 for a sentinel, or None if TOP_K is 0
     codes_ptr,  # (rows, K) e4m3, contiguous, out
     scale_ptr,  # (rows, blocks of K) fp32, contiguous, out
     num_rows,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    K: tl.constexpr, TOP_K: tl.constexpr,
+    TOP_K_POW2: tl.constexpr,  # power of two, TOP_K or more
+    BLOCK_M: tl.constexpr, NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """scale[r, b] = the largest magnitude of the columns of block b over 448; codes = x / scale.
 
+    With TOP_K rows are tokens, and those of which no slot is routed are neither read nor written.
     Grid: (row tiles, tiles of NUM_BLOCKS blocks).
     """
     wait_for_stream()
@@ -55,6 +59,11 @@ def quantize_rows_kernel(
     blocks = tl.program_id(1) * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS)
     columns = tl.program_id(1) * (NUM_BLOCKS * BLOCK) + tl.arange(0, NUM_BLOCKS * BLOCK)
     row_mask, rows = rows < num_rows, rows.to(tl.int64)
+    if TOP_K > 0:
+        choices = tl.arange(0, TOP_K_POW2)
+        slot_mask = row_mask[:, None] & (choices < TOP_K)[None, :]
+        sorted_rows = tl.load(slot_to_row_ptr + rows[:, None] * TOP_K + choices[None, :], mask=slot_mask, other=-1)
+        row_mask = tl.max(sorted_rows, axis=1) >= 0
     mask = row_mask[:, None] & (columns < K)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_r + columns.to(tl.int64)[None, :] * stride_k, mask=mask, other=0.0)
     x = tl.reshape(x.to(tl.float32), (BLOCK_M, NUM_BLOCKS, BLOCK))

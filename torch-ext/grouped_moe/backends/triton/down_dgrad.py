@@ -112,7 +112,7 @@ def _is_quantized(block: Block, dout: Tensor, rows: Rows, low_rank: Optional[Low
 
 def _quantized_product(block: Block, dout: Tensor, rows: Rows, low_rank: Optional[LowRank]) -> Tensor:
     """dout[r] W2[e] (rows, I), of rows of 8-bit floats. Tokens are rounded once, then sorted: one byte an element."""
-    x = quantize_rows(dout)
+    x = quantize_rows(dout, rows)
     if rows.top_k:
         x = x._replace(codes=sort_rows(x.codes.view(torch.uint8), rows).view(CODES), scales=sort_rows(x.scales, rows))
     return gemm(x, block.down, rows, transposed=True, low_rank=low_rank)

@@ -1,12 +1,13 @@
 """Rows as 8-bit floats: which products take them, and how rows become such."""
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from ...block_scaled import CODES, BlockScaled, Weight
+from ...common.numbers import power_of_two
 from ...rows import Rows
 from ..kernels.quantize import quantize_rows_kernel
 from .launch import Kernel
@@ -38,18 +39,24 @@ def empty_rows(num_rows: int, k: int, like: Tensor) -> QuantizedRows:
     return QuantizedRows(codes, like.new_empty((num_rows, -(-k // BLOCK)), dtype=torch.float32), like.dtype)
 
 
-def quantize_rows(x: Tensor) -> QuantizedRows:
-    """Rows (rows, K), any strides, as codes: each scale lets the largest magnitude of its columns reach 448."""
+def quantize_rows(x: Tensor, rows: Optional[Rows] = None) -> QuantizedRows:
+    """x (rows, K), any strides, as codes: each scale lets the largest magnitude of its columns reach 448.
+
+    rows: if they are routed, x is (T, K), and tokens without a routed slot are neither read nor written.
+    """
     num_rows, k = x.shape
-    rows = empty_rows(num_rows, k, x)
+    made = empty_rows(num_rows, k, x)
     grid = -(-num_rows // _ROWS), -(-k // (_BLOCKS * BLOCK)), 1
-    _kernel(k)(grid, x, *x.stride(), rows.codes, rows.scales, num_rows)
-    return rows
+    slot_to_row, top_k = (None, 0) if rows is None or not rows.top_k else (rows.slot_to_row, rows.top_k)
+    _kernel(k, top_k)(grid, x, *x.stride(), slot_to_row, made.codes, made.scales, num_rows)
+    return made
 
 
 @lru_cache(maxsize=None)
-def _kernel(k: int) -> Kernel:
-    return Kernel(quantize_rows_kernel, {"K": k, "BLOCK_M": _ROWS, "NUM_BLOCKS": _BLOCKS})
+def _kernel(k: int, top_k: int) -> Kernel:
+    choices = power_of_two(top_k) if top_k else 0
+    constants = {"K": k, "TOP_K": top_k, "TOP_K_POW2": choices, "BLOCK_M": _ROWS, "NUM_BLOCKS": _BLOCKS}
+    return Kernel(quantize_rows_kernel, constants)
 
 
 def takes_quantized_rows(weight: Weight, rows: Rows, dtype: torch.dtype) -> bool:

@@ -90,7 +90,7 @@ def up_proj(
         quantized = _quantized_launcher(block, x, rows, save)
         if quantized is not None:
             act = empty_rows(num_rows, n, x) if activate else None
-            quantized(block, quantize_rows(x), low_rank, scales, preact, act, rows)
+            quantized(block, quantize_rows(x, rows), low_rank, scales, preact, act, rows)
             return preact, act
     act = x.new_empty((num_rows, n)) if activate else None
     if num_rows:

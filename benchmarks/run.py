@@ -1,6 +1,6 @@
 """Benchmarks of the experts block (see experts.py), linear layers (linear.py), low-rank pairs (lora.py), FP8 weights
-(fp8.py), training on them (fp8_training.py), a rank's work under expert parallelism (ep.py) and new token counts
-(new_shapes.py).
+(fp8.py), training on them (fp8_training.py), a rank's work under expert parallelism (ep.py), routing (routing.py) and
+new token counts (new_shapes.py).
 
 python benchmarks/run.py [NAME...]                       # these or all, each in a process, and the figures
 python benchmarks/run.py layers --only Mixtral T=8192 --output layers.json
@@ -22,6 +22,7 @@ import fp8_training
 import linear
 import lora
 import new_shapes
+import routing
 import torch
 from experts import SUITES, Experts, cells_of, make_block
 from machine import DEVICE, RESULTS, build_id, describe_machine, first_line, load_kernel, result_name, write
@@ -31,7 +32,7 @@ from workload import QWEN3_30B, SMOKE
 
 WAYS, GPU = (EAGER, GRAPH), DEVICE == "cuda"
 GRACE_SECONDS, HANGING_SECONDS = 8.0, 30.0  # past the budget: a task is stopped, the process ends
-BENCHMARKS = (*SUITES, "linear", "lora", "fp8", "fp8_training", "ep", "new_shapes")
+BENCHMARKS = (*SUITES, "linear", "lora", "fp8", "fp8_training", "ep", "routing", "new_shapes")
 
 
 class Task(NamedTuple):
@@ -85,9 +86,10 @@ def tasks_of(benchmark: str, kernel: ModuleType, arguments: argparse.Namespace) 
             return run_group([module.make_problem(kernel, case)], ways_of(case), arguments, GPU)
 
         return [Task(str(case), lambda case=case: measure(case)) for case in module.cases(arguments.smoke)]
-    if benchmark == "ep":
-        found = ep.cases(arguments.smoke)
-        return [Task(str(case), lambda case=case: ep.run(kernel, case, arguments)) for case in found]
+    if benchmark in ("ep", "routing"):
+        module = {"ep": ep, "routing": routing}[benchmark]
+        found = module.cases(arguments.smoke)
+        return [Task(str(case), lambda case=case: module.run(kernel, case, arguments)) for case in found]
     if benchmark == "fp8_training":
         trainings = fp8_training.cases(arguments.smoke)
         return [Task(str(case), lambda case=case: fp8_training.measure(kernel, case)) for case in trainings]

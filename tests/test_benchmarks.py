@@ -21,6 +21,7 @@ import linear  # noqa: E402
 import machine  # noqa: E402
 import new_shapes  # noqa: E402
 import problems  # noqa: E402
+import routing  # noqa: E402
 import run  # noqa: E402
 import timing  # noqa: E402
 from workload import SMOKE, SMOKE_GPT_OSS, SMOKE_UNGATED, Cell, LinearCell, counts_of, draw_ids, make_inputs  # noqa: E402
@@ -86,6 +87,17 @@ def test_a_wrong_row_is_seen(grouped_moe, row, good):
     problem = linear.Linear({"ours": grouped_moe}).problem(LinearCell(3, 16, 24, 40, "half"))
     problem.providers["ours"] = changed(problem.providers["ours"], row)
     assert problems.check(problem, "ours", problems.expected(problem, backward=True))[1] is good
+
+
+@pytest.mark.parametrize("name", [problems.OURS, routing.PUBLIC, routing.TORCH])
+@pytest.mark.parametrize("part", range(3))
+def test_a_wrong_route_is_seen(grouped_moe, device, name, part):
+    """Two entries that have changed places."""
+    ids = torch.rand(40, 12, device=device).topk(3).indices
+    parts = [each.clone() for each in routing.make_routes(grouped_moe, 12)[name](ids)]
+    assert routing.is_right(ids, 12, *parts)
+    parts[part][3:5] = parts[part][3:5].flip(0)
+    assert not routing.is_right(ids, 12, *parts)
 
 
 def options_of(*words):
@@ -167,7 +179,7 @@ def check_smoke(results):
     assert reasons <= {"needs a GPU", "saves nothing in a forward", "reads split sizes"}
 
 
-@pytest.mark.parametrize("name", ["layers", "decode", "growth", "cpu", "linear", "lora", "ep", "new_shapes"])
+@pytest.mark.parametrize("name", ["layers", "decode", "growth", "cpu", "linear", "lora", "ep", "routing", "new_shapes"])
 def test_smoke(name, tmp_path):
     pytest.importorskip("transformers")
     results = run.main([name, "--smoke", "--output", str(tmp_path / "out.json")])

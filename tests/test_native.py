@@ -234,33 +234,58 @@ def test_compiled_and_captured(grouped_moe, device, case, pairs, taken):
     assert_bitwise("replayed", out.clone(), call(grouped_moe, case, inputs, **loras))
 
 
-# On both sides of what one block, clusters of 8 and 16 and the rounds of a grid take.
-SLOTS = (0, 1, 63, 512, 513, 1024, 1025, 4097, 8192, 8193, 16384, 16385, 70000, 140000, 600000)
+# On both sides of what a block, clusters of 8 and of 16 blocks, and grids of one, two, four and eight rounds take.
+SLOTS = (0, 1, 63, 512, 513, 1024, 1025, 2048, 2049, 4096, 4097, 8192, 8193, 16384, 16385, 32768, 32769)
+SLOTS += (65536, 65537, 135168, 135169, 270336, 270337, 600000)
+# (slots, 1) ids: of all experts and sentinels, of one expert alone, of none.
+DRAWS = {
+    "random": lambda slots, experts: torch.randint(-1, experts + 1, (slots, 1)),
+    "first": lambda slots, experts: torch.full((slots, 1), 0),
+    "last": lambda slots, experts: torch.full((slots, 1), experts - 1),
+    "none": lambda slots, experts: torch.full((slots, 1), -1),
+}
 
 
-@pytest.mark.parametrize("experts", [1, 8, 129, 257, 1024])
+def assert_same_routing(got, want, num_experts):
+    """Every entry that is written."""
+    assert got[1:5] == want[1:5]
+    routed, tiles = int(want.group_offsets[-1]), int(want.schedule[2 * num_experts + 1])
+    ends = 2 * num_experts + 2 + tiles
+    assert_bitwise("schedule", got.schedule[:ends], want.schedule[:ends])
+    assert_bitwise("row_to_slot", got.row_to_slot[:routed], want.row_to_slot[:routed])
+    assert_bitwise("slot_to_row", got.slot_to_row, want.slot_to_row)
+
+
+@pytest.mark.parametrize("experts", [1, 8, 129, 257, 512, 1024])
+@pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_routes_as_triton_does(native, module, device, monkeypatch, experts, dtype):
-    """Every entry that is written, with room for all and for the routed ones, whichever would be faster."""
+def test_routes_as_triton_does(native, module, device, monkeypatch, experts, draw, dtype):
+    """With rows for all slots, for the routed ones and for half of these, whichever way would be faster.
+
+    The op takes what a grid can that runs at once; more slots are handed over.
+    """
     ours, theirs = (module(f"backends.{name}.routing") for name in ("native", "triton"))
     monkeypatch.setattr(ours, "routing_pays", lambda *_: True)
-    launched, op = [], ours.ops.route_rows.default
-    monkeypatch.setattr(ours, "_ROUTE", lambda *args: launched.append(1) or op(*args))
-    for slots in SLOTS:
-        ids = torch.randint(-1, experts + 1, (slots, 1), device=device).to(dtype)
-        (got, want) = (each.route(ids, experts, torch.bfloat16) for each in (ours, theirs))
-        assert got[1:5] == want[1:5]
-        routed = int(want.group_offsets[-1])
-        tiles = int(want.schedule[2 * experts + 1])
-        ends = 2 * experts + 2 + tiles
-        assert_bitwise("schedule", got.schedule[:ends], want.schedule[:ends])
-        assert_bitwise("row_to_slot", got.row_to_slot[:routed], want.row_to_slot[:routed])
-        assert_bitwise("slot_to_row", got.slot_to_row, want.slot_to_row)
-        if routed and routed < slots:
-            got, want = (each.route(ids, experts, torch.bfloat16, capacity=routed) for each in (ours, theirs))
-            assert_bitwise("row_to_slot, of a capacity", got.row_to_slot, want.row_to_slot)
-            assert_bitwise("slot_to_row, of a capacity", got.slot_to_row, want.slot_to_row)
-    assert len(launched) >= len(SLOTS)
+    op, took, room = ours.ops.route_rows.default, [], []
+
+    def spy(*args):
+        schedule, *rest = op(*args)
+        took.append(schedule is not None)
+        return schedule, *rest
+
+    monkeypatch.setattr(ours, "_ROUTE", spy)
+    for each in (ours, theirs):  # what fails on the device if slots have no room
+        monkeypatch.setattr(each, "assert_room", lambda routed, rows: room.append((int(routed), rows)))
+    most = 8 * 1024 * torch.cuda.get_device_properties(device).multi_processor_count
+    for slots in (*SLOTS, most, most + 1):
+        ids = DRAWS[draw](slots, experts).to(device, dtype)
+        routed = int(((ids >= 0) & (ids < experts)).sum())
+        for capacity in (None, routed, routed // 2):
+            del room[:]
+            got, want = (each.route(ids, experts, torch.bfloat16, capacity) for each in (ours, theirs))
+            assert_same_routing(got, want, experts)
+            assert room == ([] if capacity is None or capacity == slots else 2 * [(routed, capacity)])
+            assert took[-1] is (slots <= most)
 
 
 @pytest.mark.parametrize("groups", [1, 8, 129, 1024])

@@ -58,7 +58,7 @@ def test_random_sizes(grouped_moe, device):
         assert_routed(grouped_moe, make_ids(case).to(device), experts)
 
 
-@pytest.mark.parametrize("slots", [127, 129, 2048, 2049, 3000])
+@pytest.mark.parametrize("slots", [127, 129, 2048, 2049, 3000, 70000])
 @pytest.mark.parametrize("expert", [0, 3, 6])
 def test_one_expert_takes_all(grouped_moe, device, slots, expert):
     assert_routed(grouped_moe, torch.full((slots, 1), expert, device=device), 7)

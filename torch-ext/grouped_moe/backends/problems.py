@@ -20,7 +20,8 @@ class GemmProblem(NamedTuple):
     layout: "nk" for a weight (E, N, K), "kn" for (E, K, N), where x and the weight can be read by descriptor; else
     None. transposed: whether the weight is (E, K, N). low_rank: the factor of the low-rank part. zero_rest: rows of no
     group are written as 0. many_rows: more than ragged descriptors count. wide: tiles of 256 columns take less time
-    (`tuning.heuristic.wide_pays`). scales: which scale a weight's element has, None for plain weights.
+    (`tuning.heuristic.wide_pays`), asked of plain weights alone. scales: which scale a weight's element has, None for
+    plain weights.
     """
 
     spec: DeviceSpec

@@ -17,11 +17,10 @@ def has_scales(experts: nn.Module, name: str) -> bool:
     """Whether the weight of that name is in FP8: transformers leaves one as it is whose extents are no whole blocks."""
     if not is_fp8(experts):
         return False
-    if is_parametrized(experts, name):
+    if is_parametrized(experts, name) or getattr(experts, name).dtype.itemsize == 1:
         return True
-    weight, block = getattr(experts, name), getattr(experts, "block_size", None)
-    left_alone = block is not None and any(extent % size for extent, size in zip(weight.shape[1:], block))
-    return weight.dtype.itemsize == 1 or not left_alone
+    block = getattr(experts, "block_size", None)
+    return block is None or not any(extent % size for extent, size in zip(getattr(experts, name).shape[1:], block))
 
 
 def scaled_weight(experts: nn.Module, name: str) -> BlockScaled:

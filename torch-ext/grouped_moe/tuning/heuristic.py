@@ -68,10 +68,13 @@ def decode_pays(num_tokens: int, top_k: int, up: Tensor, down: Tensor, code_byte
     """
     if num_tokens == 1:
         return True
+    num_experts = up.shape[0]
+    if 4 * num_tokens * top_k > num_experts:
+        return False
     # Two tokens of random routing share top_k^2 / E experts.
-    num_experts, shared = up.shape[0], num_tokens * (num_tokens - 1) // 2 * top_k * top_k
+    shared = num_tokens * (num_tokens - 1) // 2 * top_k * top_k
     weights = sum(weight.numel() * (code_bytes if weight.dtype.itemsize == 1 else 2) for weight in (up, down))
-    return 4 * num_tokens * top_k <= num_experts and shared * weights <= _MAX_SHARED_BYTES * num_experts**2
+    return shared * weights <= _MAX_SHARED_BYTES * num_experts**2
 
 
 def choose_block_m(num_slots: int, num_experts: int, dtype: torch.dtype, quantizes: bool = False) -> int:

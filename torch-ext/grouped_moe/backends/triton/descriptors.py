@@ -36,12 +36,12 @@ def takes_rows(x: Tensor, spec: DeviceSpec) -> bool:
 
 
 def weight_layout(weight: Weight, transposed: bool) -> Optional[str]:
-    """How a weight lies in memory for TMA: "nk" for (E, N, K), "kn" for (E, K, N), None if TMA does not take it. Only
-    plain ones are read so.
+    """How a weight, or its codes, lie in memory for TMA: "nk" for (E, N, K), "kn" for (E, K, N), None if TMA does not
+    take them.
 
     weight: (E, N, K) or, transposed, (E, K, N), of any strides.
     """
-    if not isinstance(weight, Tensor) or tma_strides(weight) is None:
+    if tma_strides(weight if isinstance(weight, Tensor) else weight.data) is None:
         return None
     return "kn" if transposed else "nk"
 

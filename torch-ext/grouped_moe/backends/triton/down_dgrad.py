@@ -20,7 +20,7 @@ from .launch import Kernel, persistent_grid
 from .permute import sort_rows
 from .quantize import BLOCK, QuantizedRows, quantize_rows
 from .scales import for_rows, nk_strides
-from .up_proj import block_constants, can_quantize, problem_of, weight_by_tma
+from .up_proj import block_constants, problem_of, quantized_up_launcher, weight_by_tma
 
 
 def supports(problem: BlockProblem) -> bool:
@@ -99,7 +99,7 @@ def down_dgrad(
 
 def _is_quantized(block: Block, dout: Tensor, rows: Rows, low_rank: Optional[LowRank]) -> bool:
     """Whether the backward's products are made with rows of 8-bit floats: all can be, and the forward's are."""
-    if block.intermediate % BLOCK or not can_quantize(block, dout, rows.num_rows, rows.top_k):
+    if block.intermediate % BLOCK or quantized_up_launcher(block, dout, rows, saves_preact=False) is None:
         return False
     weights = (block.down, low_rank_layout(low_rank)), (block.up, backward_layout(block.up_lora, block.num_experts))
     return all(

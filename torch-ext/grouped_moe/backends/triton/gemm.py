@@ -6,7 +6,7 @@ from typing import Callable, Optional, Union
 import torch
 from torch import Tensor
 
-from ...block_scaled import Weight, parts_of
+from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
 from ...operands import FactorLayout, LowRank, low_rank_layout
 from ...rows import Rows
@@ -81,7 +81,7 @@ def gemm(
     where rows of no group are unwritten or, with zero_rest, 0.
     """
     num_rows, n = x.shape[0], weight.shape[2 if transposed else 1]
-    y = parts_of(weight)[0].new_empty((num_rows, n), dtype=x.dtype)
+    y = rows.schedule.new_empty((num_rows, n), dtype=x.dtype)
     is_quantized = isinstance(x, QuantizedRows)
     if num_rows and (is_quantized or quantizes):
         ranks = low_rank_layout(low_rank)
@@ -112,25 +112,36 @@ def quantized_launcher(
 
     It takes the weight (E, N, K), or that of `transpose_codes` where `weight` is (E, K, N).
     """
-    if not takes_quantized_rows(weight, rows, dtype) or transposed and not can_transpose(weight):
+    if not takes_quantized_rows(weight, rows, dtype):
         return None
-    layout = "nk" if transposed else weight_layout(weight.data, False)
+    whole = can_transpose(weight)
+    if transposed and not whole:
+        return None
+    layout = "nk" if transposed else weight_layout(weight, False)
     problem = _problem_of(weight, rows, num_rows, dtype, layout, transposed, low_rank, zero_rest)
-    if weight.parts > 1 and can_transpose(weight):  # parts end where blocks do
+    return launcher_of_codes(problem, whole)
+
+
+@lru_cache(maxsize=None)
+def launcher_of_codes(problem: GemmProblem, whole: bool) -> Optional[Callable[..., None]]:
+    """What `quantized_launcher` returns. whole: parts of the weight end where blocks do, and make no difference."""
+    if whole:
         problem = problem._replace(scales=problem.scales._replace(n_parts=1, k_parts=1))
-    return find_launcher("quantized_gemm", problem._replace(transposed=False) if transposed else problem)
+    return find_launcher("quantized_gemm", problem._replace(transposed=False))
 
 
 def _problem_of(
     weight: Weight, rows: Rows, num_rows: int, dtype: torch.dtype, layout: Optional[str], transposed: bool,
     low_rank: FactorLayout, zero_rest: bool,
 ) -> GemmProblem:  # fmt: skip
-    spec, num_groups, (_, *extents) = spec_of(parts_of(weight)[0]), rows.num_groups, weight.shape
-    k, n = extents if transposed else reversed(extents)
+    (_, n, k), num_groups, spec = weight.shape, rows.num_groups, spec_of(rows.schedule)
+    scales = scale_layout(weight, transposed)
+    if transposed:
+        n, k = k, n
     return GemmProblem(
         spec, dtype, dot_precision(dtype, spec), num_groups, rows.block_m, n, k, layout, transposed,
         low_rank, zero_rest, num_rows > MAX_RAGGED_ROWS,
-        spec.hopper and wide_pays(num_rows, num_groups, n, k, spec), scale_layout(weight, transposed),
+        scales is None and spec.hopper and wide_pays(num_rows, num_groups, n, k, spec), scales,
     )  # fmt: skip
 
 

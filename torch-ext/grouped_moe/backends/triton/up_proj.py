@@ -1,24 +1,26 @@
 """The up-projection of experts, fused with the activation."""
 
+from functools import lru_cache
 from typing import Callable, Optional, Tuple, Union
 
 from torch import Tensor
 
 from ...block import Block
-from ...block_scaled import Weight
+from ...block_scaled import ScaleLayout, Weight
 from ...common.device import dot_precision, spec_of
 from ...operands import FactorLayout, LowRank, forward_layout, low_rank_layout
 from ...rows import Rows
 from ...tuning.heuristic import choose_block_m, quantizing_pays, triton_path, up_config
 from ..kernels.experts import up_proj_kernel
-from ..problems import BlockProblem
+from ..problems import BlockProblem, GemmProblem
 from ..table import find_launcher, launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
-from .gemm import bias_and_strides, quantized_launcher
+from .gemm import bias_and_strides, launcher_of_codes
 from .launch import Kernel, persistent_grid
 from .low_rank import factor_constants
 from .quantize import BLOCK, QuantizedRows, empty_rows, quantize_rows, takes_quantized_rows
 from .scales import for_rows, nk_strides, scale_layout
+from .transpose import can_transpose
 
 
 def supports(problem: BlockProblem) -> bool:
@@ -87,7 +89,7 @@ def up_proj(
     num_rows, n = rows.num_rows, block.intermediate
     preact = x.new_empty((num_rows, block.preact_width)) if save else None
     if num_rows and not isinstance(block.up, Tensor):
-        quantized = _quantized_launcher(block, x, rows, save)
+        quantized = quantized_up_launcher(block, x, rows, save)
         if quantized is not None:
             act = empty_rows(num_rows, n, x) if activate else None
             quantized(block, quantize_rows(x, rows), low_rank, scales, preact, act, rows)
@@ -112,24 +114,31 @@ def quantizes(block: Block, x: Tensor, num_rows: int, top_k: int) -> bool:
 
 def can_quantize(block: Block, x: Tensor, num_rows: int, top_k: int) -> bool:
     """Whether both products are made with rows of 8-bit floats where tiles are tall."""
-    if isinstance(block.up, Tensor):
-        return False
-    return _quantized_launcher(block, x, Rows(x, block.num_experts, num_rows, BLOCK, top_k), False) is not None
+    rows = Rows(x, block.num_experts, num_rows, BLOCK, top_k)
+    return quantized_up_launcher(block, x, rows, saves_preact=False) is not None
 
 
-def _quantized_launcher(block: Block, x: Tensor, rows: Rows, save: bool) -> Optional[Callable[..., None]]:
-    """The launcher of both products with rows of 8-bit floats; None if either of them is not made so."""
-    if not takes_quantized_rows(block.up, rows, x.dtype):
+def quantized_up_launcher(block: Block, x: Tensor, rows: Rows, saves_preact: bool) -> Optional[Callable[..., None]]:
+    """The launcher of the up-projection with rows of 8-bit floats; None unless both products are made so."""
+    up, down, num_experts = block.up, block.down, block.num_experts
+    if not takes_quantized_rows(up, rows, x.dtype) or not takes_quantized_rows(down, rows, x.dtype):
         return None
-    up_ranks, down_ranks = (forward_layout(lora, block.num_experts) for lora in (block.up_lora, block.down_lora))
-    zero_rest = rows.top_k == 0
-    down = quantized_launcher(
-        block.down, rows, rows.num_rows, x.dtype, transposed=False, low_rank=down_ranks, zero_rest=zero_rest
-    )
-    if down is None:
-        return None
-    problem = problem_of(block, x, block.up, up_ranks, rows, save, False)
-    return find_launcher("quantized_up_proj", problem._replace(layout=weight_layout(block.up.data, False)))
+    ranks, down_ranks = forward_layout(block.up_lora, num_experts), forward_layout(block.down_lora, num_experts)
+    problem = problem_of(block, x, up, ranks, rows, saves_preact, False)
+    return _launcher_if_both(problem, weight_layout(down, False), down_ranks, down.layout, can_transpose(down))
+
+
+@lru_cache(maxsize=None)
+def _launcher_if_both(
+    problem: BlockProblem, layout: Optional[str], ranks: FactorLayout, scales: ScaleLayout, whole: bool
+) -> Optional[Callable[..., None]]:
+    """layout, ranks, scales, whole: of the down-projection. All else of it is in the up-projection's problem."""
+    p = problem
+    down = GemmProblem(
+        p.spec, p.dtype, p.precision, p.num_groups, p.block_m, n=p.k, k=p.n, layout=layout, transposed=False,
+        low_rank=ranks, zero_rest=p.top_k == 0, many_rows=p.many_rows, wide=False, scales=scales,
+    )  # fmt: skip
+    return None if launcher_of_codes(down, whole) is None else find_launcher("quantized_up_proj", p)
 
 
 def problem_of(
@@ -137,12 +146,11 @@ def problem_of(
     transposed: bool,
 ) -> BlockProblem:  # fmt: skip
     """The problem of either fused product, x times the weight (E, N, K) or, transposed, (E, K, N)."""
-    spec, dtype, block_m = spec_of(x), x.dtype, rows.block_m
+    spec, dtype, block_m, scales = spec_of(x), x.dtype, rows.block_m, scale_layout(weight, transposed)
     tall = block_m >= 128  # shorter tiles, which stream weights, do not earn back what descriptors cost
     return BlockProblem(
         spec, dtype, dot_precision(dtype, spec), rows.num_groups, block_m, block.intermediate, x.shape[1], rows.top_k,
         weight_layout(weight, transposed) if tall else None, transposed,
-        low_rank, tall and takes_rows(x, spec),
-        rows.num_rows > MAX_RAGGED_ROWS, block.gated, block.interleaved, block.activation, saves_preact,
-        scale_layout(weight, transposed),
+        low_rank, tall and scales is None and takes_rows(x, spec),
+        rows.num_rows > MAX_RAGGED_ROWS, block.gated, block.interleaved, block.activation, saves_preact, scales,
     )  # fmt: skip

@@ -57,6 +57,9 @@ class FactorLayout(NamedTuple):
         return pad_rank(self.num_adapters * self.rank)
 
 
+NO_FACTOR = FactorLayout()
+
+
 class LowRank(NamedTuple):
     """The low-rank part of a product: for each adapter l, factor[l, e] times its columns of rows[r] is added to row r.
 
@@ -75,12 +78,12 @@ def pad_rank(rank: int) -> int:
 
 def forward_layout(lora: Optional[LoRA], num_experts: int) -> FactorLayout:
     """The layout of the factor that a forward's product reads, b; that of none without a LoRA."""
-    return FactorLayout() if lora is None else layout_of(_as_factor(lora.b, num_experts))
+    return NO_FACTOR if lora is None else layout_of(_as_factor(lora.b, num_experts))
 
 
 def backward_layout(lora: Optional[LoRA], num_experts: int) -> FactorLayout:
     """The layout of the factor that a backward's product reads, a; that of none without a LoRA."""
-    return FactorLayout() if lora is None else layout_of(_as_factor(lora.a, num_experts).transpose(2, 3))
+    return NO_FACTOR if lora is None else layout_of(_as_factor(lora.a, num_experts).transpose(2, 3))
 
 
 def layout_of(factor: Tensor) -> FactorLayout:
@@ -91,7 +94,7 @@ def layout_of(factor: Tensor) -> FactorLayout:
 
 def low_rank_layout(low_rank: Optional[LowRank]) -> FactorLayout:
     """The layout of its factor, or of none."""
-    return FactorLayout() if low_rank is None else layout_of(low_rank.factor)
+    return NO_FACTOR if low_rank is None else layout_of(low_rank.factor)
 
 
 def _as_factor(factor: Tensor, num_experts: int) -> Tensor:
@@ -195,6 +198,8 @@ def check_loras(
     loras: by their names, each with its weight (E, N, K) or, transposed, (E, K, N). adapter_index: (rows of x,).
     """
     given = {name: both for name, both in loras.items() if both[0] is not None}
+    if not given and adapter_index is None:
+        return
     for name, (lora, weight) in given.items():
         _check_lora(name, lora, weight.transpose(1, 2) if transposed else weight, x)
     counts = {lora.a.shape[0] for lora, _ in given.values() if lora.a.dim() == 4}

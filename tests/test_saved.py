@@ -26,8 +26,8 @@ def test_what_is_saved(grouped_moe, module, device, case_id, spare, recompute):
     num_slots = case.T * case.top_k
     capacity = None if spare is None else count_routed(case, inputs) + spare
     rows = capacity or num_slots
-    preact = (0,) if recompute else (rows, case.preact_width)
-    want = [preact, (module("rows").schedule_size(rows, case.E),), (rows,), (num_slots,)]
+    preact = [] if recompute else [(rows, case.preact_width)]
+    want = [*preact, (module("rows").schedule_size(rows, case.E),), (rows,), (num_slots,)]
     assert spare is None or rows < num_slots
     for ids in (inputs.top_k_index, torch.full_like(inputs.top_k_index, -1)):
         leaves = with_leaves(inputs._replace(top_k_index=ids))

@@ -20,7 +20,6 @@ from .common.autograd import (
     is_plain,
     mark_as_own,
     once_differentiable,
-    or_empty,
     spread,
     take_over,
     wanted,
@@ -65,21 +64,20 @@ def _inference(x, index, act_scales, bias_scales, adapters, *arguments) -> Tenso
         return pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=False)[0]
 
 
-def _forward(x, index, act_scales, bias_scales, adapters, *arguments_and_save) -> Tuple[Tensor, ...]:
+def _forward(x, index, act_scales, bias_scales, adapters, *arguments_and_save) -> Tuple[Optional[Tensor], ...]:
     """(out, *Saved, schedule, row_to_slot, slot_to_row).
 
-    What is not saved is empty, and so are the maps for rows that are sorted already.
+    What is not saved is None, and so are the maps for rows that are sorted already.
     """
     *arguments, save = arguments_and_save
     block, kernels = make_block(*arguments), backend_of(x)
     with on_device(x):
         rows = _make_rows(kernels, index, block, x, adapters, infers=False)
         out, saved = pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=save)
-    maps = rows.row_to_slot, rows.slot_to_row
-    return or_empty((out, *saved), x) + or_empty((rows.schedule, *maps), rows.schedule)
+    return out, *saved, rows.schedule, rows.row_to_slot, rows.slot_to_row
 
 
-def _forward_fake(x, index, act_scales, bias_scales, adapters, *arguments_and_save) -> Tuple[Tensor, ...]:
+def _forward_fake(x, index, act_scales, bias_scales, adapters, *arguments_and_save) -> Tuple[Optional[Tensor], ...]:
     *arguments, save = arguments_and_save
     block, num_slots = make_block(*arguments), x.shape[0]
     if index.dim() == 2:
@@ -91,10 +89,10 @@ def _forward_fake(x, index, act_scales, bias_scales, adapters, *arguments_and_sa
         block.up_lora.padded_rank if save_preact and block.up_lora is not None else None,
         block.down_lora.padded_rank if save and block.down_lora is not None else None,
     )
-    saved = (x.new_empty(0 if width is None else (num_rows, width)) for width in widths)
-    maps = (num_rows, num_slots) if index.dim() == 2 else (0, 0)
-    sizes = schedule_size(num_rows, block.num_experts), *maps
-    return x.new_empty(x.shape), *saved, *(index.new_empty(size, dtype=torch.int32) for size in sizes)
+    saved = (None if width is None else x.new_empty((num_rows, width)) for width in widths)
+    sizes = schedule_size(num_rows, block.num_experts), *((num_rows, num_slots) if index.dim() == 2 else (None, None))
+    schedule_and_maps = (None if size is None else index.new_empty(size, dtype=torch.int32) for size in sizes)
+    return x.new_empty(x.shape), *saved, *schedule_and_maps
 
 
 def _backward(dout, x, act_scales, bias_scales, adapters, *rest, overwrite: bool) -> Grads:
@@ -127,8 +125,8 @@ def _as_made(tensor: Optional[Tensor]) -> Optional[Tensor]:
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
-def _backward_op(dout, *rest) -> Tuple[Tensor, ...]:
-    return or_empty(_backward(dout, *rest, overwrite=False), dout)
+def _backward_op(*args) -> Grads:
+    return _backward(*args, overwrite=False)
 
 
 def _backward_overwriting_op(*args) -> List[Tensor]:
@@ -165,7 +163,7 @@ _run_backward = define_op(
     "experts_backward",
     f"{_BACKWARD % '?'} -> ({', '.join(f'Tensor d{name}' for name in Needs._fields)})",
     _backward_op,
-    lambda dout, *rest: or_empty(_fake_grads(dout, *rest), dout),
+    _fake_grads,
 )
 # Overwrites preact and gives its memory back.
 _run_backward_overwriting = define_op(
@@ -198,8 +196,9 @@ class _Experts(torch.autograd.Function):
         reads_x = needs.up or needs.up_a or (recompute and needs.preact)
         maps = maps if index.dim() == 2 else (None, None)
         ctx.save_for_backward(
-            x if reads_x else None, act_scales, bias_scales, adapters, *weights, preact if needs.preact else None,
-            up_rows if needs.up_b else None, down_rows if needs.down_b else None, schedule, *maps,
+            x if reads_x else None, act_scales, bias_scales, adapters, *weights,
+            preact if needs.preact and not recompute else None, up_rows if needs.up_b and not recompute else None,
+            down_rows if needs.down_b else None, schedule, *maps,
         )  # fmt: skip
         return out, preact
 

@@ -12,6 +12,7 @@ from .block_scaled import Weight, check_scaled, parts_of
 from .common import _compat, checks
 from .common.activation import Activation, as_activation
 from .common.autograd import refuse_forward_mode
+from .common.device import device_type
 from .operands import LoRA, check_loras
 
 
@@ -82,7 +83,7 @@ def grouped_mm_experts(
         if out is not None:
             return out
     checks.check_tensor("hidden_states", hidden_states)
-    dtype = checks.autocast_dtype(hidden_states.device.type)
+    dtype = checks.autocast_dtype(device_type(hidden_states))
     x = checks.autocast(hidden_states, dtype)
     scaled = (
         check_scaled("gate_up_proj", gate_up_proj, x, "hidden_states", transposed),

@@ -12,10 +12,9 @@ from .common.autograd import (
     define_differentiable_op,
     define_op,
     once_differentiable,
-    or_empty,
     refuse_forward_mode,
 )
-from .common.device import on_device
+from .common.device import device_type, on_device
 from .common.numbers import wide_dtype
 from .operands import LoRA, check_loras, grad_of_a, project, project_backward
 from .rows import schedule_size, unit_rows
@@ -40,8 +39,8 @@ def _forward(
     block: Sequence[int],
     scaling: float,
     transposed: bool,
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """(y, the schedule of its rows, which a backward takes as splits, x projected on the ranks of a LoRA or empty)."""
+) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+    """(y, the schedule of its rows, which a backward takes as splits, x projected on the ranks of a LoRA or None)."""
     kernels = backend_of(x)
     with on_device(x):
         rows = kernels.split_rows(splits, weight.shape[0], x.shape[0], x.dtype)
@@ -53,13 +52,13 @@ def _forward(
             x, as_weight(weight, weight_scale, block), rows, transposed=transposed, bias=bias, scales=bias_scales,
             zero_rest=True, low_rank=low_rank, quantizes=weight_scale is not None,
         )  # fmt: skip
-    return y, rows.schedule, x.new_empty(0) if projected is None else projected
+    return y, rows.schedule, projected
 
 
 def _forward_fake(x, weight, splits, bias, bias_scales, a, b, adapters, weight_scale, block, scaling, transposed):
     y = x.new_empty((x.shape[0], weight.shape[2 if transposed else 1]))
     schedule = splits.new_empty(schedule_size(x.shape[0], weight.shape[0]), dtype=torch.int32)
-    return y, schedule, x.new_empty(0 if a is None else (x.shape[0], LoRA(a, b).padded_rank))
+    return y, schedule, None if a is None else x.new_empty((x.shape[0], LoRA(a, b).padded_rank))
 
 
 def _backward(
@@ -76,8 +75,8 @@ def _backward(
     scaling: float,
     transposed: bool,
     needs: Sequence[bool],
-) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, a and b, empty where not asked for.
+) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+    """The gradients of x, weight, a and b, None where not asked for.
 
     splits: also the schedule of the forward. x: for the gradients of weight and a alone, projected: for that of b.
     """
@@ -100,20 +99,20 @@ def _backward(
             kernels.wgrad(dy, x, rows, dweight.transpose(1, 2) if transposed else dweight)
         if needs_a:
             da = grad_of_a(kernels, lora, low_rank, x, rows)
-    return or_empty((dx, dweight, da, db), dy)
+    return dx, dweight, da, db
 
 
 def _backward_fake(dy, x, weight, splits, a, b, adapters, projected, weight_scale, block, scaling, transposed, needs):
     needs_x, needs_weight, needs_a, needs_b = needs
     dx = dy.new_empty((dy.shape[0], weight.shape[1 if transposed else 2])) if needs_x else None
     factors = (factor.new_empty(factor.shape) if need else None for factor, need in ((a, needs_a), (b, needs_b)))
-    return or_empty((dx, torch.empty_like(weight) if needs_weight else None, *factors), dy)
+    return dx, torch.empty_like(weight) if needs_weight else None, *factors
 
 
 def _bias_backward(
     dy: Tensor, splits: Tensor, num_groups: int, bias: Optional[Tensor], scales: Optional[Tensor], needs_bias: bool
-) -> Tuple[Tensor, Tensor]:
-    """The gradients of bias, empty if not asked for, and of its scales, empty without a bias.
+) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    """The gradients of bias, None if not asked for, and of its scales, None without a bias.
 
     splits: also the schedule of the forward. bias: for the gradient of its scales alone.
     """
@@ -124,7 +123,7 @@ def _bias_backward(
         scales, dots = None if scales is None else scales.contiguous(), None
         if bias is not None:
             dots = dy.new_empty((kernels.num_bias_dots(dy.shape[1]), dy.shape[0]), dtype=wide_dtype(dy.dtype))
-        kernels.bias_grads(dy, rows, scales, bias, dbias if needs_bias else None, dots)
+        kernels.bias_grads(dy, rows, scales, bias, dbias, dots)
         if bias is not None:
             kernels.sum_dots(dots, rows, dscales)
     return dbias, dscales
@@ -132,7 +131,7 @@ def _bias_backward(
 
 def _bias_backward_fake(dy, splits, num_groups, bias, scales, needs_bias):
     dbias = dy.new_empty((num_groups, dy.shape[1])) if needs_bias else None
-    return or_empty((dbias, None if bias is None else scales.new_empty(scales.shape)), dy)
+    return dbias, None if bias is None else scales.new_empty(scales.shape)
 
 
 def _recorded(*args) -> Tensor:
@@ -259,7 +258,7 @@ def _checked(x, weight, splits, bias, bias_scales, transposed, scaled) -> Tuple[
         checks.check_tensor("bias", bias)
     if bias_scales is not None:
         checks.check_tensor("bias_scales", bias_scales)
-    dtype = checks.autocast_dtype(x.device.type)
+    dtype = checks.autocast_dtype(device_type(x))
     if dtype is not None:
         x, weight, bias = (checks.autocast(tensor, dtype) for tensor in (x, weight, bias))
     checks.check_linear(x, weight, bias, bias_scales, transposed, scaled)

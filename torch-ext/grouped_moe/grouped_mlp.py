@@ -10,6 +10,7 @@ from .block_scaled import Weight, check_scaled, parts_of
 from .common import checks
 from .common.activation import Activation, as_activation
 from .common.autograd import refuse_forward_mode
+from .common.device import device_type
 from .operands import LoRA, check_loras
 from .splits import Splits, as_splits
 
@@ -53,16 +54,16 @@ def grouped_mlp(
     checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     activation = as_activation(activation, gated, interleaved)
     checks.check_tensor("x", x)
-    dtype = checks.autocast_dtype(x.device.type)
+    dtype = checks.autocast_dtype(device_type(x))
     x = checks.autocast(x, dtype)
     scaled = (
         check_scaled("gate_up_proj", gate_up_proj, x, "x", transposed),
         check_scaled("down_proj", down_proj, x, "x", transposed),
     )
     (up, up_scale, up_block), (down, down_scale, down_block) = parts_of(gate_up_proj), parts_of(down_proj)
-    up, down, up_bias, down_bias = (
-        checks.autocast(tensor, dtype) for tensor in (up, down, gate_up_proj_bias, down_proj_bias)
-    )
+    up_bias, down_bias = gate_up_proj_bias, down_proj_bias
+    if dtype is not None:
+        up, down, up_bias, down_bias = (checks.autocast(tensor, dtype) for tensor in (up, down, up_bias, down_bias))
     checks.check_experts("x", x, up, down, up_bias, down_bias, gated, transposed, scaled)
     scales = {"activation_scales": activation_scales, "bias_scales": bias_scales}
     for name, tensor in scales.items():

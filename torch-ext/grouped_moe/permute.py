@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .backends import backend_of
 from .common import checks
-from .common.autograd import define_differentiable_op, define_op, once_differentiable, or_empty, refuse_forward_mode
+from .common.autograd import define_differentiable_op, define_op, once_differentiable, refuse_forward_mode
 from .common.device import on_device
 from .routing import Routing, rows_of
 
@@ -35,17 +35,16 @@ def _combine_fake(y, weights, expert_offsets, row_to_slot, slot_to_row, top_k):
 
 def _combine_backward(
     dout: Tensor, y: Optional[Tensor], weights: Tensor, *routing_and_needs: object
-) -> Tuple[Tensor, Tensor]:
-    """(dy, dweights), empty where not needed. dweights is made if y is given."""
+) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    """(dy, dweights), None where not needed. dweights is made if y is given."""
     *routing, needs_dy = routing_and_needs
     with on_device(dout):
-        grads = backend_of(dout).combine_grad(dout, y, weights.contiguous(), rows_of(*routing), needs_dy)
-    return or_empty(grads, dout)
+        return backend_of(dout).combine_grad(dout, y, weights.contiguous(), rows_of(*routing), needs_dy)
 
 
 def _combine_backward_fake(dout, y, weights, expert_offsets, row_to_slot, slot_to_row, top_k, needs_dy):
     dy = dout.new_empty((slot_to_row.shape[0], dout.shape[1])) if needs_dy else None
-    return or_empty((dy, None if y is None else weights.new_empty(weights.shape)), dout)
+    return dy, None if y is None else weights.new_empty(weights.shape)
 
 
 _run_gather = define_op("gather_rows_forward", f"(Tensor x, {_ROUTING}) -> Tensor", _gather, _gather_fake)

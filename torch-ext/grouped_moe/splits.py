@@ -30,15 +30,16 @@ def as_splits(splits: Splits, num_groups: int, rows: int, device: torch.device) 
     it, unless a compiler traces the call. Raises TypeError and ValueError that name splits, and RuntimeError for a list
     under CUDA graph capture, which would record the copy of this call's numbers.
     """
-    if isinstance(splits, GroupSizes):
-        tensor, shape, legend = splits.sizes, (num_groups,), "(G,)"
+    tensor, shape, legend = splits, (num_groups,), "(G,) sizes or (G + 1,) offsets"
+    if isinstance(splits, Tensor):
+        if splits.shape == (num_groups + 1,):
+            shape = (num_groups + 1,)
+    elif isinstance(splits, GroupSizes):
+        tensor, legend = splits.sizes, "(G,)"
     elif isinstance(splits, GroupOffsets):
         tensor, shape, legend = splits.offsets, (num_groups + 1,), "(G + 1,)"
     elif isinstance(splits, (list, tuple)):
         return _from_list(splits, num_groups, rows, device)
-    else:
-        offsets = isinstance(splits, Tensor) and splits.dim() == 1 and splits.shape[0] == num_groups + 1
-        tensor, shape, legend = splits, (num_groups + offsets,), "(G,) sizes or (G + 1,) offsets"
     checks.check_tensor("splits", tensor)
     checks.check_index_dtype("splits", tensor)
     checks.check_shape("splits", tensor, shape, legend)

@@ -19,6 +19,7 @@ from types import ModuleType
 
 from torch import Tensor
 
+from ..common.device import device_type
 from .native.fakes import IS_BUILT
 
 _NAMES = {"cpu": "torch", "cuda": "native.backend" if IS_BUILT else "triton", "xpu": "triton"}
@@ -26,7 +27,7 @@ _NAMES = {"cpu": "torch", "cuda": "native.backend" if IS_BUILT else "triton", "x
 
 def backend_of(tensor: Tensor) -> ModuleType:
     """The backend for the device that holds `tensor`."""
-    return _load(tensor.device.type)
+    return _load(device_type(tensor))
 
 
 @lru_cache(maxsize=None)

@@ -5,7 +5,7 @@ backward needs, and those of the backward. The first decides whether autograd re
 `torch.library.register_autograd` a recorded call takes the host 58 us, so registered 17.)
 """
 
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence
 
 import torch
 
@@ -14,26 +14,39 @@ from . import _compat
 
 _TWICE = "grouped_moe: differentiable once, but a derivative of a gradient was asked for"
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
-_OTHER_TYPES = frozenset((type(None), bool, int, float, str, list, tuple, torch.dtype))  # of arguments
+_OTHER_TYPES = frozenset((bool, int, float, str, list, tuple, torch.dtype))  # of arguments
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
 def define_op(name: str, schema: str, implementation: Callable, fake: Callable) -> Callable:
     """Defines an op with one implementation for all devices, and one that makes results of the right shapes alone.
 
+    Either may have None among several results, for which the op, which cannot, returns an empty tensor like its first
+    argument.
+
     Returns what calls it below autograd: the op, or the implementation itself where `goes_directly` allows it, which
     spares the op's dispatch.
     """
     qualified = add_op_namespace_prefix(name)
     torch.library.define(qualified, schema, tags=_TAGS)
-    torch.library.impl(qualified, "CompositeExplicitAutograd")(implementation)
-    torch.library.register_fake(qualified)(fake)
+    torch.library.impl(qualified, "CompositeExplicitAutograd")(_without_none(implementation))
+    torch.library.register_fake(qualified)(_without_none(fake))
     op = getattr(ops, name).default
 
     def call(*args):
         return implementation(*args) if goes_directly(*args) else op(*args)
 
     return call
+
+
+def _without_none(function: Callable) -> Callable:
+    def run(first, *args):
+        made = function(first, *args)
+        if not isinstance(made, tuple):
+            return made
+        return tuple(first.new_empty(0) if tensor is None else tensor for tensor in made)
+
+    return run
 
 
 def define_differentiable_op(
@@ -77,7 +90,7 @@ def goes_directly(first: torch.Tensor, *args: object) -> bool:
         if kind in _PLAIN_TYPES:
             if arg.is_neg():
                 return False
-        elif kind not in _OTHER_TYPES:
+        elif arg is not None and kind not in _OTHER_TYPES:
             return False
     return True
 
@@ -98,23 +111,24 @@ def refuse_forward_mode(name: str, *args: object) -> None:
             raise NotImplementedError(f"{name}: no forward-mode differentiation (jvp), got a tensor with a tangent")
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: Optional[torch.Tensor]) -> bool:
     """Whether it is a tensor in memory, no subclass and none that a transform wraps, as the batched ones of vmap."""
     if type(tensor) not in _PLAIN_TYPES:
         return False
     try:
-        return tensor.untyped_storage().device.type != "meta"
+        tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return False
+    return not tensor.is_meta
 
 
-def mark_as_own(saved: torch.Tensor) -> None:
-    """Says of what a forward saves for its backward that it is the whole of its memory, and that no caller has it."""
+def mark_as_own(saved: Optional[torch.Tensor]) -> None:
+    """Says of what a forward may save for its backward that it is the whole of its memory, and no caller's."""
     if is_plain(saved):
         saved.untyped_storage().grouped_moe_own = True
 
 
-def take_over(saved: torch.Tensor) -> bool:
+def take_over(saved: Optional[torch.Tensor]) -> bool:
     """Whether this backward may overwrite what was saved, and give its memory back.
 
     It may if a forward made it for itself (`mark_as_own`), so that no hook has put other memory in its place, and if
@@ -129,11 +143,6 @@ def take_over(saved: torch.Tensor) -> bool:
 def wanted(grads: Sequence[Optional[torch.Tensor]], needs: Sequence[bool]) -> List[torch.Tensor]:
     """Those of some gradients that are asked for: an op cannot return None."""
     return [grad for grad, need in zip(grads, needs) if need]
-
-
-def or_empty(grads: Sequence[Optional[torch.Tensor]], like: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-    """The gradients, an empty tensor for each that is None: vmap takes no op that returns a list."""
-    return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
 
 
 def spread(made: Sequence[torch.Tensor], needs: Sequence[bool]) -> List[Optional[torch.Tensor]]:

@@ -188,7 +188,8 @@ def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed, sca
         raise ValueError(f"gate_up_proj: expected H and I above 0, got {tuple(up.shape)}")
     device, dtype = x.device, x.dtype
     check_tensor("down_proj", down)
-    up_dtype, down_dtype = (weight.dtype if own else dtype for weight, own in zip((up, down), scaled))
+    up_scaled, down_scaled = scaled
+    up_dtype, down_dtype = up.dtype if up_scaled else dtype, down.dtype if down_scaled else dtype
     if transposed:
         check_operand("gate_up_proj", up, (e, h, p), f"(E, H, {p_legend})", device, up_dtype, owner)
         check_operand("down_proj", down, (e, i, h), "(E, I, H)", device, down_dtype, owner)

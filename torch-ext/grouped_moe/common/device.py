@@ -85,18 +85,21 @@ def _xpu_spec(index: int) -> DeviceSpec:
     )
 
 
+def device_type(tensor: torch.Tensor) -> str:
+    """The type of the device that holds `tensor`; `tensor.device.type` is a new string, which takes the host longer."""
+    return "cuda" if tensor.is_cuda else "cpu" if tensor.is_cpu else tensor.device.type
+
+
 def spec_of(tensor: torch.Tensor) -> DeviceSpec:
     """`device_spec` of the device that holds `tensor`."""
-    device = tensor.device
-    return device_spec(device.type, device.index or 0)
+    return device_spec(device_type(tensor), tensor.device.index or 0)
 
 
 def on_device(tensor: torch.Tensor):
     """Context in which launches go to the device that holds `tensor`, which may not be the current one."""
-    device = tensor.device
-    if device.type == "cpu":
+    if tensor.is_cpu:
         return _ALREADY_THERE
-    backend = getattr(torch, device.type)
+    device, backend = tensor.device, torch.cuda if tensor.is_cuda else torch.xpu
     if device not in _thread.devices:
         # Descriptors of the tensor memory accelerator need a context in the thread, which any kernel of PyTorch makes.
         torch.zeros(1, device=device)

@@ -5,7 +5,7 @@ import torch
 
 def power_of_two(extent: int, least: int = 1) -> int:
     """The smallest power of two that is not below `extent` nor below `least`, which is a power of two."""
-    return max(least, 1 << max(0, extent - 1).bit_length())
+    return 1 << (max(extent, least) - 1).bit_length()
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

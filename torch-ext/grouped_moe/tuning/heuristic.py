@@ -100,8 +100,7 @@ def quantizing_pays(num_rows: int, num_experts: int, spec: DeviceSpec) -> bool:
 
 def rows_per_group(num_rows: int, num_groups: int) -> int:
     """The rows of a group on average if there are as many as there can be, as a power of two from 16 to 1024."""
-    average = -(-num_rows // max(1, min(num_groups, num_rows)))
-    return min(1024, power_of_two(average, 16))
+    return min(1024, power_of_two(-(-num_rows // num_groups), 16))
 
 
 # By rows and whether there are two weights, for two-byte types.

@@ -33,7 +33,7 @@ def activation_grad(
     act = torch.empty_like(dact) if needs_act else None
     num_tiles, dots = -(-n // BLOCK), None
     if needs_dots:
-        dots = dact.new_empty((num_tiles + more_dots, num_rows), dtype=torch.float32)
+        dots = dact.new_empty(num_tiles + more_dots, num_rows, dtype=torch.float32)
     if num_rows:
         kernel = _kernel(rows.num_groups, n, block.gated, block.interleaved, block.activation)
         kernel(

@@ -141,7 +141,7 @@ def _low_rank(
     if lora is None:
         return None, None, 0, 0, 0, 0, None
     (num_tokens, top_k), rank = ids.shape, lora.rank
-    projected = x.new_empty((num_tokens * top_k, rank), dtype=torch.float32)
+    projected = x.new_empty(num_tokens * top_k, rank, dtype=torch.float32)
     _project_kernel(num_experts, _ranks(lora), x.shape[1], top_k, by_slot)(
         (-(-rank // _PROJECTED_RANKS), num_tokens * top_k, 1), x, x.stride(0), ids, adapters,
         *_factor_and_strides(lora.a), projected, float(lora.scaling),
@@ -163,12 +163,12 @@ def decode(
     up, stride_ue, stride_un, _, *up_scales = codes_and_scales(block.up, transposed, spec)
     down, stride_de, stride_dn, _, *down_scales = codes_and_scales(block.down, transposed, spec)
     up_kernel, down_kernel = _up_kernel(problem), _down_kernel(problem)
-    act = x.new_empty((num_tokens * top_k, i))
+    act = x.new_empty(num_tokens * top_k, i)
     up_kernel(
         (-(-i // up_kernel.constants["BLOCK_N"]), num_tokens * top_k, 1), x, x.stride(0), ids, up, stride_ue, stride_un,
         *up_scales, *bias_and_strides(block.up_bias), *_low_rank(up_lora, x, ids, adapters, num_experts, False), act,
     )  # fmt: skip
-    out = x.new_empty((num_tokens, h))
+    out = x.new_empty(num_tokens, h)
     down_kernel(
         (-(-h // down_kernel.constants["BLOCK_N"]), num_tokens, 1), act, ids, weights, down, stride_de, stride_dn,
         *down_scales, *bias_and_strides(block.down_bias), *_low_rank(down_lora, act, ids, adapters, num_experts, True),

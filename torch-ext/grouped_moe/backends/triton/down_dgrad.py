@@ -82,16 +82,17 @@ def down_dgrad(
             needs_act=needs_act, needs_dots=needs_dots, more_dots=more_dots, overwrite=overwrite,
         )  # fmt: skip
     dpreact = (preact if overwrite else torch.empty_like(preact)) if needs_dpreact or leads_to_x else None
-    block = block._replace(down=for_rows(block.down, rows.block_m, dout.dtype))
+    if not isinstance(block.down, Tensor):
+        block = block._replace(down=for_rows(block.down, rows.block_m, dout.dtype))
     ranks = low_rank_layout(low_rank)
     problem = problem_of(block, dout, block.down, ranks, rows, False, not block.transposed)
     launcher = launcher_of("down_dgrad", problem)
     if num_rows and launcher.reads_sorted_rows and rows.top_k:
         dout = sort_rows(dout, rows)
-    act = dout.new_empty((num_rows, n)) if needs_act else None
+    act = dout.new_empty(num_rows, n) if needs_act else None
     dots = None
     if needs_dots:
-        dots = dout.new_empty((launcher.num_dots + more_dots, num_rows), dtype=torch.float32)
+        dots = dout.new_empty(launcher.num_dots + more_dots, num_rows, dtype=torch.float32)
     if num_rows:
         launcher(block, dout, low_rank, scales, preact, dpreact, act, dots, rows)
     return dpreact, None, act, dots

@@ -72,7 +72,7 @@ def pack_rows(
     """
     x, row = unit_rows(x), PackedRow(x.shape[1], x.dtype, weights.shape[1], weights.dtype)
     size = row.starts[-1]
-    rows = ids.new_empty((source.shape[0], size // WORD), dtype=torch.int64)
+    rows = ids.new_empty(source.shape[0], size // WORD, dtype=torch.int64)
     kernel = _pack_kernel(row.hidden, row, num_local, empty, size)
     grid = source.shape[0], -(-row.hidden // kernel.constants["BLOCK_H"]), 1
     kernel(grid, x, x.stride(0), weights, ids, source, rows, capacity)
@@ -95,7 +95,7 @@ def unpack_rows(rows: Tensor, row: PackedRow, capacity: int, refusal: int) -> Tu
 def place_rows(x: Tensor, source: Tensor) -> Tensor:
     """out[p] = x[source[p]], 0 where that is -1. x: (T, H). Returns (places, H)."""
     x, h = unit_rows(x), x.shape[1]
-    out = x.new_empty((source.shape[0], h))
+    out = x.new_empty(source.shape[0], h)
     kernel = _pack_kernel(h, None, 1, 0, h * x.element_size())
     grid = source.shape[0], -(-h // kernel.constants["BLOCK_H"]), 1
     kernel(grid, x, x.stride(0), None, None, source, out, 1)

@@ -81,10 +81,12 @@ def gemm(
     where rows of no group are unwritten or, with zero_rest, 0.
     """
     num_rows, n = x.shape[0], weight.shape[2 if transposed else 1]
-    y = rows.schedule.new_empty((num_rows, n), dtype=x.dtype)
-    is_quantized = isinstance(x, QuantizedRows)
-    if num_rows and (is_quantized or quantizes):
-        ranks = low_rank_layout(low_rank)
+    # Extents one by one: a tuple of them takes the host a microsecond longer.
+    y = rows.schedule.new_empty(num_rows, n, dtype=x.dtype)
+    if num_rows == 0:
+        return y
+    is_quantized, ranks = isinstance(x, QuantizedRows), low_rank_layout(low_rank)
+    if is_quantized or quantizes:
         quantized = quantized_launcher(
             weight, rows, num_rows, x.dtype, transposed=transposed, low_rank=ranks, zero_rest=zero_rest
         )
@@ -93,14 +95,12 @@ def gemm(
             weight = transpose_codes(weight) if transposed else weight
             quantized(x, weight, bias, scales, low_rank, y, rows)
             return y
-    if num_rows:
-        weight = for_rows(weight, rows.block_m, x.dtype)
-        # Row tiles that stream weights do not earn back what descriptors cost.
-        by_tma = rows.block_m >= 64 and takes_rows(x, spec_of(x))
-        layout = weight_layout(weight, transposed) if by_tma else None
-        ranks = low_rank_layout(low_rank)
-        problem = _problem_of(weight, rows, num_rows, x.dtype, layout, transposed, ranks, zero_rest)
-        launcher_of("gemm", problem)(x, weight, bias, scales, low_rank, y, rows)
+    weight = for_rows(weight, rows.block_m, x.dtype)
+    # Row tiles that stream weights do not earn back what descriptors cost.
+    by_tma = rows.block_m >= 64 and takes_rows(x, spec_of(x))
+    layout = weight_layout(weight, transposed) if by_tma else None
+    problem = _problem_of(weight, rows, num_rows, x.dtype, layout, transposed, ranks, zero_rest)
+    launcher_of("gemm", problem)(x, weight, bias, scales, low_rank, y, rows)
     return y
 
 
@@ -134,8 +134,7 @@ def _problem_of(
     weight: Weight, rows: Rows, num_rows: int, dtype: torch.dtype, layout: Optional[str], transposed: bool,
     low_rank: FactorLayout, zero_rest: bool,
 ) -> GemmProblem:  # fmt: skip
-    (_, n, k), num_groups, spec = weight.shape, rows.num_groups, spec_of(rows.schedule)
-    scales = scale_layout(weight, transposed)
+    (num_groups, n, k), spec, scales = weight.shape, spec_of(rows.schedule), scale_layout(weight, transposed)
     if transposed:
         n, k = k, n
     return GemmProblem(

@@ -103,6 +103,6 @@ def _log_once(line: str) -> None:
 def persistent_grid(
     problem: Union[GemmProblem, BlockProblem], config: GemmConfig, num_rows: int, n: int
 ) -> Tuple[int, int, int]:
-    """One program per tile of a result (num_rows, n), up to what the device holds at once."""
+    """One program per tile of a result (num_rows, n), not empty, up to what the device holds at once."""
     tiles = max_tiles(num_rows, problem.num_groups, problem.block_m) * -(-n // config.block_n)
-    return max(1, min(tiles, problem.spec.num_sms * config.programs_per_sm)), 1, 1
+    return min(tiles, problem.spec.num_sms * config.programs_per_sm), 1, 1

@@ -88,7 +88,7 @@ def project(
     """
     layout, k, is_quantized = layout_of(factor), x.shape[1], isinstance(x, QuantizedRows)
     values, x_scales = x[:2] if is_quantized else (x, None)
-    z = values.new_empty((rows.num_rows, layout.padded_rank), dtype=x.dtype)
+    z = values.new_empty(rows.num_rows, layout.padded_rank, dtype=x.dtype)
     scaled = None if scales is None else torch.empty_like(z)
     if rows.num_rows:
         spec = spec_of(values)

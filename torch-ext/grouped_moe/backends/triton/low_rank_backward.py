@@ -111,11 +111,11 @@ def project_backward(
         if grad is not None:
             wgrad(dy, projected, rows, grad, lhs_of_tokens=of_tokens)
         return project(dy, factor, rows, scaling=scaling, of_tokens=of_tokens)[0]
-    z = dy.new_empty((rows.num_rows, layout.padded_rank))
+    z = dy.new_empty(rows.num_rows, layout.padded_rank)
     n_blocks, sum_blocks, further = -(-n // tile.block_n), -(-rows.num_rows // _SUM_ROWS), (rows.num_groups - 1) // 2
-    partials, chunk_grads = dy.new_empty((n_blocks, *z.shape), dtype=torch.float32), None
+    partials, chunk_grads = dy.new_empty(n_blocks, *z.shape, dtype=torch.float32), None
     if grad is not None and further:
-        chunk_grads = grad.new_empty((2 * further, *grad.shape[1:]), dtype=torch.float32)
+        chunk_grads = grad.new_empty(2 * further, *grad.shape[1:], dtype=torch.float32)
         sum_blocks += rows.num_groups * -(-n // _SUM_COLUMNS)
     both, add_up = _kernels(problem)
     both(

@@ -37,7 +37,7 @@ def combine(y: Tensor, weights: Optional[Tensor], rows: Rows) -> Tensor:
     y: (rows, H), contiguous. weights: (S,) or (T, top_k), contiguous, None for ones. Returns (T, H) in the dtype of y.
     """
     num_tokens, h = rows.slot_to_row.shape[0] // rows.top_k, y.shape[1]
-    out = y.new_empty((num_tokens, h))
+    out = y.new_empty(num_tokens, h)
     if num_tokens:
         block_h = min(power_of_two(h), _COMBINE_BYTES // y.element_size())
         kernel = _kernel("combine", h, rows.top_k, block_h)
@@ -48,7 +48,7 @@ def combine(y: Tensor, weights: Optional[Tensor], rows: Rows) -> Tensor:
 def sort_rows(x: Tensor, rows: Rows) -> Tensor:
     """out[r] = x[token of r] for routed rows; the rest is unwritten. x: (T, H), columns contiguous."""
     h = x.shape[1]
-    out = x.new_empty((rows.num_rows, h))
+    out = x.new_empty(rows.num_rows, h)
     block_h = min(power_of_two(h), _MAX_BLOCK_H, _SORT_BYTES // x.element_size())
     kernel = _kernel("sort_rows", h, rows.top_k, block_h)
     kernel((x.shape[0], -(-h // block_h), 1), x, x.stride(0), rows.slot_to_row, out)
@@ -59,7 +59,7 @@ def gather_rows(x: Tensor, rows: Rows) -> Tensor:
     """out[r] = x[token of r] for routed rows, 0 for the rest. x: (T, H). Returns (rows, H)."""
     x = unit_rows(x)
     h = x.shape[1]
-    out = x.new_empty((rows.num_rows, h))
+    out = x.new_empty(rows.num_rows, h)
     if rows.num_rows:
         block_h = min(power_of_two(h), _MAX_BLOCK_H)
         kernel = _kernel("gather_rows", h, rows.top_k, block_h)
@@ -74,7 +74,7 @@ def combine_grad(
     """(dy, dweights) of `combine`, dy if it is needed and dweights if y is given; dy of rows that no slot owns is 0."""
     dout, num_slots, h = unit_rows(dout), rows.slot_to_row.shape[0], dout.shape[1]
     y = None if y is None else y.contiguous()
-    dy = dout.new_empty((num_slots, h)) if needs_dy else None
+    dy = dout.new_empty(num_slots, h) if needs_dy else None
     dweights = None if y is None else torch.empty_like(weights)
     if num_slots:
         kernel = _kernel("combine_grad", h, rows.top_k, min(power_of_two(h), 1024))

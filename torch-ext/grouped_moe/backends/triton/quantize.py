@@ -35,8 +35,8 @@ class QuantizedRows(NamedTuple):
 
 def empty_rows(num_rows: int, k: int, like: Tensor) -> QuantizedRows:
     """Unwritten rows."""
-    codes = like.new_empty((num_rows, k), dtype=CODES)
-    return QuantizedRows(codes, like.new_empty((num_rows, -(-k // BLOCK)), dtype=torch.float32), like.dtype)
+    codes = like.new_empty(num_rows, k, dtype=CODES)
+    return QuantizedRows(codes, like.new_empty(num_rows, -(-k // BLOCK), dtype=torch.float32), like.dtype)
 
 
 def quantize_rows(x: Tensor, rows: Optional[Rows] = None) -> QuantizedRows:

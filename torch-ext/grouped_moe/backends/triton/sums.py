@@ -31,7 +31,7 @@ def bias_grads(
     """
     n, groups = dy.shape[1], rows.num_groups
     tiles = max_tiles(rows.num_rows, groups, rows.block_m)
-    sums = None if dbias is None else dy.new_empty((tiles, n), dtype=torch.float32)
+    sums = None if dbias is None else dy.new_empty(tiles, n, dtype=torch.float32)
     if tiles:
         # Triton 3.9 fuses one or the other of two products into their sum, by whether dbias is made as well: without
         # the option the last bits of routing weights' gradients would depend on that.

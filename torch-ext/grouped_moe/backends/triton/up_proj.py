@@ -87,16 +87,18 @@ def up_proj(
     is added to the product. The activation is of 8-bit floats if the down-projection takes these.
     """
     num_rows, n = rows.num_rows, block.intermediate
-    preact = x.new_empty((num_rows, block.preact_width)) if save else None
-    if num_rows and not isinstance(block.up, Tensor):
+    preact = x.new_empty(num_rows, block.preact_width) if save else None
+    is_plain = isinstance(block.up, Tensor)
+    if num_rows and not is_plain:
         quantized = quantized_up_launcher(block, x, rows, save)
         if quantized is not None:
             act = empty_rows(num_rows, n, x) if activate else None
             quantized(block, quantize_rows(x, rows), low_rank, scales, preact, act, rows)
             return preact, act
-    act = x.new_empty((num_rows, n)) if activate else None
+    act = x.new_empty(num_rows, n) if activate else None
     if num_rows:
-        block = block._replace(up=for_rows(block.up, rows.block_m, x.dtype))
+        if not is_plain:
+            block = block._replace(up=for_rows(block.up, rows.block_m, x.dtype))
         problem = problem_of(block, x, block.up, low_rank_layout(low_rank), rows, save, block.transposed)
         launcher_of("up_proj", problem)(block, x, low_rank, scales, preact, act, rows)
     return preact, act

@@ -63,12 +63,11 @@ def wgrad(
     lhs: (rows, M), or (T, M) with lhs_of_tokens. rhs: (rows, N), the same. out: (G, M, N), any strides and dtype.
     """
     # Matrix instructions take 64 rows at least: the factor of a low-rank pair is thin along N.
-    is_thin, along_m = min(out.shape[1:]) <= THIN, out.stride(2) != 1 and out.stride(1) == 1
-    if out.shape[1] < out.shape[2] if is_thin else along_m:
-        out = out.transpose(1, 2)
+    (num_groups, m, n), (_, m_stride, n_stride) = out.shape, out.stride()
+    if m < n if min(m, n) <= THIN else n_stride != 1 and m_stride == 1:
+        out, m, n = out.transpose(1, 2), n, m
         lhs, rhs, lhs_of_tokens, rhs_of_tokens = rhs, lhs, rhs_of_tokens, lhs_of_tokens
     lhs, rhs, spec = unit_rows(lhs), unit_rows(rhs), spec_of(lhs)
-    num_groups, m, n = out.shape
     problem = WgradProblem(
         spec, lhs.dtype, out.dtype, dot_precision(lhs.dtype, spec), num_groups, m, n, rows.top_k,
         "lhs" if lhs_of_tokens else "rhs" if rhs_of_tokens else None, rows_per_group(rows.num_rows, num_groups),

@@ -276,8 +276,8 @@ def test_routes_as_triton_does(native, module, device, monkeypatch, experts, dra
     monkeypatch.setattr(ours, "_ROUTE", spy)
     for each in (ours, theirs):  # what fails on the device if slots have no room
         monkeypatch.setattr(each, "assert_room", lambda routed, rows: room.append((int(routed), rows)))
-    most = 8 * 1024 * torch.cuda.get_device_properties(device).multi_processor_count
-    for slots in (*SLOTS, most, most + 1):
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    for slots in (*SLOTS, 8192 * num_sms, 8192 * num_sms + 1):
         ids = DRAWS[draw](slots, experts).to(device, dtype)
         routed = int(((ids >= 0) & (ids < experts)).sum())
         for capacity in (None, routed, routed // 2):
@@ -285,7 +285,33 @@ def test_routes_as_triton_does(native, module, device, monkeypatch, experts, dra
             got, want = (each.route(ids, experts, torch.bfloat16, capacity) for each in (ours, theirs))
             assert_same_routing(got, want, experts)
             assert room == ([] if capacity is None or capacity == slots else 2 * [(routed, capacity)])
-            assert took[-1] is (slots <= most)
+            assert took[-1] is ours.takes_slots(slots, num_sms) is (slots <= 8192 * num_sms)
+
+
+class Experts(torch.nn.Module):
+    """As transformers lays them out."""
+
+    num_experts, top_k = 13, 8  # as no other test has them: its kernels are compiled here
+
+    def __init__(self, device, hidden=64, intermediate=32):
+        super().__init__()
+        self.act_fn = torch.nn.SiLU()
+        for name, *shape in (("gate_up_proj", 2 * intermediate, hidden), ("down_proj", hidden, intermediate)):
+            weight = torch.randn(self.num_experts, *shape, device=device, dtype=torch.bfloat16)
+            self.register_parameter(name, torch.nn.Parameter(weight))
+
+
+def test_warm_up_compiles_what_routes_more_slots(native, grouped_moe, module, device):
+    """Than the op takes."""
+    experts, compiled = Experts(device), module("backends.triton.launch").COMPILED
+    tokens = 1024 * torch.cuda.get_device_properties(device).multi_processor_count + 1
+    assert grouped_moe.warm_up(experts, (1000, tokens - 1), progress=False)
+    assert grouped_moe.warm_up(experts, (1000, tokens), progress=False)
+    count, ids = len(compiled), torch.randint(13, (tokens, 8), device=device)
+    x, weights = torch.randn(tokens, 64, device=device, dtype=torch.bfloat16), torch.rand(tokens, 8, device=device)
+    with torch.no_grad():
+        module("integrations.transformers").experts_forward(experts, x, ids, weights, None)
+    assert len(compiled) == count
 
 
 @pytest.mark.parametrize("groups", [1, 8, 129, 1024])

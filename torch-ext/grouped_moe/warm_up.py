@@ -213,7 +213,7 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
     """A layer of an experts module, which is run as the implementation for transformers runs it."""
     from .backends.native.decode import groups_slots
     from .backends.native.fakes import IS_BUILT
-    from .backends.native.routing import routing_pays
+    from .backends.native.routing import routing_pays, takes_slots
     from .backends.triton import is_decode
     from .backends.triton.routing import launches_of
     from .backends.triton.up_proj import can_quantize
@@ -235,7 +235,7 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
     ]
     block = Block(*weights, *[None] * 4, activation or Activation(), gated, interleaved, transposed, False)
     quantized = can_quantize(block, torch.empty((1, h), device=up.device, dtype=dtype), 1, top_k)
-    native = IS_BUILT and up.is_cuda
+    native, num_sms = IS_BUILT and up.is_cuda, spec_of(up).num_sms
     products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, dtype, trains, quantized)
 
     def num_rows(num_slots: int) -> int:
@@ -244,7 +244,7 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
     def choice(num_tokens: int) -> Hashable:
         slots = num_tokens * top_k
         rows, decode = num_rows(slots), activation is not None and is_decode(block, num_tokens, top_k)
-        routed = launches_of(slots), native and routing_pays(e)
+        routed = launches_of(slots), native and routing_pays(e) and takes_slots(slots, num_sms)
         by_op = native and not trains and groups_slots(num_tokens, top_k, e)  # may take the call, and compiles nothing
         return decode if decode and not trains else (decode, by_op, *routed, rows < slots, products(rows, slots))
 

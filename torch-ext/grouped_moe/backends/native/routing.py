@@ -12,6 +12,7 @@ from .. import triton
 from ..triton.routing import assert_room
 from .fakes import IS_BUILT
 
+_SLOTS_OF_SM = 8192  # in a launch whose blocks all run at once: 1024 threads, 8 slots of each
 _ROUTE, _SPLIT = (ops.route_rows.default, ops.split_rows.default) if IS_BUILT else (None, None)
 
 
@@ -22,6 +23,11 @@ def routing_pays(num_experts: int) -> bool:
     and often more.
     """
     return num_experts <= 512
+
+
+def takes_slots(num_slots: int, num_sms: int) -> bool:
+    """Whether one native launch routes so many slots on a GPU of so many multiprocessors."""
+    return num_slots <= _SLOTS_OF_SM * num_sms
 
 
 def route(

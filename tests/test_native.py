@@ -291,12 +291,12 @@ def test_routes_as_triton_does(native, module, device, monkeypatch, experts, dra
 class Experts(torch.nn.Module):
     """As transformers lays them out."""
 
-    num_experts, top_k = 13, 8  # as no other test has them: its kernels are compiled here
+    num_experts, top_k, has_gate = 13, 8, False  # as no other test has them: its kernels are compiled here
 
     def __init__(self, device, hidden=64, intermediate=32):
         super().__init__()
         self.act_fn = torch.nn.SiLU()
-        for name, *shape in (("gate_up_proj", 2 * intermediate, hidden), ("down_proj", hidden, intermediate)):
+        for name, *shape in (("up_proj", intermediate, hidden), ("down_proj", hidden, intermediate)):
             weight = torch.randn(self.num_experts, *shape, device=device, dtype=torch.bfloat16)
             self.register_parameter(name, torch.nn.Parameter(weight))
 

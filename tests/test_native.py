@@ -291,7 +291,7 @@ def test_routes_as_triton_does(native, module, device, monkeypatch, experts, dra
 class Experts(torch.nn.Module):
     """As transformers lays them out."""
 
-    num_experts, top_k, has_gate = 13, 8, False  # as no other test has them: its kernels are compiled here
+    num_experts, top_k, has_gate = 13, 8, False  # no other test routes to 13: none has compiled these kernels before
 
     def __init__(self, device, hidden=64, intermediate=32):
         super().__init__()
@@ -302,7 +302,7 @@ class Experts(torch.nn.Module):
 
 
 def test_warm_up_compiles_what_routes_more_slots(native, grouped_moe, module, device):
-    """Than the op takes."""
+    """More slots than the op takes: warm-up without them leaves their kernels out, with them it leaves nothing."""
     experts, compiled = Experts(device), module("backends.triton.launch").COMPILED
     tokens = 1024 * torch.cuda.get_device_properties(device).multi_processor_count + 1
     assert grouped_moe.warm_up(experts, (1000, tokens - 1), progress=False)

@@ -44,10 +44,12 @@ class Case(NamedTuple):
 
 
 def cases(smoke: bool) -> List[Case]:
+    """All sizes."""
     return [Case(*sizes) for sizes in itertools.product(*(((64,), (8, 12)) if smoke else (SLOTS, EXPERTS)))]
 
 
 def sort(ids: Tensor, experts: int) -> Sequence[Tensor]:
+    """A route by PyTorch's own functions."""
     sorted_ids, order = ids.flatten().sort(stable=True)
     counted = sorted_ids.int() if ids.is_cuda else sorted_ids.float()  # histc takes no integers on a CPU
     ends = torch.histc(counted, experts, 0, experts - 1).cumsum(0, dtype=torch.int32)
@@ -57,6 +59,7 @@ def sort(ids: Tensor, experts: int) -> Sequence[Tensor]:
 
 
 def make_routes(kernel: ModuleType, experts: int) -> Dict[str, Route]:
+    """The providers."""
     backends, dtype = sys.modules[f"{kernel.__name__}.backends"], torch.bfloat16
     backend = backends.backend_of(torch.empty(0, device=DEVICE))
     routes = {

@@ -21,8 +21,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 def define_op(name: str, schema: str, implementation: Callable, fake: Callable) -> Callable:
     """Defines an op with one implementation for all devices, and one that makes results of the right shapes alone.
 
-    Either may have None among several results, for which the op, which cannot, returns an empty tensor like its first
-    argument.
+    Either may have None among several results. An op cannot return None: it returns an empty tensor there, of the dtype
+    of its first argument.
 
     Returns what calls it below autograd: the op, or the implementation itself where `goes_directly` allows it, which
     spares the op's dispatch.

@@ -124,7 +124,10 @@ def quantized_launcher(
 
 @lru_cache(maxsize=None)
 def launcher_of_codes(problem: GemmProblem, whole: bool) -> Optional[Callable[..., None]]:
-    """What `quantized_launcher` returns. whole: parts of the weight end where blocks do, and make no difference."""
+    """The launcher of a product of 8-bit rows with codes (E, N, K), None if there is none for the problem.
+
+    whole: whether parts of the weight end where blocks do, so that they make no difference.
+    """
     if whole:
         problem = problem._replace(scales=problem.scales._replace(n_parts=1, k_parts=1))
     return find_launcher("quantized_gemm", problem._replace(transposed=False))

@@ -134,7 +134,10 @@ def quantized_up_launcher(block: Block, x: Tensor, rows: Rows, saves_preact: boo
 def _launcher_if_both(
     problem: BlockProblem, layout: Optional[str], ranks: FactorLayout, scales: ScaleLayout, whole: bool
 ) -> Optional[Callable[..., None]]:
-    """layout, ranks, scales, whole: of the down-projection. All else of it is in the up-projection's problem."""
+    """The launcher of the up-projection; None if it or the down-projection has none.
+
+    layout, ranks, scales, whole: of the down-projection. All else of it is in the up-projection's problem.
+    """
     p = problem
     down = GemmProblem(
         p.spec, p.dtype, p.precision, p.num_groups, p.block_m, n=p.k, k=p.n, layout=layout, transposed=False,

@@ -139,16 +139,22 @@ def test_gemm(grouped_moe, kernels, quantize, n, parts, zero_rest):
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
-def test_tokens_without_routed_slots_stay_unwritten(kernels, quantize, top_k):
-    """Nor are they read, and the others become what all do without sentinels."""
+@pytest.mark.parametrize("sorts", [False, True], ids=["tokens", "rows"])
+def test_rows_without_a_routed_slot_stay_unwritten(kernels, quantize, top_k, sorts):
+    """Nor are such tokens read, and the others become what all do without sentinels."""
     ids = torch.randint(0, 3, (37, top_k))
     ids[5], ids[30:], ids[7, 0] = 3, -1, 3
-    x, routed = torch.randn(37, 272).half(), ((ids >= 0) & (ids < 3)).any(1)
+    x, is_local = torch.randn(37, 272).half(), (ids >= 0) & (ids < 3)
     want = quantize.quantize_rows(x)
-    x[~routed] = NAN
-    with GuardedAllocations(x, ids):
-        codes, scales, _ = quantize.quantize_rows(x, kernels.route(ids, 3, FP16))
-    assert 0 < routed.sum() < 37
-    for some, all_of_them in ((codes.float(), want.codes.float()), (scales, want.scales)):
+    x[~is_local.any(1)] = NAN
+    rows = kernels.route(ids, 3, FP16)
+    with GuardedAllocations(x, rows.schedule, rows.row_to_slot, rows.slot_to_row):
+        made = quantize.quantize_rows(x, rows, sorts=sorts)
+    routed, tokens = is_local.any(1), torch.arange(37)
+    if sorts:
+        routed = torch.arange(37 * top_k) < is_local.sum()
+        tokens = torch.where(routed, rows.row_to_slot // top_k, 0)
+    assert 0 < routed.sum() < len(routed) == made.shape[0]
+    for some, all_of_them in ((made.codes.float(), want.codes.float()), (made.scales, want.scales)):
         assert some[~routed].isnan().all()
-        assert_bitwise("routed", some[routed], all_of_them[routed])
+        assert_bitwise("routed", some[routed], all_of_them[tokens[routed]])

@@ -45,10 +45,13 @@ class Launcher:
         self.x_block = TmaBlock(codes, config.block_m, config.block_k)
         self.w_block = TmaBlock(codes, 1, config.block_n, config.block_k)
         rank, room = p.low_rank.padded_rank, config.block_k // p.dtype.itemsize  # as many bytes as a step of codes
-        self.rank_blocks = RankBlocks(p.dtype, rank, "nk", config.block_m, self.w_block, room)
+        factor_kn = p.low_rank.strides[2] == 1  # a backward's factor, which is the a of a LoRA, comes so
+        w_block = TmaBlock(codes, 1, config.block_k, config.block_n) if factor_kn else self.w_block
+        layout = "kn" if factor_kn else "nk"
+        self.rank_blocks = RankBlocks(p.dtype, rank, layout, config.block_m, w_block, room)
         self.y_block = RaggedTmaBlock(p.dtype, config.block_m // 2, 32 if p.zero_rest else 64)
         constants = {
-            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "R": rank,
+            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "R": rank, "FACTOR_KN": factor_kn,
             "ZERO_UNGROUPED": p.zero_rest, **config.gluon_constants(),
         }  # fmt: skip
         options = {"num_warps": config.num_warps}

@@ -253,7 +253,7 @@ def hopper_down_dgrad_kernel(
     wait_for_stream()
     NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(N, K, R, W_KN, BLOCK_N, False)
+    PRODUCT: gl.constexpr = Product(N, K, R, W_KN, W_KN, BLOCK_N, False)
     OPTIONS: gl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     TILES: gl.constexpr = (2 if GATED else 1) * SLOTS
     lhs, rhs, full, empty = allocate_slots(dout_desc, w_desc, STAGES, 1)

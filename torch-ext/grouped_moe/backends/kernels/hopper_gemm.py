@@ -95,7 +95,7 @@ def hopper_gemm_kernel(
     wait_for_stream()
     NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(N, K, R, W_KN, BLOCK_N, False)
+    PRODUCT: gl.constexpr = Product(N, K, R, W_KN, W_KN, BLOCK_N, False)
     ROWS: gl.constexpr = y_desc.block_type.shape[2]
     SHARED: gl.constexpr = ROWS < BLOCK_M
     dtype: gl.constexpr = x_desc.dtype

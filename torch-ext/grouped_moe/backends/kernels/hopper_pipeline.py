@@ -123,13 +123,15 @@ def zero_blocks(zeros, begin, end, first_row, last_row, N: gl.constexpr):
 
 
 @gluon.jit
-def load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT: gl.constexpr):
-    """Waits for a slot and starts to load the operands of the step at k into it."""
+def load_step(
+    x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, BLOCK_N: gl.constexpr, KN: gl.constexpr
+):  # fmt: skip
+    """Waits for a slot and starts to load the operands of the step at k into it. KN: as in `load_weight`."""
     mbarrier.wait(ring.empty.index(slot), phase)
     full = ring.full.index(slot)
     mbarrier.expect(full, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
     tma_load(x_desc, [row, k], full, slot_as(ring.lhs, x_desc, slot))
-    load_weight(w_desc, expert, n_tile, k, full, slot_as(ring.rhs, w_desc, slot), PRODUCT)
+    load_weight(w_desc, expert, n_tile, k, full, slot_as(ring.rhs, w_desc, slot), BLOCK_N, KN)
 
 
 @gluon.jit
@@ -138,7 +140,9 @@ def load_ranks(expert, row, n_tile, ring, slot, phase, PRODUCT: gl.constexpr):
     if PRODUCT.R > 0:
         rows_desc, factor_desc = ring.ranks
         for k in range(0, PRODUCT.R, rows_desc.block_type.shape[1]):
-            load_step(rows_desc, factor_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT)
+            load_step(
+                rows_desc, factor_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT.BLOCK_N, PRODUCT.FACTOR_KN
+            )
             slot, phase = next_slot(slot, phase, ring.lhs.shape[0])
     return slot, phase
 
@@ -177,7 +181,7 @@ def produce(x_desc, w_desc, ring, schedule, zeros, TILING: gl.constexpr, PRODUCT
         if PRODUCT.RANKS_FIRST:
             slot, phase = load_ranks(expert, row, n_tile, ring, slot, phase, PRODUCT)
         for k in range(0, PRODUCT.K, BLOCK_K):
-            load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT)
+            load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT.BLOCK_N, PRODUCT.W_KN)
             slot, phase = next_slot(slot, phase, STAGES)
         if not PRODUCT.RANKS_FIRST:
             slot, phase = load_ranks(expert, row, n_tile, ring, slot, phase, PRODUCT)

@@ -86,8 +86,9 @@ def used_columns(step, R, BLOCK_R):
 
 
 @gluon.jit
-def multiply_ranks(sums, ring, slot, STEP: gl.constexpr, R: gl.constexpr, FIRST_ROW: gl.constexpr,
-                   FIRST_COLUMN: gl.constexpr):  # fmt: skip
+def multiply_ranks(
+    sums, ring, slot, PRODUCT: gl.constexpr, STEP: gl.constexpr, FIRST_ROW: gl.constexpr, FIRST_COLUMN: gl.constexpr
+):  # fmt: skip
     """rows @ factor of a step of the low-rank part, for half of the rows and half of the columns of a tile.
 
     Plus sums, of the steps before. Waits for it: with the products of both halves under way, ptxas spills sums.
@@ -96,9 +97,13 @@ def multiply_ranks(sums, ring, slot, STEP: gl.constexpr, R: gl.constexpr, FIRST_
     OF_CODES: gl.constexpr = sums.type.layout
     BLOCK_R: gl.constexpr = ring.ranks.rows_desc.block_type.shape[1]
     x = slot_as(ring.lhs, ring.ranks.rows_desc, slot).slice(FIRST_ROW, sums.shape[0])
-    w = slot_as(ring.rhs, ring.ranks.factor_desc, slot).reshape([2 * HALF, BLOCK_R]).slice(FIRST_COLUMN, HALF)
-    x = x.slice(0, used_columns(STEP, R, BLOCK_R), dim=1)
-    w = w.slice(0, used_columns(STEP, R, BLOCK_R), dim=1).permute((1, 0))
+    w = slot_as(ring.rhs, ring.ranks.factor_desc, slot)
+    if PRODUCT.FACTOR_KN:
+        w = w.reshape([BLOCK_R, 2 * HALF]).slice(FIRST_COLUMN, HALF, dim=1)
+    else:
+        w = w.reshape([2 * HALF, BLOCK_R]).slice(FIRST_COLUMN, HALF).permute((1, 0))
+    USED: gl.constexpr = used_columns(STEP, PRODUCT.R, BLOCK_R)
+    x, w = x.slice(0, USED, dim=1), w.slice(0, USED)
     sums = gl.convert_layout(sums, OF_RANKS, assert_trivial=True)
     sums = warpgroup_mma(x, w, sums, use_acc=STEP > 0, is_async=True)
     sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
@@ -134,8 +139,8 @@ def multiply_promoted(
     if PRODUCT.R > 0:
         for step in gl.static_range(num_steps(PRODUCT.R, 0, ring.ranks.rows_desc.block_type.shape[1])):
             mbarrier.wait(ring.full.index(slot), phase)
-            left = multiply_ranks(left, ring, slot, step, PRODUCT.R, FIRST_ROW, 0)
-            right = multiply_ranks(right, ring, slot, step, PRODUCT.R, FIRST_ROW, HALF)
+            left = multiply_ranks(left, ring, slot, PRODUCT, step, FIRST_ROW, 0)
+            right = multiply_ranks(right, ring, slot, PRODUCT, step, FIRST_ROW, HALF)
             mbarrier.arrive(ring.empty.index(slot), count=1)
             slot, phase = next_slot(slot, phase, STAGES)
     # From the end of a product to the start of the next one a group only promotes. The rest it does while a product is

@@ -61,7 +61,7 @@ def consume_gemm(
 def hopper_quantized_gemm_kernel(
     x_desc,  # (rows, K) codes, blocks of (BLOCK_M, BLOCK_K)
     w_desc,  # (E, N, K) codes, blocks of (1, BLOCK_N, BLOCK_K)
-    projected_desc, factor_desc,  # the low-rank part, (rows, R) and (E, N, R), or None
+    projected_desc, factor_desc,  # the low-rank part, (rows, R) and (E, N, R) or, FACTOR_KN, (E, R, N), or None
     x_scale_ptr,  # (rows, blocks of K), contiguous
     w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks of N, blocks of K)
     bias_ptr, stride_be, stride_bn,  # (E, N) or None
@@ -69,7 +69,8 @@ def hopper_quantized_gemm_kernel(
     y_desc,  # (rows, N), out; ragged, blocks of BLOCK_M / 2 rows and some columns
     schedule_ptr,
     total_rows,
-    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ZERO_UNGROUPED: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr,
+    FACTOR_KN: gl.constexpr, ZERO_UNGROUPED: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """y[r] = W[e] x[r] + F[e] p[r] + scales[r] bias[e] for the rows r of expert e, of codes times their scales.
@@ -81,7 +82,7 @@ def hopper_quantized_gemm_kernel(
     wait_for_stream()
     NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(N, K, R, False, BLOCK_N, True)
+    PRODUCT: gl.constexpr = Product(N, K, R, False, FACTOR_KN, BLOCK_N, True)
     gl.static_assert(BLOCK_N == 2 * HALF and BLOCK_K == HALF)
     dtype: gl.constexpr = y_desc.dtype
     lhs, rhs, full, empty = allocate_slots(x_desc, w_desc, STAGES, 2)
@@ -203,7 +204,7 @@ def hopper_quantized_up_proj_kernel(
     wait_for_stream()
     NUM_N_TILES: gl.constexpr = (2 * N + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(2 * N, K, R, False, BLOCK_N, True)
+    PRODUCT: gl.constexpr = Product(2 * N, K, R, False, False, BLOCK_N, True)
     OPTIONS: gl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     gl.static_assert(GATED and not INTERLEAVED and BLOCK_N == 2 * HALF and BLOCK_K == HALF)
     lhs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], w_desc.dtype)

@@ -21,7 +21,7 @@ class Ranks(NamedTuple):
     """The descriptors of a low-rank part, None without one. A block takes a slot of the ring, or less of it."""
 
     rows_desc: object  # (rows, R)
-    factor_desc: object  # (E, N, R) or, W_KN, (E, R, N), gate and up apart where those of the weight are
+    factor_desc: object  # (E, N, R) or, FACTOR_KN, (E, R, N), gate and up apart where those of the weight are
 
 
 class Ring(NamedTuple):
@@ -44,6 +44,7 @@ class Product(NamedTuple):
     K: gl.constexpr
     R: gl.constexpr
     W_KN: gl.constexpr  # whether weights are (E, K, N) instead of (E, N, K)
+    FACTOR_KN: gl.constexpr  # the same of the low-rank part's factor, with R for K
     BLOCK_N: gl.constexpr  # columns of a tile
     RANKS_FIRST: gl.constexpr  # whether the steps of the low-rank part come before those of K
 
@@ -123,17 +124,19 @@ def previous_slot(slot, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_weight(w_desc, expert, n_tile, k, full, buf, PRODUCT: gl.constexpr):
+def load_weight(w_desc, expert, n_tile, k, full, buf, BLOCK_N: gl.constexpr, KN: gl.constexpr):
     """Starts to load an expert's weights for the columns of n_tile and the step at k into `buf`.
+
+    KN: whether weights are (E, K, N) instead of (E, N, K).
 
     A descriptor of four dimensions, (E, 2, N, K), has gate and up apart: BLOCK_N / 2 columns of each are loaded.
     """
     if len(w_desc.block_shape) == 4:
-        tma_load(w_desc, [expert, 0, n_tile * (PRODUCT.BLOCK_N // 2), k], full, buf)
-    elif PRODUCT.W_KN:
-        tma_load(w_desc, [expert, k, n_tile * PRODUCT.BLOCK_N], full, buf)
+        tma_load(w_desc, [expert, 0, n_tile * (BLOCK_N // 2), k], full, buf)
+    elif KN:
+        tma_load(w_desc, [expert, k, n_tile * BLOCK_N], full, buf)
     else:
-        tma_load(w_desc, [expert, n_tile * PRODUCT.BLOCK_N, k], full, buf)
+        tma_load(w_desc, [expert, n_tile * BLOCK_N, k], full, buf)
 
 
 @gluon.jit

@@ -148,7 +148,7 @@ def hopper_up_proj_kernel(
     WIDTH: gl.constexpr = 2 * N if GATED else N
     NUM_N_TILES: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(WIDTH, K, R, W_KN, BLOCK_N, False)
+    PRODUCT: gl.constexpr = Product(WIDTH, K, R, W_KN, W_KN, BLOCK_N, False)
     OPTIONS: gl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     out_desc = gate_desc if act_desc is None else act_desc
     lhs, rhs, full, empty = allocate_slots(x_desc, w_desc, STAGES, 1)
@@ -210,7 +210,9 @@ def load_ranks_in_turn(expert, row, n_tile, ring, slot, phase, filled, PRODUCT: 
         STAGES: gl.constexpr = ring.lhs.shape[0]
         rows_desc, factor_desc = ring.ranks
         for k in range(0, PRODUCT.R, rows_desc.block_type.shape[1]):
-            load_step(rows_desc, factor_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT)
+            load_step(
+                rows_desc, factor_desc, expert, row, n_tile, k, ring, slot, phase, PRODUCT.BLOCK_N, PRODUCT.FACTOR_KN
+            )
             commit_slot(ring.full, slot, filled, LAG, STAGES)
             filled += 1
             slot, phase = next_slot(slot, phase, STAGES)
@@ -254,7 +256,8 @@ def produce_gathered(
             mbarrier.wait(ring.empty.index(slot), phase)
             full = ring.full.index(slot)
             mbarrier.expect(full, w_desc.block_type.nbytes)
-            load_weight(w_desc, this_expert, this_n_tile, k, full, ring.rhs.index(slot), PRODUCT)
+            w = ring.rhs.index(slot)
+            load_weight(w_desc, this_expert, this_n_tile, k, full, w, PRODUCT.BLOCK_N, PRODUCT.W_KN)
             if K % BLOCK_K == 0:
                 cp_async(ring.lhs.index(slot), source + k, mask=inside)
             else:
@@ -314,7 +317,7 @@ def hopper_gathered_up_proj_kernel(
     WIDTH: gl.constexpr = 2 * N if GATED else N
     NUM_N_TILES: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(WIDTH, K, R, W_KN, BLOCK_N, False)
+    PRODUCT: gl.constexpr = Product(WIDTH, K, R, W_KN, W_KN, BLOCK_N, False)
     OPTIONS: gl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     out_desc = gate_desc if act_desc is None else act_desc
     lhs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], w_desc.dtype)

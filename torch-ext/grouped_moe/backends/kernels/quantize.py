@@ -37,27 +37,39 @@ def row_scale_ptrs(x_scale_ptr, sources, K: tl.constexpr):
     return x_scale_ptr + sources * ((K + BLOCK - 1) // BLOCK)
 
 
+@triton.jit
+def store_codes(codes_ptr, scale_ptr, codes, scale, rows, row_mask, first_block, K: tl.constexpr):
+    """Stores blocks of columns, from first_block on, to some rows of codes (rows, K) and scales (rows, blocks of K)."""
+    K_BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    columns = first_block * BLOCK + tl.arange(0, codes.shape[1])
+    blocks = first_block + tl.arange(0, scale.shape[1])
+    codes_ptrs = codes_ptr + rows[:, None] * K + columns[None, :]
+    tl.store(codes_ptrs, codes.to(codes_ptr.dtype.element_ty), mask=row_mask[:, None] & (columns < K)[None, :])
+    scale_ptrs = scale_ptr + rows[:, None] * K_BLOCKS + blocks[None, :]
+    tl.store(scale_ptrs, scale, mask=row_mask[:, None] & (blocks < K_BLOCKS)[None, :])
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def quantize_rows_kernel(
     x_ptr, stride_r, stride_k,  # (rows, K)
     slot_to_row_ptr,  # (rows * TOP_K,) int32, -1 for a sentinel, or None if TOP_K is 0
-    codes_ptr,  # (rows, K) e4m3, contiguous, out
+    codes_ptr,  # (rows, K) e4m3, contiguous, out; SORTED: of the sorted rows, as scale_ptr
     scale_ptr,  # (rows, blocks of K) fp32, contiguous, out
     num_rows,
     K: tl.constexpr, TOP_K: tl.constexpr,
     TOP_K_POW2: tl.constexpr,  # power of two, TOP_K or more
-    BLOCK_M: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    SORTED: tl.constexpr, BLOCK_M: tl.constexpr, NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """scale[r, b] = the largest magnitude of the columns of block b over 448; codes = x / scale.
 
-    With TOP_K rows are tokens, and those of which no slot is routed are neither read nor written.
+    With TOP_K rows are tokens, and those of which no slot is routed are neither read nor written. SORTED: those of a
+    token go to each of its sorted rows instead.
     Grid: (row tiles, tiles of NUM_BLOCKS blocks).
     """
     wait_for_stream()
-    K_BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    blocks = tl.program_id(1) * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS)
-    columns = tl.program_id(1) * (NUM_BLOCKS * BLOCK) + tl.arange(0, NUM_BLOCKS * BLOCK)
+    first_block = tl.program_id(1) * NUM_BLOCKS
+    columns = first_block * BLOCK + tl.arange(0, NUM_BLOCKS * BLOCK)
     row_mask, rows = rows < num_rows, rows.to(tl.int64)
     if TOP_K > 0:
         choices = tl.arange(0, TOP_K_POW2)
@@ -69,6 +81,9 @@ def quantize_rows_kernel(
     x = tl.reshape(x.to(tl.float32), (BLOCK_M, NUM_BLOCKS, BLOCK))
     scale = scale_of(tl.max(tl.abs(x), axis=2))
     codes = tl.reshape(x * (1.0 / scale)[:, :, None], (BLOCK_M, NUM_BLOCKS * BLOCK))
-    tl.store(codes_ptr + rows[:, None] * K + columns[None, :], codes.to(codes_ptr.dtype.element_ty), mask=mask)
-    scale_mask = row_mask[:, None] & (blocks < K_BLOCKS)[None, :]
-    tl.store(scale_ptr + rows[:, None] * K_BLOCKS + blocks[None, :], scale, mask=scale_mask)
+    if SORTED:
+        for choice in range(TOP_K):
+            targets = tl.load(slot_to_row_ptr + rows * TOP_K + choice, mask=row_mask, other=-1).to(tl.int64)
+            store_codes(codes_ptr, scale_ptr, codes, scale, targets, targets >= 0, first_block, K)
+    else:
+        store_codes(codes_ptr, scale_ptr, codes, scale, rows, row_mask, first_block, K)

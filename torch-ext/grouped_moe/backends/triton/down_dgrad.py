@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ...block import Block
-from ...block_scaled import CODES
 from ...operands import LowRank, backward_layout, low_rank_layout
 from ...rows import Rows
 from ...tuning.heuristic import dgrad_config, triton_path
@@ -112,8 +111,5 @@ def _is_quantized(block: Block, dout: Tensor, rows: Rows, low_rank: Optional[Low
 
 
 def _quantized_product(block: Block, dout: Tensor, rows: Rows, low_rank: Optional[LowRank]) -> Tensor:
-    """dout[r] W2[e] (rows, I), of rows of 8-bit floats. Tokens are rounded once, then sorted: one byte an element."""
-    x = quantize_rows(dout, rows)
-    if rows.top_k:
-        x = x._replace(codes=sort_rows(x.codes.view(torch.uint8), rows).view(CODES), scales=sort_rows(x.scales, rows))
-    return gemm(x, block.down, rows, transposed=True, low_rank=low_rank)
+    """dout[r] W2[e] (rows, I), of rows of 8-bit floats."""
+    return gemm(quantize_rows(dout, rows, sorts=True), block.down, rows, transposed=True, low_rank=low_rank)

@@ -39,24 +39,26 @@ def empty_rows(num_rows: int, k: int, like: Tensor) -> QuantizedRows:
     return QuantizedRows(codes, like.new_empty(num_rows, -(-k // BLOCK), dtype=torch.float32), like.dtype)
 
 
-def quantize_rows(x: Tensor, rows: Optional[Rows] = None) -> QuantizedRows:
+def quantize_rows(x: Tensor, rows: Optional[Rows] = None, sorts: bool = False) -> QuantizedRows:
     """x (rows, K), any strides, as codes: each scale lets the largest magnitude of its columns reach 448.
 
-    rows: if they are routed, x is (T, K), and tokens without a routed slot are neither read nor written.
+    rows: if they are routed, x is (T, K), and tokens without a routed slot are neither read nor written. sorts: each of
+    these rows then gets the codes of its token, instead of one row for each token; the rest is unwritten.
     """
     num_rows, k = x.shape
-    made = empty_rows(num_rows, k, x)
+    sorts = sorts and rows.top_k > 0
+    made = empty_rows(rows.num_rows if sorts else num_rows, k, x)
     grid = -(-num_rows // _ROWS), -(-k // (_BLOCKS * BLOCK)), 1
     slot_to_row, top_k = (None, 0) if rows is None or not rows.top_k else (rows.slot_to_row, rows.top_k)
-    _kernel(k, top_k)(grid, x, *x.stride(), slot_to_row, made.codes, made.scales, num_rows)
+    _kernel(k, top_k, sorts)(grid, x, *x.stride(), slot_to_row, made.codes, made.scales, num_rows)
     return made
 
 
 @lru_cache(maxsize=None)
-def _kernel(k: int, top_k: int) -> Kernel:
+def _kernel(k: int, top_k: int, sorts: bool) -> Kernel:
     choices = power_of_two(top_k) if top_k else 0
-    constants = {"K": k, "TOP_K": top_k, "TOP_K_POW2": choices, "BLOCK_M": _ROWS, "NUM_BLOCKS": _BLOCKS}
-    return Kernel(quantize_rows_kernel, constants)
+    constants = {"K": k, "TOP_K": top_k, "TOP_K_POW2": choices, "SORTED": sorts}
+    return Kernel(quantize_rows_kernel, {**constants, "BLOCK_M": _ROWS, "NUM_BLOCKS": _BLOCKS})
 
 
 def takes_quantized_rows(weight: Weight, rows: Rows, dtype: torch.dtype) -> bool:

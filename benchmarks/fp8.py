@@ -46,7 +46,7 @@ def cases(smoke: bool) -> List[Case]:
     if smoke:
         return [Case(SMOKE, 12, True), Case(SMOKE, 12, True, 1.0, 4), Case(SMOKE, 2), Case(SMOKE, 12, local=1 / 2)]
     forward = [Case(QWEN3_30B, tokens) for tokens in BATCHES]
-    training = [(LARGE, True), (LARGE, True, 1.0, RANK)]
+    training = [(tokens, True, 1.0, rank) for tokens in (LARGE // 4, LARGE) for rank in (0, RANK)]
     qwen = [*forward, Case(QWEN3_30B, LARGE, local=1 / 8), *(Case(QWEN3_30B, *rest) for rest in training)]
     return [
         *qwen,

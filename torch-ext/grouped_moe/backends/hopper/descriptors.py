@@ -89,10 +89,11 @@ def pack(low_rank: LowRank, layout: str) -> Tensor:
     rows, factor = low_rank
     (num_adapters, num_experts, n, rank), padded = factor.shape, rows.shape[1]
     view, rank_dim = (factor.permute(1, 0, 3, 2), 1) if layout == "kn" else (factor.permute(1, 2, 0, 3), 2)
-    if num_adapters == 1 and rank == padded and factor.dtype == rows.dtype:
+    if num_adapters == 1 and rank == padded:
         alone = view.squeeze(rank_dim)
-        if tma_strides(alone) is not None:
+        if factor.dtype == rows.dtype and tma_strides(alone) is not None:
             return alone
+        return rows.new_empty(alone.shape).copy_(alone)
     ranks = num_adapters * rank
     packed = rows.new_empty((num_experts, padded, n) if layout == "kn" else (num_experts, n, padded))
     packed.narrow(rank_dim, 0, ranks).unflatten(rank_dim, (num_adapters, rank)).copy_(view)

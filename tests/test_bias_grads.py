@@ -87,6 +87,19 @@ def test_repeats_bitwise_whatever_the_splits(grouped_moe, device):
             assert_bitwise("sum", got, want)
 
 
+@pytest.mark.parametrize("given", [("dbias",), ("dscales",), ("dbias", "dscales")], ids="-".join)
+def test_adds_to_buffers_when_compiled(grouped_moe, device, given):
+    """In one graph, to the buffers of the call."""
+    inputs = make(SIZES[0], torch.float32, device)
+    buffers = {"dbias": torch.randn(4, 70, device=device), "dscales": torch.randn(len(inputs[0]), device=device)}
+    buffers, want = ({name: buffers[name].clone() for name in given} for _ in range(2))
+    compiled = torch.compile(grouped_moe.grouped_dbias_dscales, fullgraph=True, backend="aot_eager")
+    compiled(*inputs, **buffers)
+    grouped_moe.grouped_dbias_dscales(*inputs, **want)
+    for name, buffer in buffers.items():
+        assert_bitwise(name, buffer, want[name])
+
+
 def test_strides_and_no_graph(grouped_moe, device):
     dy, scales, bias, sizes = inputs = make(SIZES[0], torch.float32, device)
     strided = dy.t().contiguous().t(), torch.stack([scales, scales + 1], 1)[:, 0], bias.t().contiguous().t()

@@ -278,6 +278,9 @@ def test_errors(grouped_moe):
     )
     raises(TypeError, "weight: expected bf16, fp16, fp32 or fp64", lambda: grouped_moe.quantize_blocks(scaled.data))
     raises(ValueError, r"weight: expected shape \(E, N, K\)", lambda: grouped_moe.quantize_blocks(x))
+    for shape in ((2, 0, 16), (2, 16, 0)):
+        empty = torch.empty(shape)
+        raises(ValueError, "weight: expected N and K above 0", lambda: grouped_moe.quantize_blocks(empty))
     case = BY_ID["silu"]
     given = make_inputs(case, FP32, "cpu")
     up = grouped_moe.quantize_blocks(given.gate_up_proj)

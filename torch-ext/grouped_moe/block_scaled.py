@@ -97,6 +97,8 @@ def quantize_blocks(weight: Tensor, block: Tuple[int, int] = (128, 128), parts: 
     if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
         raise TypeError(f"weight: expected bf16, fp16, fp32 or fp64, got {weight.dtype}")
     _, n, k = weight.shape
+    if n == 0 or k == 0:
+        raise ValueError(f"weight: expected N and K above 0, got {tuple(weight.shape)}")
     n_block, k_block = _checked_block("block", "parts", block, parts, n, k)
     rows, columns = -(-n // parts // n_block), -(-k // k_block)
     n_extent, k_extent = min(n_block, n // parts), min(k_block, k)

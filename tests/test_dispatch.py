@@ -216,3 +216,16 @@ def test_vmap(grouped_moe, device, name):
     dout = torch.randn_like(out)
     (got,), (want,) = (torch.autograd.grad(result, batch, dout) for result in (out, want))
     assert_bitwise("grad", got, want)
+
+
+@by_operation
+def test_decomposed_programs(grouped_moe, device, name):
+    """What export makes of an operation, down to the ops that it is made of, runs where gradients are enabled, too."""
+    function, leaves, _ = make_operation(grouped_moe, name, device)
+
+    class Module(torch.nn.Module):
+        def forward(self, *tensors):
+            return function(*tensors)
+
+    program = torch.export.export(Module(), tuple(leaves.values())).run_decompositions()
+    assert_bitwise("out", program.module()(*leaves.values()), function(*leaves.values()))

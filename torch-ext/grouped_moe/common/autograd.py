@@ -22,14 +22,15 @@ def define_op(name: str, schema: str, implementation: Callable, fake: Callable) 
     """Defines an op with one implementation for all devices, and one that makes results of the right shapes alone.
 
     Either may have None among several results. An op cannot return None: it returns an empty tensor there, of the dtype
-    of its first argument.
+    of its first argument. Exported programs that are decomposed call ops where gradients are enabled: autograd records
+    nothing of what an op does.
 
     Returns what calls it below autograd: the op, or the implementation itself where `goes_directly` allows it, which
     spares the op's dispatch.
     """
     qualified = add_op_namespace_prefix(name)
     torch.library.define(qualified, schema, tags=_TAGS)
-    torch.library.impl(qualified, "CompositeExplicitAutograd")(_without_none(implementation))
+    torch.library.impl(qualified, "CompositeExplicitAutograd")(torch.no_grad()(_without_none(implementation)))
     torch.library.register_fake(qualified)(_without_none(fake))
     op = getattr(ops, name).default
 

@@ -87,6 +87,25 @@ def test_inference_mode(grouped_moe, device, place):
     assert_bitwise("y", module(*batch[:3]), want)
 
 
+@layers.by_single
+def test_vmap(grouped_moe, device, single):
+    """Inputs of a batch one by one, with gradients of each, and an ensemble of modules whose parameters are stacked."""
+    form = Form(weight=single, bias=single)
+    modules = [layers.make_module(grouped_moe, form, device) for _ in range(3)]
+    module, offsets = modules[0], layers.make_batch(form, device).offsets
+    xs = torch.randn(3, layers.ROWS, layers.K, device=device)
+    y = torch.func.vmap(lambda x: module(x, offsets))(xs)
+    want = torch.stack([module(x, offsets) for x in xs])
+    assert_bitwise("y", y, want)
+    dy, parameters = torch.randn_like(y), [*module.parameters()]
+    for got, right in zip(*(torch.autograd.grad(out, parameters, dy) for out in (y, want))):
+        torch.testing.assert_close(got, right)
+    stacked, _ = torch.func.stack_module_state(modules)
+    call = functools.partial(torch.func.functional_call, module)
+    y = torch.func.vmap(lambda state, x: call(state, (x, offsets)))(stacked, xs)
+    assert_bitwise("ensemble", y, torch.stack([one(x, offsets) for one, x in zip(modules, xs)]))
+
+
 @layers.by_place
 @layers.by_main
 @layers.by_delay

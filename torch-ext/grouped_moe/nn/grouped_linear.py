@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..block_scaled import BlockScaled, Weight
-from ..common import checks
+from ..common import _compat, checks
 from ..grouped_linear import grouped_linear, run_bias_backward
 from ..operands import LoRA
 from ..splits import Splits, as_splits
@@ -34,8 +34,8 @@ class GroupedLinear(nn.Module):
     Parameters are `weight` (G, N, K) and `bias` (G, N); without single_grouped_weight `weight0` to `weight{G-1}`
     (N, K), without single_grouped_bias `bias0` to `bias{G-1}` (N,). Discrete weights are views of one storage
     (G, N, K), also after `to`, loading or a copy, and then cost nothing. Where others replace their data, it still
-    costs nothing if it lies equally spaced and ascending in one storage. Otherwise, and under `torch.compile`, each
-    forward copies the weights.
+    costs nothing if it lies equally spaced and ascending in one storage. Otherwise, and under `torch.compile` and
+    `torch.func`, each forward copies the weights.
 
     The keys of `state_dict` are the names of the parameters; `load_state_dict` takes those of either form for either
     form, nested as well. The discrete keys are TransformerEngine's; its `_extra_state`, of quantization, is dropped.
@@ -233,7 +233,8 @@ class GroupedLinear(nn.Module):
                 return one
             scales = getattr(self, frozen.SCALES)
             return BlockScaled(one, scales.detach() if detached else scales, **self._scaled)
-        packed = None if torch.compiler.is_compiling() or kind == "bias" else as_one(parameters)
+        traced = torch.compiler.is_compiling() or _compat.in_transform()  # by vmap, weights may have no addresses
+        packed = None if traced or kind == "bias" else as_one(parameters)
         if packed is None:
             return torch.stack([p.detach() for p in parameters] if detached else parameters)
         return packed if detached else Pack.apply(packed, self._watched(x), *parameters)

@@ -110,6 +110,17 @@ def kernels_of_codes(request, module, monkeypatch) -> None:
 
 
 @pytest.fixture
+def two_ranks(device):
+    """Two ranks, of which this is the first, without the second: nothing here communicates."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh(device, (2,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def implementation(grouped_moe) -> str:
     """The name that transformers knows the package by."""
     return grouped_moe.register_experts_implementation()

@@ -9,6 +9,7 @@ import torch
 from compare import assert_bitwise
 from layers import LAYOUTS, ROWS, SIZES, G, K, N, assert_matches, make, make_module, packed, reference, run, step
 from poison import poisoned_allocations
+from torch.distributed.fsdp import fully_shard
 
 
 @pytest.mark.kernels_ci
@@ -127,6 +128,18 @@ def test_parameters(grouped_moe, device, form):
     for name, parameter in module.named_parameters():
         assert 0.8 * bound < parameter.abs().max() <= bound, name
         assert parameter.is_leaf and parameter.requires_grad and not hasattr(parameter, "skip_backward_post_hook")
+
+
+@layers.by_layout
+def test_parameters_that_are_sharded(grouped_moe, device, form, two_ranks):
+    """A module that FSDP2 has sharded on the meta device is drawn when it has memory."""
+    module = fully_shard(make_module(grouped_moe, form, "meta"), mesh=two_ranks).to_empty(device=device)
+    for parameter in module.parameters():
+        parameter.detach().to_local().zero_()
+    module.reset_parameters()
+    for name, parameter in module.named_parameters():
+        local = parameter.detach().to_local()
+        assert 0.8 * K**-0.5 < local.abs().max() <= K**-0.5 and (local != 0).all(), name
 
 
 @layers.by_single

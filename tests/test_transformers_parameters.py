@@ -6,30 +6,19 @@ from experts_modules import EXPERTS, GPT_OSS, build, make_custom, make_inputs, r
 from torch.distributed.tensor import DTensor, Shard
 
 
-@pytest.fixture
-def expert_mesh(device):
-    """Two ranks, of which this is the first, without the second: nothing here communicates."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield init_device_mesh(device, (2,))
-    torch.distributed.destroy_process_group()
-
-
 def shard(experts: torch.nn.Module, name: str, local: torch.Tensor, mesh) -> None:
     sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
     setattr(experts, name, torch.nn.Parameter(sharded, requires_grad=experts.get_parameter(name).requires_grad))
 
 
-def test_expert_parallel_dtensors(implementation, expert_mesh, device):
+def test_expert_parallel_dtensors(implementation, two_ranks, device):
     """A rank's half of the experts as DTensors, as transformers shards them: as without, and DTensor gradients."""
     experts = build(GPT_OSS, device)
     *inputs, cotangent = make_inputs(device)
     inputs[1].masked_fill_(inputs[1] == 1, EXPERTS)
     expected = run(experts, implementation, inputs, cotangent)
     for name, parameter in list(experts.named_parameters()):
-        shard(experts, name, parameter.detach(), expert_mesh)
+        shard(experts, name, parameter.detach(), two_ranks)
     actual = run(experts, implementation, inputs, cotangent)
     assert torch.equal(actual.out, expected.out)
     for name, grad in actual.grads.items():
@@ -74,12 +63,12 @@ def convert(experts: torch.nn.Module, name: str, function) -> None:
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"])
 @pytest.mark.parametrize("kind, sharded", [(OwnFunctions, False), (OwnOperations, False), (OwnOperations, True)])
-def test_parameters_with_operations_of_their_own_are_named(implementation, expert_mesh, device, name, kind, sharded):
+def test_parameters_with_operations_of_their_own_are_named(implementation, two_ranks, device, name, kind, sharded):
     """torchao's may also be what a DTensor is made of."""
     experts = build(GPT_OSS, device, implementation)
     convert(experts, name, OwnOperations if kind is OwnOperations else lambda tensor: tensor.as_subclass(kind))
     if sharded:
-        shard(experts, name, getattr(experts, name), expert_mesh)
+        shard(experts, name, getattr(experts, name), two_ranks)
     message = f"^{name}: expected a plain tensor or a DTensor, got {kind.__name__}, whose own"
     with pytest.raises(TypeError, match=message):
         experts(*make_inputs(device)[:3])

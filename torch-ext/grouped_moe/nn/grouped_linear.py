@@ -154,20 +154,23 @@ class GroupedLinear(nn.Module):
     def reset_parameters(self) -> None:
         """Draws all parameters anew, group by group: the same values whatever the layout.
 
+        A DTensor of all groups, as FSDP2 makes, is drawn at once unless by `init_method`: its shards may be groups.
         Raises RuntimeError if the weight is block-scaled: it is not trained.
         """
         if self._scaled is not None:
             raise RuntimeError("reset_parameters: the weight is block-scaled; load a state dict instead")
         bound = 1 / math.sqrt(self.in_features)
         for kind in ("weight", "bias"):
-            parameters = [parameter.detach() for parameter in self._of(kind)]
-            for tensor in parameters[0] if self._names[kind] == [kind] else parameters:
-                if kind == "bias":
-                    nn.init.uniform_(tensor, -bound, bound)
-                elif self.init_method is None:
-                    nn.init.kaiming_uniform_(tensor, a=math.sqrt(5))
+            tensors = [parameter.detach() for parameter in self._of(kind)]
+            init_method = None if kind == "bias" else self.init_method
+            at_once = self._names[kind] == [kind] and init_method is None and type(tensors[0]) is not Tensor
+            for tensor in tensors[0] if self._names[kind] == [kind] and not at_once else tensors:
+                if init_method is not None:
+                    init_method(tensor)
+                elif kind == "bias" or at_once:
+                    nn.init.uniform_(tensor, -bound, bound)  # of weights it is the distribution of the next line, too
                 else:
-                    self.init_method(tensor)
+                    nn.init.kaiming_uniform_(tensor, a=math.sqrt(5))
 
     def _settle(self) -> None:
         """Makes discrete weights views of one storage again, and marks parameters whose gradients are delayed."""

@@ -94,10 +94,10 @@ def grouped_dbias_dscales(
     them new ones. Not differentiable. Raises TypeError or ValueError that names the argument.
     """
     checks.check_matrix("dy", dy, "(rows, N)")
-    checks.check_scales("bias_scales", bias_scales, dy)
+    checks.check_scales("bias_scales", bias_scales, dy, "dy")
     checks.check_operand("bias", bias, (None, dy.shape[1]), "(G, N)", dy.device, dy.dtype, "dy")
     checks.check_num_groups("bias", bias.shape[0])
-    splits = as_splits(splits, bias.shape[0], dy.shape[0], dy.device)
+    splits = as_splits(splits, bias.shape[0], dy.shape[0], dy.device, "dy")
     accumulate = [dbias is not None, dscales is not None]
     given = {name: buffer for name, buffer in (("dbias", dbias), ("dscales", dscales)) if buffer is not None}
     dbias = _sums("dbias", dbias, tuple(bias.shape), "(G, N)", dy)

@@ -23,9 +23,10 @@ class GroupOffsets(NamedTuple):
 Splits = Union[GroupSizes, GroupOffsets, Tensor, Sequence[int]]
 
 
-def as_splits(splits: Splits, num_groups: int, rows: int, device: torch.device) -> Tensor:
+def as_splits(splits: Splits, num_groups: int, rows: int, device: torch.device, owner: str = "x") -> Tensor:
     """The tensor that says how rows are split: (G,) sizes or (G + 1,) offsets; its shape tells which.
 
+    owner: the argument whose rows and device these are.
     A list of sizes, which may leave some of the rows to no group, is copied to the device; on CUDA without a wait for
     it, unless a compiler traces the call. Raises TypeError and ValueError that name splits, and RuntimeError for a list
     under CUDA graph capture, which would record the copy of this call's numbers.
@@ -43,7 +44,7 @@ def as_splits(splits: Splits, num_groups: int, rows: int, device: torch.device) 
     checks.check_tensor("splits", tensor)
     checks.check_index_dtype("splits", tensor)
     checks.check_shape("splits", tensor, shape, legend)
-    checks.check_device("splits", tensor, device, "x")
+    checks.check_device("splits", tensor, device, owner)
     return tensor
 
 

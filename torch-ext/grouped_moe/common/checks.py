@@ -145,9 +145,9 @@ def check_operand(
         check_compute_dtype(name, tensor)
 
 
-def check_scales(name: str, scales: Tensor, x: Tensor) -> None:
-    """Raises TypeError or ValueError unless scales has one factor per row of x, in a floating dtype."""
-    check_operand(name, scales, (x.shape[0],), "(rows,)", x.device, None, "x")
+def check_scales(name: str, scales: Tensor, x: Tensor, owner: str = "x") -> None:
+    """Raises TypeError or ValueError unless scales has one factor per row of x, named `owner`, in a floating dtype."""
+    check_operand(name, scales, (x.shape[0],), "(rows,)", x.device, None, owner)
 
 
 def check_ids(top_k_index: Tensor) -> None:

@@ -175,6 +175,15 @@ def test_gates_that_are_not_of_a_class_or_change(implementation, fused_calls, de
     assert_as_eager(experts, implementation)
 
 
+@pytest.mark.parametrize("way", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_an_activation_run(way, implementation, fused_calls, device):
+    """They may change gradients, as these do."""
+    experts = make_custom(device)
+    getattr(experts.act_fn, way)(lambda module, *grads: (2.0 * grads[0][0],))
+    assert_as_eager(experts, implementation)
+    assert not fused_calls
+
+
 @pytest.mark.parametrize("name", ["default", "gpt_oss", "clamped_both_ways", "unknown_act_fn"])
 def test_compiles_in_one_graph(name, implementation, device):
     """Cold: the first call that sees the class, and so has to find out about its gate, is the compiler's."""

@@ -38,6 +38,9 @@ _PARAMETERS = {
 }  # fmt: skip
 _TRIALS = ({"limit": 0.75, "alpha": 1.3}, {"limit": 2.5, "alpha": 0.8})  # to see what a gate makes of them
 
+# Where a module keeps its hooks, whose backward ones may change gradients.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 # Options of transformers' @use_experts_implementation that are honoured here.
 _OPTIONS = (
     "experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate",
@@ -222,7 +225,7 @@ def _activation_of(act_fn: object) -> Optional[Activation]:
 def fused_activation(experts: torch.nn.Module, interleaved: bool) -> Optional[Activation]:
     """The activation with which the fused block computes what `experts` does up to its down-projection, or None."""
     act_fn = getattr(experts, "act_fn", None)
-    if getattr(act_fn, "_forward_hooks", None) or getattr(act_fn, "_forward_pre_hooks", None):
+    if any(getattr(act_fn, hooks, None) for hooks in _HOOKS):
         return None  # the fused block would not call them
     act = _activation_of(act_fn)
     if act is None or not getattr(experts, "has_gate", True):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 
 import pytest
 import tokenizers
@@ -167,6 +168,19 @@ def test_the_first_call_finds_out_about_peft(name, way, module, implementation, 
         assert_near(got, want)
     assert torch.equal(torch.get_rng_state(), random)
     assert module("integrations.peft")._is_known(name == "gpt_oss") and (way == "compiled" or calls == [BOTH])
+
+
+@by_experts
+def test_exports_factors(name, attributes, implementation, calls, device):
+    """In torch.export's default way, which traces by tensors without values, and without a warning."""
+    model, inputs = add_lora(make_experts(name, device, **attributes), name), make_inputs(device)
+    want = outputs(model, inputs, "eager")
+    set_implementation(model, implementation)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="grouped_moe")
+        program = torch.export.export(model, inputs[:3], strict=False)
+    assert calls == [BOTH]
+    assert_near(program.module()(*inputs[:3]).detach(), want)
 
 
 def test_adapters_by_transformers(implementation, calls, device):

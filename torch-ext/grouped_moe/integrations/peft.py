@@ -183,11 +183,19 @@ def _obstacle(wrapper: nn.Module, experts: nn.Module, adapter: str, a: Tensor, b
     plain = (a, b) if spread else (a, b, weight)
     weight_dtypes = (*_DTYPES, CODES) if is_fp8(experts) else _DTYPES
     known = weight.dtype in weight_dtypes and a.dtype in _DTYPES and b.dtype in _DTYPES
-    if not known or any(type(tensor) not in (Tensor, nn.Parameter) for tensor in plain):
+    if not known or not all(map(_is_plain, plain)):
         return "the weight or a factor is sharded, quantized or of a dtype that the block does not compute in"
     if a.shape[0] > MAX_RANK * wrapper.num_experts:
         return f"the rank is above {MAX_RANK}"
     return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is a tensor in memory, or what an exporter has in its place; not a DTensor."""
+    kind = type(tensor)
+    if kind in (Tensor, nn.Parameter):
+        return True
+    return _compat.is_transparent(kind) and getattr(tensor, "placements", None) is None
 
 
 def _forward_of(experts: nn.Module) -> Callable:

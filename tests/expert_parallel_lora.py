@@ -7,7 +7,18 @@ import peft
 import torch
 import torch.distributed as dist
 from expert_parallel import OURS
-from expert_parallel_models import WITH_MOST, assert_near, batches, load, load_whole, own, prepare, save_model, shared
+from expert_parallel_models import (
+    WITH_MOST,
+    assert_near,
+    batches,
+    load,
+    load_whole,
+    own,
+    prepare,
+    save_model,
+    shared,
+    shared_folder,
+)  # fmt: skip
 from torch import Tensor, nn
 from torch.distributed import get_rank as rank
 from torch.distributed import get_world_size as size
@@ -62,6 +73,18 @@ def check_logits_and_gradients_of_adapters():
                     assert_near(f"{name}, {layout}, {parameter}", mean / size(), right)
                     if layout["ep_size"] == size():
                         assert_near(f"{name}, {layout}, {parameter}, before the mean", found[parameter], right)
+
+
+def check_saved_adapters():
+    """By all ranks, as the gathering of sharded weights asks for; one process loads what the first one wrote."""
+    folder, ids, saved = save_model(), next(batches(1)), shared_folder()
+    model = add_adapters(load(folder, OURS, own()), BOTH)
+    model.save_pretrained(saved, is_main_process=rank() == 0)
+    dist.barrier()
+    one = peft.PeftModel.from_pretrained(load_whole(folder), saved)
+    with torch.no_grad():
+        got, want = model(input_ids=ids[rank()]).logits, one(input_ids=torch.cat(ids)).logits
+    assert_near("logits", got, want[rank() * len(ids[0]) : (rank() + 1) * len(ids[0])])
 
 
 def check_what_is_left_to_peft():

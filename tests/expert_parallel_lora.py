@@ -18,7 +18,7 @@ from expert_parallel_models import (
     save_model,
     shared,
     shared_folder,
-)  # fmt: skip
+)
 from torch import Tensor, nn
 from torch.distributed import get_rank as rank
 from torch.distributed import get_world_size as size

@@ -16,7 +16,7 @@ pytest_plugins = ["driver_stub"]
 COMPILED = ("linear-64-nk-bias", "linear-2048-kn-plain", "experts-1-bias", "experts-2048")
 QWEN3_30B = {"experts": 128, "top_k": 8, "hidden": 2048, "intermediate": 768}
 # Of that layer's kernels, for all numbers of tokens, without gradients and in training.
-VARIANTS = 39
+VARIANTS = 38
 
 
 def launch_both(stub, compared):

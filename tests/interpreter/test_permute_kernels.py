@@ -42,6 +42,28 @@ def test_permute(module, grouped_moe, kernels, case, dtype):
     assert_close("dweights", dw, want[1][1], dtype, inner_products=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("case", [*PERMUTES, Case("top-8", T=9, top_k=8)], ids=lambda case: case.id)
+def test_combine_sums_dots(kernels, case, dtype):
+    """Bitwise the sums of `sum_dots`, one part after the other, with NaN in dots past R; the rows are as without."""
+    ids = make_ids(case)
+    y = guarded(torch.randn(case.T * case.top_k, case.H).to(dtype))
+    dots = torch.randn(5, case.T * case.top_k) * torch.tensor([[1.0], [1e4], [-1e4], [1e-3], [1e3]])
+    with GuardedAllocations(ids, y):
+        rows = kernels.route(ids, case.E, dtype)
+        end = int(rows.group_offsets[-1])
+        dots[:, end:] = NAN
+        want, dots = sum(dots[:, :end], torch.zeros(end)).to(dtype), guarded(dots)
+        dscales, alone = (torch.empty(case.T, case.top_k, dtype=dtype) for _ in range(2))
+        out = kernels.combine(y, None, rows, dots, dscales)
+        kernels.sum_dots(dots, rows, alone)
+        assert_bitwise("out", out, kernels.combine(y, None, rows))
+    routed = rows.slot_to_row.view_as(ids) >= 0
+    assert_bitwise("dscales", dscales[routed], want[rows.slot_to_row.view_as(ids)[routed].long()])
+    assert not dscales[~routed].any()
+    assert_bitwise("dscales by sum_dots", dscales, alone)
+
+
 @pytest.mark.parametrize("case", [Case("plain"), Case("one-token", T=1, top_k=8, E=16), Case("odd-extent", H=1035)])
 def test_sort_rows(module, kernels, case):
     """Rows of tokens go where their slots are; what no row comes from is not read, what no row goes to not written."""

@@ -90,7 +90,7 @@ def backward(
             preact.untyped_storage().resize_(0)
         preact = None
     scale_grads = scale_and_bias_grads(kernels, block, dout, rows, act_scales, bias_scales, dots, needs)
-    del dots
+    dots = dots if combines_dots(rows, needs) else None
     if needs.down_a:
         ddown_a = grad_of_a(kernels, block.down_lora, low_rank, act, rows)
     act = act if needs.down else None
@@ -104,7 +104,8 @@ def backward(
         source = dpreact if codes is None else codes
         dx = kernels.gemm(source, block.up, rows, transposed=not transposed, zero_rest=not routed, low_rank=low_rank)
         del source, codes
-        dx = kernels.combine(dx, None, rows) if routed else dx
+        dx = kernels.combine(dx, None, rows, dots, scale_grads[0]) if routed else dx
+    del dots
     if needs.up_bias:
         dup_bias = dout.new_empty(block.up_bias.shape)
         kernels.bias_grads(dpreact, rows.in_place(), None, None, dup_bias, None)
@@ -129,6 +130,11 @@ def num_bias_dots(kernels: ModuleType, block: Block, rows: Rows, needs: Needs, h
     return kernels.num_bias_dots(hidden) if routed and needs.act_scales and block.down_bias is not None else 0
 
 
+def combines_dots(rows: Rows, needs: Needs) -> bool:
+    """Whether the kernel that combines the gradient of x sums up the dots, too: that is one launch less."""
+    return rows.top_k > 0 and needs.x and needs.act_scales
+
+
 def scale_and_bias_grads(
     kernels: ModuleType,
     block: Block,
@@ -139,7 +145,7 @@ def scale_and_bias_grads(
     dots: Optional[Tensor],
     needs: Needs,
 ) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
-    """The gradients of act_scales, of bias_scales and of the second bias.
+    """The gradients of act_scales, of bias_scales and of the second bias; the first is unwritten if `combines_dots`.
 
     dots: the parts of <gradient of the activation, activation> of each row, with room for `num_bias_dots` more.
     """
@@ -151,7 +157,8 @@ def scale_and_bias_grads(
         kernels.bias_grads(dout, rows, act_scales, block.down_bias, dbias, dots[-bias_dots:])
     if needs.act_scales:
         d_act_scales = act_scales.new_empty(act_scales.shape)
-        kernels.sum_dots(dots, rows, d_act_scales)
+        if not combines_dots(rows, needs):
+            kernels.sum_dots(dots, rows, d_act_scales)
     if needs.bias_scales:
         dots = dout.new_empty((kernels.num_bias_dots(hidden), rows.num_rows), dtype=wide_dtype(dout.dtype))
         kernels.bias_grads(dout, rows, bias_scales, block.down_bias, dbias, dots)

@@ -6,18 +6,21 @@ import triton.language as tl
 from .dependent import wait_for_stream
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_pn"])
 def combine_kernel(
     y_ptr,  # (S, H) rows sorted by expert
     weights_ptr,  # (S,) routing weight per slot, or None
+    dots_ptr, stride_pn,  # (NUM_DOTS, rows) fp32, or None
     slot_to_row_ptr,  # (S,) int32, -1 for a sentinel
     out_ptr,  # (T, H), out
-    H: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    dscales_ptr,  # (S,), out, or None without dots
+    H: tl.constexpr, TOP_K: tl.constexpr, NUM_DOTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over the routed slots s of token t, in order, of weights[s] y[slot_to_row[s]], in fp32.
 
-    Neither the row nor the weight of a sentinel is read.
-    Grid: (T, h tiles).
+    dscales[s] = sum of dots[:, slot_to_row[s]], in order as of `sum_partials_kernel`, 0 for a sentinel.
+    Neither the row nor the weight nor the dots of a sentinel are read.
+    Grid: (T, h tiles). The first h tile of a token makes its dscales.
     """
     wait_for_stream()
     token = tl.program_id(0).to(tl.int64)
@@ -31,6 +34,16 @@ def combine_kernel(
             y *= tl.load(weights_ptr + token * TOP_K + k, mask=row >= 0, other=0.0).to(tl.float32)
         acc += y
     tl.store(out_ptr + token * H + columns, acc.to(out_ptr.dtype.element_ty), mask=columns < H)
+    if dots_ptr is not None:
+        if tl.program_id(1) == 0:
+            places = tl.arange(0, BLOCK_K)
+            slots, inside = token * TOP_K + places, places < TOP_K
+            rows = tl.load(slot_to_row_ptr + slots, mask=inside, other=-1)
+            dots_ptrs, total = dots_ptr + rows, tl.zeros((BLOCK_K,), tl.float32)
+            for _ in range(NUM_DOTS):
+                total += tl.load(dots_ptrs, mask=rows >= 0, other=0.0)
+                dots_ptrs += stride_pn
+            tl.store(dscales_ptr + slots, total.to(dscales_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...common.numbers import wide_dtype
 from ...rows import Rows
+from .linear import sum_dots
 
 _TOKENS = 64  # tokens combined at a time: their rows in fp32 stay in the cache
 
@@ -19,11 +20,16 @@ def gather_rows(x: Tensor, rows: Rows) -> Tensor:
     return out
 
 
-def combine(y: Tensor, weights: Optional[Tensor], rows: Rows) -> Tensor:
+def combine(
+    y: Tensor, weights: Optional[Tensor], rows: Rows, dots: Optional[Tensor] = None, dscales: Optional[Tensor] = None
+) -> Tensor:
     """out[t] = sum over the routed slots of token t, in order, of weights[slot] y[row], in fp32 or wider.
 
     y: (rows, H). weights: (S,) or (T, top_k), None for ones. Returns (T, H) in the dtype of y.
+    With dots (parts, rows) also writes dscales, (S,) or (T, top_k): what `sum_dots` writes.
     """
+    if dots is not None:
+        sum_dots(dots, rows, dscales)
     top_k, slot_to_row = rows.top_k, rows.slot_to_row
     num_tokens = slot_to_row.shape[0] // top_k
     out = y.new_empty((num_tokens, y.shape[1]))

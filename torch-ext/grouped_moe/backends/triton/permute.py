@@ -26,22 +26,26 @@ _FUNCTIONS = {
 
 
 @lru_cache(maxsize=None)
-def _kernel(name: str, h: int, top_k: int, block_h: int) -> Kernel:
+def _kernel(name: str, h: int, top_k: int, block_h: int, **constants: int) -> Kernel:
     function, options = _FUNCTIONS[name]
-    return Kernel(function, {"H": h, "TOP_K": top_k, "BLOCK_H": block_h}, options)
+    return Kernel(function, {"H": h, "TOP_K": top_k, "BLOCK_H": block_h, **constants}, options)
 
 
-def combine(y: Tensor, weights: Optional[Tensor], rows: Rows) -> Tensor:
+def combine(
+    y: Tensor, weights: Optional[Tensor], rows: Rows, dots: Optional[Tensor] = None, dscales: Optional[Tensor] = None
+) -> Tensor:
     """out[t] = sum over the routed slots of token t, in order, of weights[slot] y[row], in fp32.
 
     y: (rows, H), contiguous. weights: (S,) or (T, top_k), contiguous, None for ones. Returns (T, H) in the dtype of y.
+    With dots (parts, rows), of H above 0, also writes dscales, (S,) or (T, top_k), contiguous: what `sum_dots` writes.
     """
     num_tokens, h = rows.slot_to_row.shape[0] // rows.top_k, y.shape[1]
     out = y.new_empty(num_tokens, h)
     if num_tokens:
         block_h = min(power_of_two(h), _COMBINE_BYTES // y.element_size())
-        kernel = _kernel("combine", h, rows.top_k, block_h)
-        kernel((num_tokens, -(-h // block_h), 1), y, weights, rows.slot_to_row, out)
+        num_dots, stride = (0, 0) if dots is None else (dots.shape[0], dots.stride(0))
+        kernel = _kernel("combine", h, rows.top_k, block_h, NUM_DOTS=num_dots, BLOCK_K=power_of_two(rows.top_k))
+        kernel((num_tokens, -(-h // block_h), 1), y, weights, dots, stride, rows.slot_to_row, out, dscales)
     return out
 
 

@@ -220,12 +220,24 @@ def test_vmap(grouped_moe, device, name):
 
 @by_operation
 def test_decomposed_programs(grouped_moe, device, name):
-    """What export makes of an operation, down to the ops that it is made of, runs where gradients are enabled, too."""
-    function, leaves, _ = make_operation(grouped_moe, name, device)
+    """What export makes of an operation has its gradients. Down to the ops that it is made of it runs where gradients
+
+    are enabled, too, and refuses to be differentiated.
+    """
+    operation = make_operation(grouped_moe, name, device)
+    function, leaves, _ = operation
 
     class Module(torch.nn.Module):
         def forward(self, *tensors):
             return function(*tensors)
 
-    program = torch.export.export(Module(), tuple(leaves.values())).run_decompositions()
-    assert_bitwise("out", program.module()(*leaves.values()), function(*leaves.values()))
+    exported, want = torch.export.export(Module(), tuple(leaves.values())), operation.step()
+    decomposed = exported.run_decompositions().module()
+    assert_same(operation._replace(function=exported.module()).step(), want)
+    assert_bitwise("out", decomposed(*leaves.values()), want["out"])
+    with torch.no_grad():
+        assert not decomposed(*leaves.values()).requires_grad
+    for only in leaves:
+        given = {key: leaf.detach().requires_grad_(key == only) for key, leaf in leaves.items()}
+        with pytest.raises(RuntimeError, match="the program was decomposed, so .* has no gradients"):
+            decomposed(*given.values()).sum().backward()

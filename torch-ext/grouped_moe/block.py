@@ -10,10 +10,11 @@ from .common.activation import Activation
 from .operands import LoRA
 
 # In the schema of ops: the arguments of `make_block`. A call's cost on the host grows with the number of arguments.
+# AOTInductor hands over None for an empty list, which the dispatcher takes for optional ones alone.
 BLOCK_SCHEMA = (
     "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor? up_a, Tensor? up_b, Tensor? down_a,"
     " Tensor? down_b, Tensor? up_scale, Tensor? down_scale, str activation, float[] parameters, bool[] flags,"
-    " int[] blocks, SymInt? capacity"
+    " int[]? blocks, SymInt? capacity"
 )
 
 
@@ -100,7 +101,7 @@ def make_block(
     act = Activation(activation, alpha, limit or None, up_offset)
     up_lora = None if up_a is None else LoRA(up_a, up_b, up_scaling)
     down_lora = None if down_a is None else LoRA(down_a, down_b, down_scaling)
-    blocks = blocks or ()  # AOTInductor hands over None for an empty list
+    blocks = blocks or ()
     weights = as_weight(up, up_scale, blocks[:4]), as_weight(down, down_scale, blocks[-4:])
     return Block(*weights, up_bias, down_bias, up_lora, down_lora, act, *flags, capacity)
 

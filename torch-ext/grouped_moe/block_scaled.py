@@ -1,6 +1,6 @@
 """Weights of 8-bit floats with a scale per block, as FP8 checkpoints hold them."""
 
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -162,8 +162,8 @@ def parts_of(weight: Weight) -> Tuple[Tensor, Optional[Tensor], Tuple[int, ...]]
     return weight.data, weight.scale_inv, (*weight.block, weight.parts, PRODUCTS.index(weight.products))
 
 
-def as_weight(values: Tensor, scales: Optional[Tensor], block: Tuple[int, ...]) -> Weight:
-    """The inverse of `parts_of`."""
+def as_weight(values: Tensor, scales: Optional[Tensor], block: Optional[Sequence[int]]) -> Weight:
+    """The inverse of `parts_of`. block: None, too, without scales."""
     if scales is None:
         return values
     n_block, k_block, parts, products = block

@@ -22,7 +22,7 @@ from .splits import Splits, as_splits
 
 _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor splits, Tensor? bias, Tensor? bias_scales, Tensor? a, Tensor? b, Tensor? adapters,"
-    " Tensor? weight_scale, int[] block, float scaling, bool transposed"
+    " Tensor? weight_scale, int[]? block, float scaling, bool transposed"
 )
 
 
@@ -36,7 +36,7 @@ def _forward(
     b: Optional[Tensor],
     adapters: Optional[Tensor],
     weight_scale: Optional[Tensor],
-    block: Sequence[int],
+    block: Optional[Sequence[int]],
     scaling: float,
     transposed: bool,
 ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
@@ -71,7 +71,7 @@ def _backward(
     adapters: Optional[Tensor],
     projected: Optional[Tensor],
     weight_scale: Optional[Tensor],
-    block: Sequence[int],
+    block: Optional[Sequence[int]],
     scaling: float,
     transposed: bool,
     needs: Sequence[bool],
@@ -147,7 +147,7 @@ _run_forward = define_op(
 _run_backward = define_op(
     "grouped_linear_backward",
     "(Tensor dy, Tensor? x, Tensor weight, Tensor splits, Tensor? a, Tensor? b, Tensor? adapters, Tensor? projected,"
-    " Tensor? weight_scale, int[] block, float scaling, bool transposed, bool[] needs)"
+    " Tensor? weight_scale, int[]? block, float scaling, bool transposed, bool[] needs)"
     " -> (Tensor dx, Tensor dweight, Tensor da, Tensor db)",
     _backward,
     _backward_fake,

@@ -2,7 +2,8 @@
 
 A differentiable op `name`, which callers, compilers and exporters see, is made of others: one that also returns what a
 backward needs, and those of the backward. The first decides whether autograd records the call. (By
-`torch.library.register_autograd` a recorded call takes the host 58 us, so registered 17.)
+`torch.library.register_autograd` a recorded call takes the host 58 us, so registered 17.) Those others refuse to be
+differentiated: nothing but a decomposed program calls them where autograd would record it.
 """
 
 from typing import Callable, List, Optional, Sequence
@@ -13,6 +14,10 @@ from .._ops import add_op_namespace_prefix, ops
 from . import _compat
 
 _TWICE = "grouped_moe: differentiable once, but a derivative of a gradient was asked for"
+_DECOMPOSED = (
+    "grouped_moe: the program was decomposed, so {} has no gradients here: differentiate the exported program before"
+    " run_decompositions, or call this one under torch.no_grad()"
+)
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _OTHER_TYPES = frozenset((bool, int, float, str, list, tuple, torch.dtype))  # of arguments
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -23,11 +28,28 @@ def define_op(name: str, schema: str, implementation: Callable, fake: Callable) 
 
     Either may have None among several results. An op cannot return None: it returns an empty tensor there, of the dtype
     of its first argument. Exported programs that are decomposed call ops where gradients are enabled: autograd records
-    nothing of what an op does.
+    nothing of what an op does, and to differentiate its results raises RuntimeError.
 
     Returns what calls it below autograd: the op, or the implementation itself where `goes_directly` allows it, which
     spares the op's dispatch.
     """
+    call = _define(name, schema, implementation, fake)
+    if "!" not in schema:  # PyTorch registers no backward of ops that write to their arguments
+        torch.library.register_autograd(add_op_namespace_prefix(name), _refuse(name))
+    return call
+
+
+def _refuse(name: str) -> Callable:
+    """The backward of an op that has none."""
+
+    def backward(ctx, *_):
+        raise RuntimeError(_DECOMPOSED.format(name))
+
+    return backward
+
+
+def _define(name: str, schema: str, implementation: Callable, fake: Callable) -> Callable:
+    """What `define_op` does, without a word about gradients."""
     qualified = add_op_namespace_prefix(name)
     torch.library.define(qualified, schema, tags=_TAGS)
     torch.library.impl(qualified, "CompositeExplicitAutograd")(torch.no_grad()(_without_none(implementation)))
@@ -69,7 +91,7 @@ def define_differentiable_op(
             return implementation(*args)
         return op(*args) if _compat.is_below_autograd() else recorded(*args)
 
-    define_op(name, schema, plain, fake)
+    _define(name, schema, plain, fake)
     torch.library.impl(add_op_namespace_prefix(name), "Autograd")(choose)
     op = getattr(ops, name).default
     return call

@@ -180,18 +180,18 @@ def _obstacle(wrapper: nn.Module, experts: nn.Module, adapter: str, a: Tensor, b
         return _OTHER_FORWARD
     if not _has_factors_alone(wrapper, adapter):
         return "the adapter is more than two factors and a scaling that is an int or a float"
-    plain = (a, b) if spread else (a, b, weight)
+    tensors = (a, b) if spread else (a, b, weight)
     weight_dtypes = (*_DTYPES, CODES) if is_fp8(experts) else _DTYPES
     known = weight.dtype in weight_dtypes and a.dtype in _DTYPES and b.dtype in _DTYPES
-    if not known or not all(map(_is_plain, plain)):
+    if not known or not all(map(_can_be_handed_over, tensors)):
         return "the weight or a factor is sharded, quantized or of a dtype that the block does not compute in"
     if a.shape[0] > MAX_RANK * wrapper.num_experts:
         return f"the rank is above {MAX_RANK}"
     return None
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is a tensor in memory, or what an exporter has in its place; not a DTensor."""
+def _can_be_handed_over(tensor: Tensor) -> bool:
+    """Whether the block can take it: a tensor in memory, or what an exporter has in its place; not a DTensor."""
     kind = type(tensor)
     if kind in (Tensor, nn.Parameter):
         return True

@@ -41,6 +41,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = BF16
     scales: torch.dtype = torch.float32
     limit: float = None
+    products: str = "auto"
 
 
 CASES = {
@@ -49,8 +50,10 @@ CASES = {
     "sentinels": Case(E=4, local=4, T=900, top_k=2),
     "fp16-exponents": Case(dtype=torch.float16, scales=E8M0),
     "long-k": Case(E=3, top_k=1, H=1024, I=640, T=500),
+    "many-rows": Case(E=2, local=2, top_k=1, H=256, T=1300),  # whose backward copies codes on Hopper
     "short-k": Case(H=128, I=128, T=700),
     "limit": Case(limit=1.0),
+    "few-rows": Case(T=40, products="w8a8"),
     "half-blocks": Case(I=192, parts=2),
 }
 
@@ -63,11 +66,11 @@ class Inputs(NamedTuple):
     down: object
 
 
-def make(grouped_moe, case: Case, products: str = "auto", device: str = "cuda") -> Inputs:
+def make(grouped_moe, case: Case, device: str = "cuda") -> Inputs:
     def scaled(n: int, k: int, parts: int):
         weight = grouped_moe.quantize_blocks(torch.randn(case.E, n, k, device=device) / k**0.5, parts=parts)
         scales = weight.scale_inv.log2().round().exp2() if case.scales is E8M0 else weight.scale_inv
-        return weight._replace(scale_inv=scales.to(case.scales), products=products)
+        return weight._replace(scale_inv=scales.to(case.scales), products=case.products)
 
     x = torch.randn(case.T, case.H, device=device).to(case.dtype)
     ids = torch.rand(case.T, case.E + case.E // 2, device=device).argsort(1)[:, : case.top_k]  # some are sentinels

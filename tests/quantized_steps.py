@@ -79,13 +79,14 @@ def pair_of(lora, expert: int, adapter: Optional[int]) -> Pair:
 
 
 class Ranks(NamedTuple):
-    """Low-rank pairs. adapters: L, 0 for one adapter."""
+    """Low-rank pairs. adapters: L, 0 for one adapter. turned: whether factors are stored the other way round."""
 
     rank: int
     adapters: int = 0
     dtype: torch.dtype = BF16
     given: Tuple[str, ...] = ("gate_up_lora", "down_lora")
     shared: bool = False
+    turned: bool = False
 
 
 RANKS = {
@@ -97,6 +98,8 @@ RANKS = {
     "many-adapters": Ranks(64, adapters=6),
     "up": Ranks(8, given=("gate_up_lora",)),
     "down": Ranks(8, given=("down_lora",)),
+    "1": Ranks(1),
+    "turned": Ranks(24, turned=True),
 }
 
 
@@ -112,6 +115,8 @@ def make_pairs(grouped_moe, case: Case, ranks: Optional[Ranks], device: str = "c
                 (torch.randn(*leading, *shape, device=device) / shape[1] ** 0.5).to(ranks.dtype)
                 for shape in ((ranks.rank, k), (n, ranks.rank))
             )
+            if ranks.turned:
+                a, b = (factor.mT.contiguous().mT for factor in (a, b))
             pairs[name] = grouped_moe.LoRA(a.requires_grad_(), b.requires_grad_(), 0.75)
     if ranks.adapters:
         pairs["adapter_index"] = torch.randint(-1, ranks.adapters, (case.T,), device=device)

@@ -305,7 +305,7 @@ def test_errors(grouped_moe, device):
     plain = grouped_moe.GroupedLinear(2, 32, 16)
     with pytest.raises(ValueError, match="^block: expected multiples of 16"):
         plain.quantize_blocks_((8, 16))
-    with pytest.raises(ValueError, match="^products: expected one of auto, w8a16, got 'w4a4'"):
+    with pytest.raises(ValueError, match="^products: expected one of auto, w8a16, w8a8, got 'w4a4'"):
         plain.quantize_blocks_(products="w4a4")
     with pytest.raises(ValueError, match="^parts: expected an int that divides"):
         plain.quantize_blocks_((16, 16), 3)

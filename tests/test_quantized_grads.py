@@ -90,3 +90,24 @@ def test_linear(grouped_moe, rank):
     for name, each, expected in zip(("y", "dx", "da", "db"), got, wanted):
         assert error(each, expected) < PRODUCT, name
     assert (got[0][:30] == 0).all() and (got[1][800:] == 0).all()
+
+
+@pytest.mark.parametrize("rows", [900, 2600], ids=["few-rows", "many-rows"])
+@pytest.mark.parametrize("rank", [None, 16], ids=str)
+def test_layouts_of_codes(grouped_moe, rank, rows):
+    """The gradient of rows has the same bits for codes that lie along N and along K, where no product turns them."""
+    groups, n, k = 4, 640, 400
+    weight = grouped_moe.quantize_blocks(torch.randn(groups, n, k, device="cuda") / k**0.5)
+    along_n = weight._replace(data=weight.data.mT.contiguous().mT)
+    x = torch.randn(rows, k, device="cuda", dtype=BF16, requires_grad=True)
+    dy, lora = torch.randn(rows, n, device="cuda", dtype=BF16), None
+    if rank is not None:
+        a, b = (torch.randn(groups, *shape, device="cuda", dtype=BF16) / 18 for shape in ((rank, k), (n, rank)))
+        lora = grouped_moe.LoRA(a, b, 0.5)
+    offsets = grouped_moe.GroupOffsets(torch.tensor([7, 300, 300, 420, rows - 60], device="cuda"))
+    grads = []
+    for each in (weight, along_n):
+        with poisoned_allocations():
+            grads += torch.autograd.grad(grouped_moe.grouped_linear(x, each, offsets, lora=lora), x, dy)
+    assert_bitwise("dx", *grads)
+    assert grads[0][7 : rows - 60].abs().amax(1).min() > 0 and (grads[0][rows - 60 :] == 0).all()

@@ -86,7 +86,10 @@ def test_ranges(grouped_moe):
 @hopper
 @pytest.mark.gpu
 def test_few_rows(grouped_moe):
-    """Without gradients tall tiles pay from 16 rows of an expert on; below, and if asked, rows stay as they are."""
+    """Without gradients tall tiles pay from 16 rows of an expert on; below, and if asked, rows stay as they are.
+
+    Or are always rounded if asked, with gradients to the same bits.
+    """
     case = Case(T=40)  # 20 slots of an expert
     given = make(grouped_moe, case)
     exact = reference(case, given, torch.Tensor.double)
@@ -96,6 +99,16 @@ def test_few_rows(grouped_moe):
         assert error(run(grouped_moe, case, few), exact[:20]) < 1e-2
         kept = [weight._replace(products="w8a16") for weight in (given.up, given.down)]
         assert error(run(grouped_moe, case, given._replace(up=kept[0], down=kept[1])), exact) < 1e-2
+        up, down = (weight._replace(products="w8a8") for weight in (given.up, given.down))
+        rounded_few = run(grouped_moe, case, few._replace(up=up, down=down))
+    assert error(rounded_few, exact[:20]) > 1e-2
+    for weights, want in (((up, down), rounded_few), ((given.up, down), None)):
+        leaves = few._replace(x=few.x.clone().requires_grad_(), up=weights[0], down=weights[1])
+        out = run(grouped_moe, case, leaves).detach()
+        if want is None:
+            assert error(out, exact[:20]) < 1e-2
+        else:
+            assert_bitwise("with gradients", out, want)
 
 
 @float8
@@ -134,8 +147,8 @@ def test_sorted_rows(grouped_moe, bias):
 @pytest.mark.parametrize("name", ["even", "sentinels", "fp16-exponents", "long-k"])
 def test_plain_rows(grouped_moe, name):
     """Rows that stay as they are, with tall tiles, for which weights are made plain: as far from fp64 as others."""
-    case = CASES[name]
-    given = make(grouped_moe, case, "w8a16")
+    case = CASES[name]._replace(products="w8a16")
+    given = make(grouped_moe, case)
     leaves = given._replace(x=given.x.detach().requires_grad_(), weights=given.weights.detach().requires_grad_())
     dout = torch.randn_like(given.x)
     with poisoned_allocations():
@@ -201,7 +214,7 @@ def test_products_are_a_choice(grouped_moe, device):
     x = torch.randn(8, 16, device=device)
     sizes = grouped_moe.GroupSizes(torch.tensor([4, 4], device=device))
     want = grouped_moe.grouped_linear(x, weight, sizes)
-    for products in ("auto", "w8a16"):
+    for products in ("auto", "w8a16", "w8a8"):
         assert_bitwise(products, grouped_moe.grouped_linear(x, weight._replace(products=products), sizes), want)
-    with pytest.raises(ValueError, match="weight.products: expected one of auto, w8a16, got 'fp8'"):
+    with pytest.raises(ValueError, match="weight.products: expected one of auto, w8a16, w8a8, got 'fp8'"):
         grouped_moe.grouped_linear(x, weight._replace(products="fp8"), sizes)

@@ -20,6 +20,7 @@ CASES = {
     "adapters": (Case(H=256, I=256, **SHAPE), Ranks(8, adapters=2)),
     "odd-extents": (Case(H=144, I=208, parts=2, **SHAPE), None),
     "half-blocks": (Case(H=256, I=192, **SHAPE), Ranks(8)),
+    "few-rows": (Case(H=256, I=256, **{**SHAPE, "T": 60}, products="w8a8"), Ranks(8)),
     "exponents": (Case(H=128, I=256, scales=torch.float8_e8m0fnu, **SHAPE), None),
 }
 

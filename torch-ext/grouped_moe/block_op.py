@@ -35,16 +35,13 @@ _ARGUMENTS = f"Tensor x, Tensor index, {_TENSORS}, {BLOCK_SCHEMA}"
 
 
 def _make_rows(
-    kernels: ModuleType, index: Tensor, block: Block, x: Tensor, adapters: Optional[Tensor], infers: bool
+    kernels: ModuleType, index: Tensor, block: Block, x: Tensor, adapters: Optional[Tensor], trains: bool
 ) -> Rows:
-    """The rows of all products.
-
-    infers: no backward follows, which would have the same tiles: tall ones, of few rows each, do not pay there.
-    """
+    """The rows of all products. trains: a backward follows, which has the same tiles."""
     (num_rows, num_experts), routed = (x.shape[0], block.num_experts), index.dim() == 2
     if routed:
         num_rows = block.num_rows(index.numel())
-    quantizes = infers and kernels.quantizes(block, x, num_rows, index.shape[1] if routed else 0)
+    quantizes = kernels.quantizes(block, x, num_rows, index.shape[1] if routed else 0, trains)
     if routed:
         rows = kernels.route(index, num_experts, x.dtype, block.capacity, quantizes)
     else:
@@ -60,7 +57,7 @@ def _inference(x, index, act_scales, bias_scales, adapters, *arguments) -> Tenso
             out = kernels.decode(block, x, index, act_scales, adapters)
             if out is not None:
                 return out
-        rows = _make_rows(kernels, index, block, x, adapters, infers=True)
+        rows = _make_rows(kernels, index, block, x, adapters, trains=False)
         return pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=False)[0]
 
 
@@ -72,7 +69,7 @@ def _forward(x, index, act_scales, bias_scales, adapters, *arguments_and_save) -
     *arguments, save = arguments_and_save
     block, kernels = make_block(*arguments), backend_of(x)
     with on_device(x):
-        rows = _make_rows(kernels, index, block, x, adapters, infers=False)
+        rows = _make_rows(kernels, index, block, x, adapters, trains=True)
         out, saved = pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=save)
     return out, *saved, rows.schedule, rows.row_to_slot, rows.slot_to_row
 
@@ -105,11 +102,13 @@ def _backward(dout, x, act_scales, bias_scales, adapters, *rest, overwrite: bool
         _as_made, (act_scales, bias_scales, adapters, schedule, row_to_slot, slot_to_row)
     )
     with on_device(dout):
-        if slot_to_row is None:
-            rows = kernels.split_rows(schedule, block.num_experts, dout.shape[0], dout.dtype)
+        num_rows = dout.shape[0] if row_to_slot is None else row_to_slot.shape[0]
+        top_k = 0 if row_to_slot is None else act_scales.shape[1]
+        quantizes = kernels.quantizes(block, dout, num_rows, top_k, trains=True)
+        if row_to_slot is None:
+            rows = kernels.split_rows(schedule, block.num_experts, num_rows, dout.dtype, quantizes)
         else:
-            block_m = choose_block_m(slot_to_row.shape[0], block.num_experts, dout.dtype)
-            num_rows, top_k = row_to_slot.shape[0], act_scales.shape[1]
+            block_m = choose_block_m(slot_to_row.shape[0], block.num_experts, dout.dtype, quantizes)
             rows = Rows(schedule, block.num_experts, num_rows, block_m, top_k, row_to_slot, slot_to_row)
         return pipeline.backward(
             kernels, block, dout, x, rows._replace(adapters=adapters), act_scales, bias_scales, saved, Needs(*needs),

@@ -9,7 +9,7 @@ from .common import checks
 from .common.numbers import wide_dtype
 
 CODES = torch.float8_e4m3fn
-PRODUCTS = ("auto", "w8a16")
+PRODUCTS = ("auto", "w8a16", "w8a8")
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 _MULTIPLE = 16  # of blocks: steps of a product do not cross them
 _LARGEST = 448.0  # of the codes
@@ -41,7 +41,9 @@ class BlockScaled(NamedTuple):
     (E, 2 ceil(N / 2 / n), ...) scales. An extent of blocks is a multiple of 16, or all of K, or all of N or of a part
     of it: with block=(N, K) an expert has one scale.
     products: "w8a16" never rounds rows or their gradients; "auto", the default, makes products with rows of 8-bit
-    floats, each times the scale of its 128 columns, where that takes less time (W8A8).
+    floats, each times the scale of its 128 columns, where that takes less time (W8A8). "w8a8" makes those of an experts
+    block so wherever there are kernels for it, with few rows in training, too, but not those of a few tokens without
+    gradients, which wait for weights; in `grouped_linear` it is "auto".
 
     DeepSeek-V3's checkpoints have experts in this form. Source: DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report",
     section 3.3.2.

@@ -20,7 +20,7 @@ from .nn.main_grad import buffer_of
 from .nn.packing import as_one
 from .packed import PackedRow
 from .places import place_rows, receive, send, sum_places, take_slots
-from .tuning.heuristic import choose_block_m, quantizing_pays, rows_per_group, wide_pays
+from .tuning.heuristic import choose_block_m, quantizing_pays, rows_per_group, transposing_pays, wide_pays
 
 # What modules and their configs call the number of experts that a token takes.
 _TOP_K_NAMES = (
@@ -177,12 +177,13 @@ def _products(
 ) -> Callable[[int, int], Hashable]:  # fmt: skip
     """What (rows, slots) choose of the products, which are made for so many slots. shapes: their N and K.
 
-    quantizes: whether those without gradients are made with rows of 8-bit floats.
+    quantizes: whether they are made with rows of 8-bit floats where that pays.
     """
     spec = spec_of(like)
     return lambda rows, slots: (
         choose_block_m(slots, groups, dtype),
         quantizes and quantizing_pays(rows, groups, spec),
+        quantizes and trains and transposing_pays(rows, groups),
         rows_per_group(rows, groups) if trains else 0,
         *(wide_pays(rows, groups, n, k, spec) for n, k in shapes),
     )
@@ -284,7 +285,7 @@ def _linear_layer(module: GroupedLinear, target: nn.Module, top_k: int, trains: 
     weight, n, k, groups = next(module.parameters()), module.out_features, module.in_features, module.num_groups
     own_dtype = _input_dtype(weight, module._scaled is not None, module, target)
     dtype = checks.autocast_dtype(weight.device.type) or own_dtype
-    products = _products(groups, ((n, k), (k, n)), weight, dtype, trains)
+    products = _products(groups, ((n, k), (k, n)), weight, dtype, trains, module._scaled is not None)
 
     def choice(num_tokens: int) -> Hashable:
         return products(num_tokens, num_tokens), products(num_tokens * top_k, num_tokens * top_k)

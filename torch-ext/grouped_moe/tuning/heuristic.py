@@ -98,6 +98,11 @@ def quantizing_pays(num_rows: int, num_experts: int, spec: DeviceSpec) -> bool:
     return spec.hopper and num_rows >= _QUANTIZED_ROWS * num_experts
 
 
+def transposing_pays(num_rows: int, num_groups: int) -> bool:
+    """Whether to transpose codes in shared memory, for each row tile anew, takes no longer than a transposed copy."""
+    return num_rows <= _TRANSPOSED_ROWS * num_groups
+
+
 def rows_per_group(num_rows: int, num_groups: int) -> int:
     """The rows of a group on average if there are as many as there can be, as a power of two from 16 to 1024."""
     return min(1024, power_of_two(-(-num_rows // num_groups), 16))
@@ -123,6 +128,7 @@ _HOPPER_GEMM_TILES = {
 }
 _LONG_K = 4096  # from where on wide tiles can pay
 _QUANTIZED_ROWS = 16  # of an expert on average from where on 8-bit rows pay
+_TRANSPOSED_ROWS = 512  # of a group on average up to which codes are not copied
 THIN = 64  # columns of a weight gradient up to which it is one of streaming its other operand
 
 

@@ -22,10 +22,11 @@ PATH = "Gluon for Hopper, 8-bit rows and weights"
 
 
 def supports(problem: GemmProblem) -> bool:
-    """Weights (E, N, K) that can be read by descriptor; results leave by a ragged one."""
+    """Weights that can be read by descriptor; results leave by a ragged one."""
     p = problem
     extents = p.scales.n_parts == 1 and p.n % 8 == 0 and p.k % 16 == 0
-    return takes_ranks(p.low_rank, p.k) and p.layout == "nk" and extents and not p.many_rows
+    known = p.layout == "nk" or (p.layout == "kn" and reinterpret is not None)
+    return takes_ranks(p.low_rank, p.k) and known and extents and not p.many_rows
 
 
 def takes_ranks(low_rank: FactorLayout, k: int) -> bool:
@@ -43,15 +44,19 @@ class Launcher:
         self.problem, self.config = p, config = problem, hopper_quantized_config()
         codes = torch.float8_e4m3fn
         self.x_block = TmaBlock(codes, config.block_m, config.block_k)
-        self.w_block = TmaBlock(codes, 1, config.block_n, config.block_k)
         rank, room = p.low_rank.padded_rank, config.block_k // p.dtype.itemsize  # as many bytes as a step of codes
         factor_kn = p.low_rank.strides[2] == 1  # a backward's factor, which is the a of a LoRA, comes so
-        w_block = TmaBlock(codes, 1, config.block_k, config.block_n) if factor_kn else self.w_block
+        w_kn = p.layout == "kn"
+        blocks = {
+            kn: TmaBlock(codes, 1, *((config.block_k, config.block_n) if kn else (config.block_n, config.block_k)))
+            for kn in (False, True)
+        }
+        self.w_block = blocks[w_kn]
         layout = "kn" if factor_kn else "nk"
-        self.rank_blocks = RankBlocks(p.dtype, rank, layout, config.block_m, w_block, room)
+        self.rank_blocks = RankBlocks(p.dtype, rank, layout, config.block_m, blocks[factor_kn], room)
         self.y_block = RaggedTmaBlock(p.dtype, config.block_m // 2, 32 if p.zero_rest else 64)
         constants = {
-            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "R": rank, "FACTOR_KN": factor_kn,
+            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "R": rank, "W_KN": w_kn, "FACTOR_KN": factor_kn,
             "ZERO_UNGROUPED": p.zero_rest, **config.gluon_constants(),
         }  # fmt: skip
         options = {"num_warps": config.num_warps}
@@ -65,7 +70,6 @@ class Launcher:
         p = self.problem
         self.kernel(
             persistent_grid(p, self.config, x.shape[0], p.n), self.x_block.of(x.codes), self.w_block.of(weight.data),
-            *self.rank_blocks.of(low_rank), x.scales,
-            *scale_arguments(weight), *bias_and_strides(bias), scales, self.y_block.of_rows(y), rows.schedule,
-            x.shape[0],
+            *self.rank_blocks.of(low_rank), x.scales, *scale_arguments(weight, p.layout == "kn"),
+            *bias_and_strides(bias), scales, self.y_block.of_rows(y), rows.schedule, x.shape[0],
         )  # fmt: skip

@@ -123,6 +123,23 @@ def zero_blocks(zeros, begin, end, first_row, last_row, N: gl.constexpr):
 
 
 @gluon.jit
+def share_zeros(zeros, schedule, TILING: gl.constexpr, PRODUCT: gl.constexpr):
+    """The first row of a group, the row past the last one, the blocks to zero, and how many go with each tile.
+
+    The last two are for `zero_blocks`, from this program's number on.
+    """
+    ROWS: gl.constexpr = zeros.desc.block_type.shape[2]
+    COLUMNS: gl.constexpr = zeros.desc.block_type.shape[3]
+    step = gl.num_programs(0)
+    first_row = gl.load(schedule.ptr)
+    last_row = end_of_rows(schedule.ptr, TILING.NUM_EXPERTS)
+    row_blocks = (zeros.total_rows - last_row + ROWS - 1) // ROWS + (first_row + ROWS - 1) // ROWS
+    blocks = row_blocks * ((PRODUCT.N + COLUMNS - 1) // COLUMNS)
+    tiles_here = gl.maximum((schedule.num_tiles - gl.program_id(0) + step - 1) // step, 1)
+    return first_row, last_row, blocks, ((blocks + step - 1) // step + tiles_here - 1) // tiles_here * step
+
+
+@gluon.jit
 def load_step(
     x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, BLOCK_N: gl.constexpr, KN: gl.constexpr
 ):  # fmt: skip
@@ -159,14 +176,7 @@ def produce(x_desc, w_desc, ring, schedule, zeros, TILING: gl.constexpr, PRODUCT
     step = gl.num_programs(0)
     num_tiles = schedule.num_tiles
     if zeros is not None:
-        ROWS: gl.constexpr = zeros.desc.block_type.shape[2]
-        COLUMNS: gl.constexpr = zeros.desc.block_type.shape[3]
-        first_row = gl.load(schedule.ptr)
-        last_row = end_of_rows(schedule.ptr, TILING.NUM_EXPERTS)
-        row_blocks = (zeros.total_rows - last_row + ROWS - 1) // ROWS + (first_row + ROWS - 1) // ROWS
-        blocks = row_blocks * ((PRODUCT.N + COLUMNS - 1) // COLUMNS)
-        tiles_here = gl.maximum((num_tiles - pid + step - 1) // step, 1)
-        blocks_per_tile = ((blocks + step - 1) // step + tiles_here - 1) // tiles_here * step
+        first_row, last_row, blocks, blocks_per_tile = share_zeros(zeros, schedule, TILING, PRODUCT)
         block = pid + 0  # Triton 3.6 does not carry a variable that begins as a copy of another one
     slot = 0
     phase = 1

@@ -12,7 +12,8 @@ from .hopper import Tokens, allocate_barriers, ragged_coordinates, tma_store, wr
 from .hopper_gemm import Output
 from .hopper_pipeline import Bias, Schedule, Zeros, allocate_zeros, produce
 from .hopper_promoted import HALF, Scales, consume_promoted
-from .hopper_ring import Product, Ranks, Ring, allocate_slots, num_steps
+from .hopper_ring import Product, Ranks, Ring, num_steps
+from .hopper_transposed import produce_transposed
 from .hopper_up_proj import produce_gathered, store_piece
 from .quantize import scale_of
 from .tiles import Tiling, column_pieces, load_bias, load_scales, num_row_tiles
@@ -60,7 +61,7 @@ def consume_gemm(
 @gluon.jit(do_not_specialize=["total_rows"])
 def hopper_quantized_gemm_kernel(
     x_desc,  # (rows, K) codes, blocks of (BLOCK_M, BLOCK_K)
-    w_desc,  # (E, N, K) codes, blocks of (1, BLOCK_N, BLOCK_K)
+    w_desc,  # (E, N, K) codes, blocks of (1, BLOCK_N, BLOCK_K), or, W_KN, (E, K, N), blocks of (1, BLOCK_K, BLOCK_N)
     projected_desc, factor_desc,  # the low-rank part, (rows, R) and (E, N, R) or, FACTOR_KN, (E, R, N), or None
     x_scale_ptr,  # (rows, blocks of K), contiguous
     w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks of N, blocks of K)
@@ -70,7 +71,7 @@ def hopper_quantized_gemm_kernel(
     schedule_ptr,
     total_rows,
     NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr,
-    FACTOR_KN: gl.constexpr, ZERO_UNGROUPED: gl.constexpr,
+    W_KN: gl.constexpr, FACTOR_KN: gl.constexpr, ZERO_UNGROUPED: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """y[r] = W[e] x[r] + F[e] p[r] + scales[r] bias[e] for the rows r of expert e, of codes times their scales.
@@ -82,10 +83,13 @@ def hopper_quantized_gemm_kernel(
     wait_for_stream()
     NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(N, K, R, False, FACTOR_KN, BLOCK_N, True)
+    PRODUCT: gl.constexpr = Product(N, K, R, W_KN, FACTOR_KN, BLOCK_N, True)
     gl.static_assert(BLOCK_N == 2 * HALF and BLOCK_K == HALF)
     dtype: gl.constexpr = y_desc.dtype
-    lhs, rhs, full, empty = allocate_slots(x_desc, w_desc, STAGES, 2)
+    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_N, BLOCK_K], w_desc.dtype)
+    lhs = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)
+    rhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 1, BLOCK_N, BLOCK_K], w_layout)
+    full, empty = allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2)
     ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
     staging0 = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
     staging1 = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
@@ -103,11 +107,19 @@ def hopper_quantized_gemm_kernel(
     output0 = Output(y_desc, staging0, bias, scales_ptr)
     output1 = Output(y_desc, staging1, bias, scales_ptr)
     # Registers of a thread: a consumer's holds 128 sums, and 64 of one step.
-    gl.warp_specialize([
-        (consume_gemm, (0, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output0)),
-        (consume_gemm, (1, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output1)),
-        (produce, (x_desc, w_desc, ring, schedule, zeros, TILING, PRODUCT)),
-    ], [4, 1], [232, 40])  # fmt: skip
+    if W_KN:
+        landed = allocate_barriers(STAGES, 1)
+        gl.warp_specialize([
+            (consume_gemm, (0, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output0)),
+            (consume_gemm, (1, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output1)),
+            (produce_transposed, (x_desc, w_desc, ring, landed, schedule, zeros, TILING, PRODUCT, 1)),
+        ], [4, 4], [224, 56])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume_gemm, (0, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output0)),
+            (consume_gemm, (1, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output1)),
+            (produce, (x_desc, w_desc, ring, schedule, zeros, TILING, PRODUCT)),
+        ], [4, 1], [232, 40])  # fmt: skip
 
 
 class QuantizedOutput(NamedTuple):

@@ -10,7 +10,7 @@ from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
 from ...operands import FactorLayout, LowRank, low_rank_layout
 from ...rows import Rows
-from ...tuning.heuristic import gemm_config, triton_path, wide_pays
+from ...tuning.heuristic import gemm_config, transposing_pays, triton_path, wide_pays
 from ..kernels.gemm import grouped_gemm_kernel, zero_ungrouped_kernel
 from ..problems import GemmProblem
 from ..table import find_launcher, launcher_of
@@ -92,7 +92,7 @@ def gemm(
         )
         if quantized is not None:
             x = x if is_quantized else quantize_rows(x)
-            weight = transpose_codes(weight) if transposed else weight
+            weight = transpose_codes(weight) if transposed and quantized.problem.layout == "nk" else weight
             quantized(x, weight, bias, scales, low_rank, y, rows)
             return y
     weight = for_rows(weight, rows.block_m, x.dtype)
@@ -110,14 +110,16 @@ def quantized_launcher(
 ) -> Optional[Callable[..., None]]:  # fmt: skip
     """The launcher of a product that is made with rows of 8-bit floats; None if it is not. dtype: of the result.
 
-    It takes the weight (E, N, K), or that of `transpose_codes` where `weight` is (E, K, N).
+    Of layout "nk" it takes the weight (E, N, K), or that of `transpose_codes` where `weight` is (E, K, N).
     """
     if not takes_quantized_rows(weight, rows, dtype):
         return None
     whole = can_transpose(weight)
     if transposed and not whole:
         return None
-    layout = "nk" if transposed else weight_layout(weight, False)
+    layout = weight_layout(weight, transposed)
+    if transposed and (layout is None or not transposing_pays(num_rows, rows.num_groups)):
+        layout = "nk"
     problem = _problem_of(weight, rows, num_rows, dtype, layout, transposed, low_rank, zero_rest)
     return launcher_of_codes(problem, whole)
 
@@ -130,7 +132,11 @@ def launcher_of_codes(problem: GemmProblem, whole: bool) -> Optional[Callable[..
     """
     if whole:
         problem = problem._replace(scales=problem.scales._replace(n_parts=1, k_parts=1))
-    return find_launcher("quantized_gemm", problem._replace(transposed=False))
+    problem = problem._replace(transposed=False)
+    launcher = find_launcher("quantized_gemm", problem)
+    if launcher is None and problem.layout == "kn":
+        return find_launcher("quantized_gemm", problem._replace(layout="nk"))
+    return launcher
 
 
 def _problem_of(

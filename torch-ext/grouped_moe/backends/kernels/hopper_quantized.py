@@ -106,14 +106,15 @@ def hopper_quantized_gemm_kernel(
     bias = Bias(bias_ptr, stride_be, stride_bn)
     output0 = Output(y_desc, staging0, bias, scales_ptr)
     output1 = Output(y_desc, staging1, bias, scales_ptr)
-    # Registers of a thread: a consumer's holds 128 sums, and 64 of one step.
+    # Registers of a thread: a consumer's holds 128 sums, and 64 of one step. Those of ranks need all that transposing
+    # can do without.
     if W_KN:
         landed = allocate_barriers(STAGES, 1)
         gl.warp_specialize([
             (consume_gemm, (0, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output0)),
             (consume_gemm, (1, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output1)),
             (produce_transposed, (x_desc, w_desc, ring, landed, schedule, zeros, TILING, PRODUCT, 1)),
-        ], [4, 4], [224, 56])  # fmt: skip
+        ], [4, 4], [216 if R == 0 else 224, 72 if R == 0 else 56])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume_gemm, (0, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output0)),

@@ -51,12 +51,13 @@ _TRANSPOSE_4X4 = gl.constexpr(
 
 
 @gluon.jit
-def transpose_block(codes):
-    """Transposes a block (128, 128) of codes in place. codes: any view of its shared memory."""
-    PIECE: gl.constexpr = 2 * gl.num_warps()  # of 32 diagonals: more at once take more registers
-    LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [4, PIECE // gl.num_warps(), 1], [1, 1, 32], [1, gl.num_warps(), 1], [2, 1, 0]
-    )
+def transpose_block(codes, DIAGONALS: gl.constexpr):
+    """Transposes a block (128, 128) of codes in place. codes: any view of its shared memory.
+
+    DIAGONALS: of the 32, how many a warp has in registers at once.
+    """
+    PIECE: gl.constexpr = DIAGONALS * gl.num_warps()
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4, DIAGONALS, 1], [1, 1, 32], [1, gl.num_warps(), 1], [2, 1, 0])
     all_rows = reinterpret(codes, gl.int32, [4, 32, 32], words_by_diagonals(False))
     all_columns = reinterpret(codes, gl.int32, [4, 32, 32], words_by_diagonals(True))
     for i in gl.static_range(32 // PIECE):
@@ -90,7 +91,7 @@ def hand_over(ring, landed, number, PRODUCT: gl.constexpr):
             LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDE, SIDE], ring.rhs.dtype)
             blocks = reinterpret(ring.rhs.index(slot), ring.rhs.dtype, [2, SIDE, SIDE], LAYOUT)
             for i in gl.static_range(2):
-                transpose_block(blocks.index(i))
+                transpose_block(blocks.index(i), 8 if PRODUCT.R == 0 else 2)
         fence_async_shared()
         mbarrier.arrive(ring.full.index(slot), count=1)
 

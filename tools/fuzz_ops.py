@@ -32,7 +32,7 @@ def draw_scaled(case: Case, names: Sequence[str], transposed: bool) -> None:
     """
     if case.exact or transposed:
         return
-    draw, case.products = case.draw, case.choose("products", "w8a16", "auto")
+    draw, case.products = case.draw, case.choose("products", "w8a16", "auto", "w8a8")
     for name in case.choose("scaled", [], [], [name for name in names if draw.chance(0.8)]):
         experts, n, k = case.values[name].shape
         block = case.options.get("block") or draw.one((16, 16), (32, 128), (128, 128), (n, k))
@@ -42,7 +42,7 @@ def draw_scaled(case: Case, names: Sequence[str], transposed: bool) -> None:
         case.values[name] = codes.double() * each
         case.scaled[name] = codes, scales.float(), block
     has_blocks_of_rows = any(block == (128, 128) for _, _, block in case.scaled.values())
-    if has_blocks_of_rows and case.products == "auto" and case.dtype.itemsize == 2 and has_float8():
+    if has_blocks_of_rows and case.products != "w8a16" and case.dtype.itemsize == 2 and has_float8():
         case.computed_in = torch.float8_e4m3fn
 
 

@@ -67,6 +67,7 @@ BLOCKS = (
     Block("few tokens, not gated, FP8", 64, Layer(E=40, H=136, I=144, gated=False), options={**NO_GRAD, **FP8}),
     Block("FP8, whole blocks", 700, Layer(H=384, I=256), options={**FP8, "products": "auto"}),
     Block("FP8, LoRA", 700, Layer(H=384, I=256), options={**FP8, **PAIRS, "products": "auto"}),
+    Block("FP8, codes copied for many rows", 1100, Layer(H=256, I=128), options={**FP8, "products": "auto"}),
     Block("FP8, part of a block", 700, Layer(H=264, I=136), BIASES, options=FP8),
     Block("more slots than a cluster routes", 2800, Layer(top_k=7, E=130, H=8, I=8), options=NO_GRAD),
 )

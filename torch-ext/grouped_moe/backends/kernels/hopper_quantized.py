@@ -58,6 +58,15 @@ def consume_gemm(
     )
 
 
+@gluon.jit
+def produce_gemm(x_desc, w_desc, ring, landed, schedule, zeros, TILING: gl.constexpr, PRODUCT: gl.constexpr):
+    """The producer warps of a GEMM, four that transpose weights or one. landed: for those that do."""
+    if PRODUCT.W_KN:
+        produce_transposed(x_desc, w_desc, ring, landed, schedule, zeros, TILING, PRODUCT, 1)
+    else:
+        produce(x_desc, w_desc, ring, schedule, zeros, TILING, PRODUCT)
+
+
 @gluon.jit(do_not_specialize=["total_rows"])
 def hopper_quantized_gemm_kernel(
     x_desc,  # (rows, K) codes, blocks of (BLOCK_M, BLOCK_K)
@@ -106,21 +115,18 @@ def hopper_quantized_gemm_kernel(
     bias = Bias(bias_ptr, stride_be, stride_bn)
     output0 = Output(y_desc, staging0, bias, scales_ptr)
     output1 = Output(y_desc, staging1, bias, scales_ptr)
-    # Registers of a thread: a consumer's holds 128 sums, and 64 of one step. Those of ranks need all that transposing
-    # can do without.
     if W_KN:
         landed = allocate_barriers(STAGES, 1)
-        gl.warp_specialize([
-            (consume_gemm, (0, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output0)),
-            (consume_gemm, (1, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output1)),
-            (produce_transposed, (x_desc, w_desc, ring, landed, schedule, zeros, TILING, PRODUCT, 1)),
-        ], [4, 4], [216 if R == 0 else 224, 72 if R == 0 else 56])  # fmt: skip
     else:
-        gl.warp_specialize([
-            (consume_gemm, (0, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output0)),
-            (consume_gemm, (1, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output1)),
-            (produce, (x_desc, w_desc, ring, schedule, zeros, TILING, PRODUCT)),
-        ], [4, 1], [232, 40])  # fmt: skip
+        landed: gl.constexpr = None
+    # Registers of a thread: a consumer's holds 128 sums, and 64 of one step. Those of ranks need all that transposing
+    # can do without.
+    REGISTERS: gl.constexpr = [232, 40] if not W_KN else [216, 72] if R == 0 else [224, 56]
+    gl.warp_specialize([
+        (consume_gemm, (0, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output0)),
+        (consume_gemm, (1, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output1)),
+        (produce_gemm, (x_desc, w_desc, ring, landed, schedule, zeros, TILING, PRODUCT)),
+    ], [4, 4 if W_KN else 1], REGISTERS)  # fmt: skip
 
 
 class QuantizedOutput(NamedTuple):

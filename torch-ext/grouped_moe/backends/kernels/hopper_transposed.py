@@ -26,8 +26,8 @@ def words_by_diagonals(OF_COLUMNS):
     """
     bases = []
     for bit in range(12):
-        row, chunks = (1 << bit) >> 5, (1 << bit) & 31
-        word = chunks ^ ((row % 8) << 2)  # of the row
+        row, place = divmod(1 << bit, 32)
+        word = place ^ ((row % 8) << 2)  # of the row
         k, n = (word, row // 4) if OF_COLUMNS else (row // 4, word)
         bases.append([row % 4, k ^ n, n])
     return gl.SharedLinearLayout(bases)

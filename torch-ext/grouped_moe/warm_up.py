@@ -183,7 +183,7 @@ def _products(
     return lambda rows, slots: (
         choose_block_m(slots, groups, dtype),
         quantizes and quantizing_pays(rows, groups, spec),
-        quantizes and trains and transposing_pays(rows, groups),
+        quantizes and trains and transposing_pays(rows, groups, spec),
         rows_per_group(rows, groups) if trains else 0,
         *(wide_pays(rows, groups, n, k, spec) for n, k in shapes),
     )

@@ -118,7 +118,7 @@ def quantized_launcher(
     if transposed and not whole:
         return None
     layout = weight_layout(weight, transposed)
-    if transposed and (layout is None or not transposing_pays(num_rows, rows.num_groups)):
+    if transposed and (layout is None or not transposing_pays(num_rows, rows.num_groups, spec_of(rows.schedule))):
         layout = "nk"
     problem = _problem_of(weight, rows, num_rows, dtype, layout, transposed, low_rank, zero_rest)
     return launcher_of_codes(problem, whole)

@@ -46,18 +46,15 @@ class Launcher:
         self.x_block = TmaBlock(codes, config.block_m, config.block_k)
         rank, room = p.low_rank.padded_rank, config.block_k // p.dtype.itemsize  # as many bytes as a step of codes
         factor_kn = p.low_rank.strides[2] == 1  # a backward's factor, which is the a of a LoRA, comes so
-        w_kn = p.layout == "kn"
-        blocks = {
-            kn: TmaBlock(codes, 1, *((config.block_k, config.block_n) if kn else (config.block_n, config.block_k)))
-            for kn in (False, True)
-        }
-        self.w_block = blocks[w_kn]
-        layout = "kn" if factor_kn else "nk"
-        self.rank_blocks = RankBlocks(p.dtype, rank, layout, config.block_m, blocks[factor_kn], room)
+        nk = TmaBlock(codes, 1, config.block_n, config.block_k)
+        kn = TmaBlock(codes, 1, config.block_k, config.block_n)
+        self.w_block = kn if p.layout == "kn" else nk
+        block, layout = (kn, "kn") if factor_kn else (nk, "nk")
+        self.rank_blocks = RankBlocks(p.dtype, rank, layout, config.block_m, block, room)
         self.y_block = RaggedTmaBlock(p.dtype, config.block_m // 2, 32 if p.zero_rest else 64)
         constants = {
-            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "R": rank, "W_KN": w_kn, "FACTOR_KN": factor_kn,
-            "ZERO_UNGROUPED": p.zero_rest, **config.gluon_constants(),
+            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "R": rank, "W_KN": p.layout == "kn",
+            "FACTOR_KN": factor_kn, "ZERO_UNGROUPED": p.zero_rest, **config.gluon_constants(),
         }  # fmt: skip
         options = {"num_warps": config.num_warps}
         self.kernel = Kernel(hopper_quantized_gemm_kernel, constants, options, config.describe(PATH))

@@ -62,7 +62,7 @@ def consume_gemm(
 def produce_gemm(x_desc, w_desc, ring, landed, schedule, zeros, TILING: gl.constexpr, PRODUCT: gl.constexpr):
     """The producer warps of a GEMM, four that transpose weights or one. landed: for those that do."""
     if PRODUCT.W_KN:
-        produce_transposed(x_desc, w_desc, ring, landed, schedule, zeros, TILING, PRODUCT, 1)
+        produce_transposed(x_desc, w_desc, ring, landed, schedule, zeros, TILING, PRODUCT)
     else:
         produce(x_desc, w_desc, ring, schedule, zeros, TILING, PRODUCT)
 

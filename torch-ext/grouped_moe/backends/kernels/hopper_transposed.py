@@ -98,10 +98,11 @@ def hand_over(ring, landed, number, PRODUCT: gl.constexpr):
 
 @gluon.jit
 def produce_transposed(
-    x_desc, w_desc, ring, landed, schedule, zeros, TILING: gl.constexpr, PRODUCT: gl.constexpr, LAG: gl.constexpr
+    x_desc, w_desc, ring, landed, schedule, zeros, TILING: gl.constexpr, PRODUCT: gl.constexpr
 ):  # fmt: skip
-    """The producer warps: fill the ring with rows and weights of each tile, and transpose weights LAG steps later.
+    """The producer warps: fill the ring with rows and weights of each tile, and transpose weights one step later.
 
+    With more steps between, the consumers could wait for slots that wait for theirs (`multiply_promoted`).
     landed: barriers of one arrival, for the loads of each slot. zeros: as of `produce`. The next tile is located
     meanwhile.
     """
@@ -125,22 +126,21 @@ def produce_transposed(
                     rows_desc, factor_desc, this_expert, this_row, this_n_tile, k, loads, slot, phase,
                     PRODUCT.BLOCK_N, PRODUCT.FACTOR_KN,
                 )  # fmt: skip
-                hand_over(ring, landed, filled - LAG, PRODUCT)
+                hand_over(ring, landed, filled - 1, PRODUCT)
                 filled += 1
                 slot, phase = next_slot(slot, phase, STAGES)
         for k in range(0, PRODUCT.K, SIDE):
             load_step(
                 x_desc, w_desc, this_expert, this_row, this_n_tile, k, loads, slot, phase, PRODUCT.BLOCK_N, PRODUCT.W_KN
             )
-            hand_over(ring, landed, filled - LAG, PRODUCT)
+            hand_over(ring, landed, filled - 1, PRODUCT)
             filled += 1
             slot, phase = next_slot(slot, phase, STAGES)
         if zeros is not None:
             last = gl.minimum(block + blocks_per_tile, blocks)
             zero_blocks(zeros, block, last, first_row, last_row, PRODUCT.N)
             block += blocks_per_tile
-    for back in gl.static_range(LAG):
-        hand_over(ring, landed, filled - LAG + back, PRODUCT)
+    hand_over(ring, landed, filled - 1, PRODUCT)
     if zeros is not None:
         zero_blocks(zeros, block, blocks, first_row, last_row, PRODUCT.N)
         tma.store_wait(0)

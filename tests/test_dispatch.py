@@ -220,10 +220,7 @@ def test_vmap(grouped_moe, device, name):
 
 @by_operation
 def test_decomposed_programs(grouped_moe, device, name):
-    """What export makes of an operation has its gradients. Down to the ops that it is made of it runs where gradients
-
-    are enabled, too, and refuses to be differentiated.
-    """
+    """An exported program has gradients. Decomposed, it runs where these are enabled, but to ask for one raises."""
     operation = make_operation(grouped_moe, name, device)
     function, leaves, _ = operation
 

@@ -49,7 +49,7 @@ def _refuse(name: str) -> Callable:
 
 
 def _define(name: str, schema: str, implementation: Callable, fake: Callable) -> Callable:
-    """What `define_op` does, without a word about gradients."""
+    """`define_op` without a backward that raises."""
     qualified = add_op_namespace_prefix(name)
     torch.library.define(qualified, schema, tags=_TAGS)
     torch.library.impl(qualified, "CompositeExplicitAutograd")(torch.no_grad()(_without_none(implementation)))

@@ -126,7 +126,9 @@ def quantized_launcher(
 
 @lru_cache(maxsize=None)
 def launcher_of_codes(problem: GemmProblem, whole: bool) -> Optional[Callable[..., None]]:
-    """The launcher of a product of 8-bit rows with codes (E, N, K), None if there is none for the problem.
+    """The launcher of a product of 8-bit rows with codes, None if there is none for the problem.
+
+    Where none takes codes (E, K, N), layout "kn", it is one that takes (E, N, K).
 
     whole: whether parts of the weight end where blocks do, so that they make no difference.
     """

@@ -107,15 +107,14 @@ def up_proj(
 def quantizes(block: Block, x: Tensor, num_rows: int, top_k: int, trains: bool) -> bool:
     """Whether row tiles should be made tall, so that both products take rows of 8-bit floats; False if they are anyway.
 
-    x: the input, or a gradient of its shape and dtype. top_k: as of `Rows`. trains: a backward has the same tiles. Its
-    kernels would take less time, but more launches take the host as much longer.
+    x: the input, or a gradient of its shape and dtype. top_k: as of `Rows`. trains: a backward follows, with the same
+    tiles. There it has to be asked for: the kernels take less time, but there are more of them to launch.
     """
     if isinstance(block.up, Tensor) or choose_block_m(num_rows, block.num_experts, x.dtype) >= BLOCK:
         return False
-    if not {getattr(weight, "products", None) for weight in (block.up, block.down)} == {"w8a8"}:
-        if trains or not quantizing_pays(num_rows, block.num_experts, spec_of(x)):
-            return False
-    return can_quantize(block, x, num_rows, top_k)
+    is_asked = all(getattr(weight, "products", None) == "w8a8" for weight in (block.up, block.down))
+    pays = not trains and quantizing_pays(num_rows, block.num_experts, spec_of(x))
+    return (is_asked or pays) and can_quantize(block, x, num_rows, top_k)
 
 
 def can_quantize(block: Block, x: Tensor, num_rows: int, top_k: int) -> bool:

@@ -304,9 +304,9 @@ def test_which_tiles_two_warp_groups_share(tuning, device_spec, rows, groups, n,
     assert config.block_n == block_n
 
 
-@pytest.mark.parametrize("bandwidth, rows", [(0, 600), (3352, 600), (4917, 409)])
+@pytest.mark.parametrize("bandwidth, rows", [(0, 600), (4917, 600), (3352, 880)])
 def test_up_to_how_many_rows_codes_are_not_copied(tuning, device_spec, bandwidth, rows):
-    """On average of a group: fewer where memory is faster. Unknown bandwidth counts as an H100's."""
+    """On average of a group: fewer where memory is faster. Unknown bandwidth counts as an H200's."""
     spec = device_spec(**{**H200, "bandwidth": bandwidth})
     assert tuning.transposing_pays(8 * rows, 8, spec) and not tuning.transposing_pays(8 * (rows + 1), 8, spec)
 

@@ -103,7 +103,7 @@ def transposing_pays(num_rows: int, num_groups: int, spec: DeviceSpec) -> bool:
 
     Memory bounds the copy: of an H100 it takes 1.4 times as long as of an H200.
     """
-    return num_rows * (spec.bandwidth or _H100_BANDWIDTH) <= _TRANSPOSED_ROWS * _H100_BANDWIDTH * num_groups
+    return num_rows * (spec.bandwidth or _H200_BANDWIDTH) <= _TRANSPOSED_ROWS * _H200_BANDWIDTH * num_groups
 
 
 def rows_per_group(num_rows: int, num_groups: int) -> int:
@@ -131,8 +131,8 @@ _HOPPER_GEMM_TILES = {
 }
 _LONG_K = 4096  # from where on wide tiles can pay
 _QUANTIZED_ROWS = 16  # of an expert on average from where on 8-bit rows pay
-_TRANSPOSED_ROWS = 600  # of a group on average up to which an H100 does not copy codes
-_H100_BANDWIDTH = 3352  # GB/s
+_TRANSPOSED_ROWS = 600  # of a group on average up to which an H200 does not copy codes
+_H200_BANDWIDTH = 4917  # GB/s
 THIN = 64  # columns of a weight gradient up to which it is one of streaming its other operand
 
 

@@ -18,18 +18,19 @@ SIDE = gl.constexpr(128)  # rows and columns of a block of codes
 
 @constexpr_function
 def words_by_diagonals(OF_COLUMNS):
-    """The layout of a block of codes in shared memory, as words of four codes (4, 32, 32), swizzled by 128 bytes.
+    """The layout of a block of codes in shared memory, as words of four codes (4, 2, 2, 16, 16), swizzled by 128 bytes.
 
-    Of the block (K, N) word [i, (k ^ n), n] has row 4 k + i of columns 4 n to 4 n + 3; OF_COLUMNS, of the transposed
-    one, rows 4 k to 4 k + 3 of column 4 n + i. So a warp that takes all n for some i and k ^ n finds its words in
-    different banks in both.
+    The block (K, N) is seen in squares (k, n) of 8 x 8 codes. Word [i, k0, n0, (k ^ n), n] has row 8 k + 4 k0 + i of
+    columns 8 n + 4 n0 to 8 n + 4 n0 + 3; OF_COLUMNS, of the transposed one, rows 8 k + 4 k0 to 8 k + 4 k0 + 3 of column
+    8 n + 4 n0 + i. Two words lie side by side in either. So half a warp that takes all n for some k ^ n finds its pairs
+    in different banks in both.
     """
     bases = []
     for bit in range(12):
         row, place = divmod(1 << bit, 32)
         word = place ^ ((row % 8) << 2)  # of the row
         k, n = (word, row // 4) if OF_COLUMNS else (row // 4, word)
-        bases.append([row % 4, k ^ n, n])
+        bases.append([row % 4, k % 2, n % 2, (k ^ n) // 2, n // 2])
     return gl.SharedLinearLayout(bases)
 
 
@@ -52,17 +53,20 @@ _TRANSPOSE_4X4 = gl.constexpr(
 
 @gluon.jit
 def transpose_block(codes, DIAGONALS: gl.constexpr):
-    """Transposes a block (128, 128) of codes in place. codes: any view of its shared memory.
+    """Transposes a block (128, 128) of codes in place, by squares of 8 x 8. codes: any view of its shared memory.
 
-    DIAGONALS: of the 32, how many a warp has in registers at once.
+    DIAGONALS: of the 16, how many a warp has in registers at once, two at least. Between its loads and its stores the
+    warps meet, so more of them take less time.
     """
     PIECE: gl.constexpr = DIAGONALS * gl.num_warps()
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4, DIAGONALS, 1], [1, 1, 32], [1, gl.num_warps(), 1], [2, 1, 0])
-    all_rows = reinterpret(codes, gl.int32, [4, 32, 32], words_by_diagonals(False))
-    all_columns = reinterpret(codes, gl.int32, [4, 32, 32], words_by_diagonals(True))
-    for i in gl.static_range(32 // PIECE):
-        rows, columns = all_rows.slice(i * PIECE, PIECE, dim=1), all_columns.slice(i * PIECE, PIECE, dim=1)
-        even, odd = rows.load(LAYOUT).reshape([2, 2, PIECE, 32]).permute((2, 3, 0, 1)).split()
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [4, 2, 2, DIAGONALS // 2, 1], [1, 1, 1, 2, 16], [1, 1, 1, gl.num_warps(), 1], [4, 3, 2, 1, 0]
+    )
+    all_rows = reinterpret(codes, gl.int32, [4, 2, 2, 16, 16], words_by_diagonals(False))
+    all_columns = reinterpret(codes, gl.int32, [4, 2, 2, 16, 16], words_by_diagonals(True))
+    for i in gl.static_range(16 // PIECE):
+        rows, columns = all_rows.slice(i * PIECE, PIECE, dim=3), all_columns.slice(i * PIECE, PIECE, dim=3)
+        even, odd = rows.load(LAYOUT).reshape([2, 2, 2, 2, PIECE, 16]).permute((2, 3, 4, 5, 0, 1)).split()
         row0, row2 = even.split()
         row1, row3 = odd.split()
         column0, column1, column2, column3 = gl.inline_asm_elementwise(
@@ -70,7 +74,7 @@ def transpose_block(codes, DIAGONALS: gl.constexpr):
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
         )  # fmt: skip
         words = gl.join(gl.join(column0, column2), gl.join(column1, column3))
-        columns.store(words.permute((2, 3, 0, 1)).reshape([4, PIECE, 32]))
+        columns.store(words.permute((4, 5, 0, 1, 2, 3)).reshape([4, 2, 2, PIECE, 16]))
 
 
 @gluon.jit
@@ -91,7 +95,7 @@ def hand_over(ring, landed, number, PRODUCT: gl.constexpr):
             LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDE, SIDE], ring.rhs.dtype)
             blocks = reinterpret(ring.rhs.index(slot), ring.rhs.dtype, [2, SIDE, SIDE], LAYOUT)
             for i in gl.static_range(2):
-                transpose_block(blocks.index(i), 8 if PRODUCT.R == 0 else 2)
+                transpose_block(blocks.index(i), 4 if PRODUCT.R == 0 else 2)
         fence_async_shared()
         mbarrier.arrive(ring.full.index(slot), count=1)
 

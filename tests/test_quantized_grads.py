@@ -92,10 +92,13 @@ def test_linear(grouped_moe, rank):
     assert (got[0][:30] == 0).all() and (got[1][800:] == 0).all()
 
 
-@pytest.mark.parametrize("rows", [900, 2600], ids=["few-rows", "many-rows"])
+@pytest.mark.parametrize("rows", [900, 4000], ids=["few-rows", "many-rows"])
 @pytest.mark.parametrize("rank", [None, 16], ids=str)
 def test_layouts_of_codes(grouped_moe, rank, rows):
-    """The gradient of rows has the same bits for codes that lie along N and along K, where no product turns them."""
+    """The gradient of rows has the same bits for codes that lie along N and along K, where no product turns them.
+
+    On Hopper those along K are transposed in shared memory for few rows, and copied for many (`transposing_pays`).
+    """
     groups, n, k = 4, 640, 400
     weight = grouped_moe.quantize_blocks(torch.randn(groups, n, k, device="cuda") / k**0.5)
     along_n = weight._replace(data=weight.data.mT.contiguous().mT)

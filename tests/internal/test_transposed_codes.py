@@ -22,8 +22,10 @@ def words_by_diagonals(grouped_moe):
 
 
 def swizzled(block):
-    """A block's bytes in memory, as TMA writes it with a swizzle of 128 bytes: piece c of 16 bytes of row r is at
-    c ^ (r % 8). Source: CUDA C++ Programming Guide, swizzle modes."""
+    """The bytes of a block as TMA writes it, swizzled by 128 bytes.
+
+    The 16 bytes c of row r are at place c ^ (r % 8) of the row. Source: CUDA C++ Programming Guide, swizzle modes.
+    """
     memory = np.empty_like(block)
     for row, piece in itertools.product(range(SIDE), range(8)):
         place = (piece ^ row % 8) * 16

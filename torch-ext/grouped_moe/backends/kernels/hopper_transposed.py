@@ -29,7 +29,7 @@ def words_by_diagonals(OF_COLUMNS):
     for bit in range(12):
         row, place = divmod(1 << bit, 32)
         word = place ^ ((row % 8) << 2)  # of the row
-        k, n = (word, row // 4) if OF_COLUMNS else (row // 4, word)
+        k, n = (word, row // 4) if OF_COLUMNS else (row // 4, word)  # of squares of 4 x 4
         bases.append([row % 4, k % 2, n % 2, (k ^ n) // 2, n // 2])
     return gl.SharedLinearLayout(bases)
 
@@ -55,8 +55,8 @@ _TRANSPOSE_4X4 = gl.constexpr(
 def transpose_block(codes, DIAGONALS: gl.constexpr):
     """Transposes a block (128, 128) of codes in place, by squares of 8 x 8. codes: any view of its shared memory.
 
-    DIAGONALS: of the 16, how many a warp has in registers at once, two at least. Between its loads and its stores the
-    warps meet, so more of them take less time.
+    DIAGONALS: of the 16, how many a warp has in registers at once, two at least. The warps meet between loads and
+    stores, which is less often with more diagonals at once.
     """
     PIECE: gl.constexpr = DIAGONALS * gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout(

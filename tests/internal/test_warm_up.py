@@ -218,6 +218,33 @@ def test_progress(grouped_moe, compiles, capsys, progress):
     assert ("compiling" in capsys.readouterr().err) == progress
 
 
+def test_the_bar_counts_kernels(compiles, capsys):
+    pytest.importorskip("tqdm")
+    with compiles.module("warm_up")._CompilingThreads(progress=True) as threads:
+        made = [threads.submit(int, text) for text in "123"]
+    assert [future.result() for future in made] == [1, 2, 3] and "3/3" in capsys.readouterr().err
+
+
+def test_nothing_is_launched_before_all_is_compiled(grouped_moe, compiles, monkeypatch):
+    """So that all can be compiled at once."""
+    launched, model = [], qwen3()
+    forward, routing = compiles.module("warm_up").experts_forward, compiles.module("backends.triton.routing")
+
+    def counted(*args):
+        launched.append((len(compiles.launches), len(compiles.variants)))
+        return forward(*args)
+
+    monkeypatch.setattr(compiles.module("warm_up"), "experts_forward", counted)
+    count = grouped_moe.warm_up(model, (1, 512), backward=True, progress=False)
+    dry, run = launched[: len(launched) // 2], launched[len(launched) // 2 :]
+    assert all(launches == 0 for launches, _ in dry) and run[-1][0] > 0
+    assert dry[-1][1] > 0 and all(variants == count for _, variants in run)
+    with compiles.module("backends.triton.launch").compiling_together(None):
+        routing.assert_room(torch.tensor([2]), 1)  # which nobody wrote
+    with pytest.raises(RuntimeError, match="capacity"):
+        routing.assert_room(torch.tensor([2]), 1)
+
+
 @pytest.mark.parametrize(
     "change, error, message",
     [

@@ -1,8 +1,9 @@
 """Compiles the kernels of a model before its first batches need them: `warm_up`."""
 
 import itertools
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Callable, Dict, Hashable, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Hashable, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +60,10 @@ def warm_up(
     as the experts module or a config says. progress: whether to show a bar, which needs tqdm.
 
     Layers of the same shape and kind are run once, under the autocast there is, on random tokens: of the numbers that
-    need other kernels than smaller ones the smallest, which takes the memory of as many tokens. Parameters, `.grad` and
-    `main_grad` stay as they are. Routing weights count as fp32 or of the layer's dtype. Triton keeps on disk what it
-    has compiled, for the next process. On a CPU there is nothing to compile: 0.
+    need other kernels than smaller ones the smallest, which takes the memory of as many tokens. Threads compile what
+    they need, several kernels at once. Parameters, `.grad` and `main_grad` stay as they are. Routing weights count as
+    fp32 or of the layer's dtype. Triton keeps on disk what it has compiled, for the next process. On a CPU there is
+    nothing to compile: 0.
 
     Raises TypeError or ValueError that names the argument.
     """
@@ -69,18 +71,52 @@ def warm_up(
     layers = {layer.kind: layer for layer in _find_layers(target, top_k, backward)}.values()
     if not layers:
         return 0
-    from .backends.triton.launch import COMPILED
+    from .backends.triton.launch import COMPILED, compiling_together
 
     count, (first, last) = len(COMPILED), num_tokens
     runs = []
     for layer in layers:
         smallest = {layer.choice(tokens): tokens for tokens in range(last, first - 1, -1)}
-        runs += [(layer, tokens) for tokens in sorted(smallest.values())]
-    for layer, tokens in _with_bar(runs, progress):
-        for trains in (False, True) if backward else (False,):
-            with torch.set_grad_enabled(trains):
-                layer.run(tokens)
+        for tokens in sorted(smallest.values()):
+            runs += [partial(_run, layer, tokens, trains) for trains in ((False, True) if backward else (False,))]
+    with _CompilingThreads(progress) as threads:
+        with compiling_together(threads), torch.autograd.set_multithreading_enabled(False):
+            for run in runs:
+                run()
+    for run in runs:
+        run()
     return len(COMPILED) - count
+
+
+def _run(layer: _Layer, num_tokens: int, trains: bool) -> None:
+    with torch.set_grad_enabled(trains):
+        layer.run(num_tokens)
+
+
+class _CompilingThreads(ThreadPoolExecutor):
+    """Threads that compile kernels, and a bar of how many they have to compile and have compiled."""
+
+    def __init__(self, progress: bool):
+        super().__init__()
+        try:
+            from tqdm.auto import tqdm
+        except ImportError:
+            progress = False
+        self._bar = tqdm(desc="grouped_moe: compiling", unit="kernel", total=0) if progress else None
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future:
+        """As of any executor."""
+        future = super().submit(*args, **kwargs)
+        if self._bar is not None:
+            self._bar.total += 1
+            future.add_done_callback(lambda _: self._bar.update())
+        return future
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """As of any executor."""
+        super().shutdown(*args, **kwargs)
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _check_arguments(target: nn.Module, num_tokens: Tuple[int, int], top_k: Optional[int]) -> None:
@@ -95,15 +131,6 @@ def _check_arguments(target: nn.Module, num_tokens: Tuple[int, int], top_k: Opti
         raise TypeError(f"top_k: expected an int or None, got {type(top_k).__name__}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k: expected at least 1, got {top_k}")
-
-
-def _with_bar(runs: Sequence[Any], progress: bool) -> Iterable[Any]:
-    """The runs, behind a bar."""
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return runs
-    return tqdm(runs, desc="grouped_moe: compiling", disable=not progress)
 
 
 def _needs_kernels(tensor: Tensor) -> bool:

@@ -4,13 +4,17 @@
 `compiled[grid](...)`, as Triton's tutorial on fused softmax launches what it has compiled, takes 8 to 11.
 """
 
+import contextlib
 import inspect
 import logging
+from concurrent.futures import Executor
+from contextvars import ContextVar
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, Optional, Tuple, Union
 
 import torch
+import triton
 from torch import Tensor
 
 from ...common import _compat
@@ -27,6 +31,27 @@ VARYING = frozenset(
 COMPILED = set()  # the variants that were ever launched, which `warm_up` counts
 
 _log = logging.getLogger("grouped_moe")
+_compiles_only: ContextVar[bool] = ContextVar("grouped_moe_compiles_only", default=False)
+
+
+@contextlib.contextmanager
+def compiling_together(executor: Executor) -> Iterator[None]:
+    """Within, launches run nothing: the executor compiles the variants that they lack, side by side, until the end.
+
+    It holds for this thread alone, so backwards have to run in it (`torch.autograd.set_multithreading_enabled`). What
+    kernels would have written stays unwritten. A variant that fails to compile does so again when it is launched.
+    """
+    token = _compiles_only.set(True)
+    try:
+        with triton.AsyncCompileMode(executor, ignore_errors=True):
+            yield
+    finally:
+        _compiles_only.reset(token)
+
+
+def runs_nothing() -> bool:
+    """Whether launches only compile."""
+    return _compiles_only.get()
 
 
 class Kernel:
@@ -56,6 +81,9 @@ class Kernel:
     def __call__(self, grid: Tuple[int, ...], *args: Any) -> None:
         """The first argument is a tensor or a descriptor. Descriptors have the same dtypes and blocks in all calls."""
         first = args[0] if isinstance(args[0], Tensor) else args[0].base
+        if _compiles_only.get():
+            self.function.warmup(*args, grid=grid, **self._named(first))
+            return
         if not _compat.keeps_variants(first.is_cuda):
             self.compile_and_launch(grid, first, args)
             return
@@ -81,10 +109,13 @@ class Kernel:
         """By Triton's own way, which compiles a variant that is not there. Returns the variant."""
         if self.tile is not None and _log.isEnabledFor(logging.INFO):
             _log_once(f"{self.function.__name__} on {first.device}: {self.tile}")
-        options = {**_options_of(first.device), **self.options}
-        compiled = self.function[grid](*args, **self.constants, **options)
+        compiled = self.function[grid](*args, **self._named(first))
         COMPILED.add(compiled)
         return compiled
+
+    def _named(self, first: Tensor) -> Dict[str, Any]:
+        """The constexprs, and the options for the device of a tensor."""
+        return {**self.constants, **_options_of(first.device), **self.options}
 
 
 @lru_cache(maxsize=None)

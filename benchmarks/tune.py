@@ -1,11 +1,12 @@
-"""Times candidate tiles of every grouped GEMM on this GPU and writes those that win as configs/<device>.json.
+"""Times candidate tiles of grouped GEMMs on this GPU and writes those that win as configs/<device>.json.
 
     python benchmarks/tune.py [--output FILE] [--budget SECONDS]
     python benchmarks/tune.py --quick --output quick.json           # one layer, one step away from the tiles in use
     python benchmarks/tune.py --layers Mixtral OLMoE --rows 32 128  # these layers, so many rows per expert
     python benchmarks/tune.py --products up down --rows 1 4         # these products, of small batches
 
-`make build` packs the file with the package; tiles that were not timed stay those that the GPU has now.
+`make build` packs the file with the package; tiles that were not timed stay those that the GPU has now. Hopper's fused
+kernels, thin weight gradients and the kernels of FP8 weights have fixed tiles: there is nothing to choose.
 
 From the tile in use, a search looks at those that differ in one field and goes on from the best until none is better.
 Candidates run through the package's launchers, for several layers and row counts each; processes compile them ahead,

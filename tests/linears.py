@@ -4,7 +4,6 @@ from typing import NamedTuple, Optional
 
 import torch
 from sorted_rows import Inputs
-from sorted_rows import run_reference as run_reference_of
 
 
 class Linear(NamedTuple):
@@ -71,9 +70,3 @@ def make(linear: Linear, dtype: torch.dtype, device: str):
     offsets = torch.tensor((linear.head, *linear.sizes)).cumsum(0).to(device)
     x, weight, bias, dy = (t.to(device, dtype) for t in (x, weight, bias, dy))
     return x, weight, offsets, bias if linear.bias else None, dy
-
-
-def run_reference(grouped_moe, linear: Linear, x, weight, offsets, bias, dy):
-    """{"y": output, name: gradient} in fp64, of what `make` returns."""
-    inputs = Inputs({"x": x, "weight": weight, "bias": bias, "bias_scales": None}, offsets, dy)
-    return run_reference_of(grouped_moe, linear, inputs)

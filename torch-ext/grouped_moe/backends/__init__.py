@@ -6,7 +6,7 @@ Each backend is a module with these functions, whose docstrings there say what t
     factors of LoRA     pack_factor
     passes over rows    combine, combine_grad, gather_rows, bias_grads, sum_dots, num_bias_dots
     between ranks       plan_exchange, pack_rows, unpack_rows, place_rows, take_slots
-    few tokens          is_decode, decode; not in torch
+    few tokens          is_decode; decode, not in torch
     8-bit rows          quantizes
 `table` lists the kernels of each product in order of preference: Gluon's in `hopper`, Triton's in `triton`, and those
 of scaled weights in `block_scaled`. The CUDA build has `native` ops for few tokens and routes, with the Triton backend

@@ -19,7 +19,7 @@ _ROUTE, _SPLIT = (ops.route_rows.default, ops.split_rows.default) if IS_BUILT el
 def routing_pays(num_experts: int) -> bool:
     """Whether one native launch is better than the Triton backend's one, or three above 2048 slots.
 
-    Those take the host 8 to 70 us longer. The GPU, an H100, takes at most 2.4 us less by them with up to 512 experts,
+    Those take the host 7 to 40 us longer. The GPU, an H100, takes at most 2.4 us less by them with up to 512 experts,
     and often more.
     """
     return num_experts <= 512

@@ -219,6 +219,9 @@ def test_which_scale_an_element_has(grouped_moe, device, parts):
             want[row, column] = codes[0, row, column].float() * scale
     weight = grouped_moe.BlockScaled(codes.to(device), scales.to(device), block, parts)
     assert torch.equal(weight.dequantize(FP32)[0].cpu(), want)
+    for dtype in (torch.int32, torch.float8_e4m3fn, "float32"):
+        with pytest.raises(TypeError, match="^dtype: expected bf16, fp16, fp32 or fp64, got "):
+            weight.dequantize(dtype)
     y = grouped_moe.grouped_linear(torch.eye(k, device=device), weight, [k])
     assert torch.equal(y.T.cpu(), want)
 

@@ -179,7 +179,7 @@ def test_forward_mode_is_refused(grouped_moe, device, name):
         def function(tensor):
             return operation.function(*{**leaves, key: tensor}.values())
 
-        with pytest.raises(RuntimeError, match="jvp|setup_context"):  # the latter is PyTorch's
+        with pytest.raises(NotImplementedError, match=r"\(jvp\)|by transforms of torch\.func"):
             torch.func.jvp(function, (leaf,), (torch.ones_like(leaf),))
         with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
             function(torch.autograd.forward_ad.make_dual(leaf, torch.ones_like(leaf)))
@@ -198,6 +198,20 @@ def test_batched_gradients(grouped_moe, device, name):
         assert_bitwise(f"gradient {index}", got[index], torch.stack(grads))
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(out, leaves, douts, create_graph=True, is_grads_batched=True)
+
+
+@by_operation
+def test_gradient_transforms_are_refused(grouped_moe, device, name):
+    """By an error that says what works instead, which PyTorch's does not."""
+    operation = make_operation(grouped_moe, name, device)
+    x, *others = (leaf.detach() for leaf in operation.leaves.values())
+
+    def function(x):
+        return operation.function(x, *others).sum()
+
+    for transform in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f)), torch.func.jacrev):
+        with pytest.raises(NotImplementedError, match=r"torch\.func.*torch\.autograd\.grad"):
+            transform(function)(x[None] if transform not in (torch.func.grad, torch.func.jacrev) else x)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop.*:UserWarning")

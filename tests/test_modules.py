@@ -257,7 +257,9 @@ WRONG = {
     "in_features": [((3, 0, 5), {}, ValueError), ((3, "4", 5), {}, TypeError)],
     "out_features": [((3, 4, -1), {}, ValueError), ((3, 4, True), {}, TypeError)],
     "scale_bias": [((3, 4, 5), {"scale_bias": True, "bias": False}, ValueError)],
-    "dtype": [((3, 4, 5), {"dtype": torch.int32}, TypeError), ((3, 4, 5), {"dtype": "bf16"}, TypeError)],
+    "dtype": [((3, 4, 5), {"dtype": dtype}, TypeError) for dtype in (torch.int32, torch.float8_e4m3fn, "bf16")],
+    "bias": [((3, 4, 5), {"bias": "False"}, TypeError)],
+    "delay_wgrad": [((3, 4, 5), {"delay_wgrad": 1}, TypeError)],
     "init_method": [((3, 4, 5), {"init_method": "normal"}, TypeError)],
 }
 

@@ -106,6 +106,16 @@ def test_pickle_writes_the_weights_once(grouped_moe):
     assert size[False] < 1.5 * size[True]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_shallow_copy_shares_parameters(grouped_moe, layout):
+    module = make_module(grouped_moe, layout, "cpu")
+    twin = copy.copy(module)
+    assert list(map(id, twin.parameters())) == list(map(id, module.parameters()))
+    with torch.no_grad():
+        next(module.parameters()).zero_()
+    assert not next(twin.parameters()).any() and twin._delayed is not module._delayed
+
+
 def test_deepcopy_keeps_ties(grouped_moe):
     module = make_module(grouped_moe, LAYOUTS[-1], "cpu")
     twin, tied = copy.deepcopy((module, [module.weight2]))

@@ -1,5 +1,6 @@
 """What a weight may carry besides its values: a low-rank pair (LoRA), as callers give it and as products read it."""
 
+import sys
 from types import ModuleType
 from typing import Dict, NamedTuple, Optional, Tuple
 
@@ -224,6 +225,8 @@ def _check_lora(name: str, lora: LoRA, weight: Tensor, x: Tensor) -> None:
         raise TypeError(f"{name}: expected a LoRA or None, got {type(lora).__name__}")
     if not isinstance(lora.scaling, (int, float)) or isinstance(lora.scaling, bool):
         raise TypeError(f"{name}.scaling: expected a number, got {type(lora.scaling).__name__}")
+    if abs(lora.scaling) > sys.float_info.max:
+        raise ValueError(f"{name}.scaling: expected a finite number that a float holds, got {lora.scaling}")
     for field in ("a", "b"):
         factor = getattr(lora, field)
         checks.check_tensor(f"{name}.{field}", factor)

@@ -113,14 +113,18 @@ def _maps(routing: object) -> Tuple[Tensor, Tensor, Tensor, int]:
     """
     if not isinstance(routing, Routing):
         raise TypeError(f"routing: expected a Routing, got {type(routing).__name__}")
-    num_slots, device = routing.slot_to_row.shape[0], routing.slot_to_row.device
-    if routing.top_k < 1 or num_slots % routing.top_k:
-        raise ValueError(f"routing: expected top_k to divide {num_slots} slots, got {routing.top_k}")
-    for name, size, legend in (
-        ("expert_offsets", None, "(E + 1,)"), ("row_to_slot", num_slots, "(S,)"), ("slot_to_row", num_slots, "(S,)")
-    ):  # fmt: skip
-        tensor, made = getattr(routing, name), "the maps that route makes"
-        checks.check_operand(f"routing.{name}", tensor, (size,), legend, device, torch.int32, made)
+    slots, top_k, made = routing.slot_to_row, routing.top_k, "the maps that route makes"
+    checks.check_tensor("routing.slot_to_row", slots)
+    checks.check_operand("routing.slot_to_row", slots, (None,), "(S,)", slots.device, torch.int32, made)
+    (num_slots,), device = slots.shape, slots.device
+    if not isinstance(top_k, (int, torch.SymInt)) or isinstance(top_k, bool):
+        raise TypeError(f"routing.top_k: expected an int, got {type(top_k).__name__}")
+    if top_k < 1 or num_slots % top_k:
+        raise ValueError(f"routing: expected top_k to divide {num_slots} slots, got {top_k}")
+    for name, size, legend in (("expert_offsets", None, "(E + 1,)"), ("row_to_slot", num_slots, "(S,)")):
+        checks.check_operand(f"routing.{name}", getattr(routing, name), (size,), legend, device, torch.int32, made)
+    if routing.expert_offsets.shape[0] < 2:
+        raise checks.wrong_shape("routing.expert_offsets", routing.expert_offsets, (None,), "(E + 1,), E from 1 on,")
     return routing.expert_offsets, routing.row_to_slot, routing.slot_to_row, routing.top_k
 
 

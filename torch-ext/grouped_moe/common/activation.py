@@ -59,6 +59,8 @@ def _with_parameters(known: Activation, given: Activation) -> Activation:
     for field, value in (("alpha", alpha), ("limit", 1.0 if limit is None else limit), ("up_offset", up_offset)):
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise TypeError(f"activation: expected a number as {field}, got {type(value).__name__}")
+        if value != value:  # math.isnan cannot be traced
+            raise ValueError(f"activation: expected a number as {field}, got nan")
     if 1.0 in (alpha, known.alpha):
         name, alpha = known.name, alpha * known.alpha
     if alpha != 1.0 and name != "silu":

@@ -18,6 +18,10 @@ _DECOMPOSED = (
     "grouped_moe: the program was decomposed, so {} has no gradients here: differentiate the exported program before"
     " run_decompositions, or call this one under torch.no_grad()"
 )
+_NO_TRANSFORM = (
+    "{}: not differentiated by transforms of torch.func (grad, vjp, jvp, jacrev): use torch.autograd.grad, which works"
+    " with torch.func.vmap and torch.func.functional_call"
+)
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _OTHER_TYPES = frozenset((bool, int, float, str, list, tuple, torch.dtype))  # of arguments
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -82,7 +86,11 @@ def define_differentiable_op(
     """
 
     def choose(*args):
-        return recorded(*args) if needs_autograd(*args) else plain(*args)
+        if not needs_autograd(*args):
+            return plain(*args)
+        if _compat.in_transform() and not torch.compiler.is_compiling():
+            raise NotImplementedError(_NO_TRANSFORM.format(name))
+        return recorded(*args)
 
     def call(*args):
         if not goes_directly(*args):

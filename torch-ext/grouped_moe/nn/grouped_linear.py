@@ -19,7 +19,7 @@ from ..splits import Splits, as_splits
 from . import frozen
 from .main_grad import Delayed, Later, MainGrad, Wanted, WgradTap, accumulate, main_grads_of, mark_added
 from .packing import Pack, as_one
-from .parameters import check_arguments, translate
+from .parameters import FLAGS, check_arguments, translate
 
 _MAX_DELAYED = 64  # microbatches: more than a pipeline has in flight
 
@@ -80,10 +80,10 @@ class GroupedLinear(nn.Module):
         super().__init__()
         check_arguments(num_groups, in_features, out_features, bias, scale_bias, dtype, init_method)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
-        self.use_bias, self.scale_bias = bool(bias), bool(scale_bias)
-        self.single_grouped_weight, self.single_grouped_bias = bool(single_grouped_weight), bool(single_grouped_bias)
-        self.init_method = init_method
-        self.accumulate_into_main_grad, self.delay_wgrad = bool(accumulate_into_main_grad), bool(delay_wgrad)
+        self.use_bias, self.scale_bias, self.init_method = bias, scale_bias, init_method
+        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
+        self.accumulate_into_main_grad, self.delay_wgrad = accumulate_into_main_grad, delay_wgrad
+        checks.check_flags(bias=bias, **{flag: getattr(self, flag) for flag in FLAGS})
         self._names: Dict[str, List[str]] = {"weight": [], "bias": []}  # of parameters, in the order of the groups
         self._scaled: Optional[Dict[str, Any]] = None  # of a block-scaled weight what is no tensor
         self._delayed: Deque[Delayed] = deque()
@@ -193,6 +193,11 @@ class GroupedLinear(nn.Module):
     def _state(self) -> Dict[str, Any]:
         return {**self.__dict__, "_delayed": deque(), "_wgrad_hooks": [], "_checked_main_grads": []}
 
+    def __copy__(self):
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self._state())
+        return twin
+
     def __deepcopy__(self, memo):
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(self._state(), memo))
@@ -220,9 +225,7 @@ class GroupedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         shape = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
-        flags = {"scale_bias": False, "single_grouped_weight": True, "single_grouped_bias": True}
-        flags.update(accumulate_into_main_grad=False, delay_wgrad=False)
-        changed = [f"{name}={not default}" for name, default in flags.items() if getattr(self, name) != default]
+        changed = [f"{flag}={not default}" for flag, default in FLAGS.items() if getattr(self, flag) != default]
         return ", ".join([shape, f"bias={self.use_bias}", *changed, *frozen.described(self._scaled or {})])
 
     def _packed(self, kind: str, x: Tensor, detached: bool = False) -> Optional[Weight]:

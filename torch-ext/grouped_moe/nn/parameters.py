@@ -6,6 +6,11 @@ import torch
 
 from ..common import checks
 
+FLAGS = {  # of `GroupedLinear` but `bias`, and their defaults
+    "scale_bias": False, "single_grouped_weight": True, "single_grouped_bias": True, "accumulate_into_main_grad": False,
+    "delay_wgrad": False,
+}  # fmt: skip
+
 
 def check_arguments(num_groups, in_features, out_features, bias, scale_bias, dtype, init_method) -> None:
     """Raises TypeError or ValueError that names the argument of `GroupedLinear`."""
@@ -20,6 +25,8 @@ def check_arguments(num_groups, in_features, out_features, bias, scale_bias, dty
         raise ValueError("scale_bias: expected False without a bias, got True")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype: expected a floating-point torch.dtype, got {dtype!r}")
+    if dtype is not None and dtype.itemsize == 1:
+        raise TypeError(f"dtype: expected one of two bytes or more, got {dtype}; `from_block_scaled` makes FP8 layers")
     if init_method is not None and not callable(init_method):
         raise TypeError(f"init_method: expected a callable, got {type(init_method).__name__}")
 

@@ -65,11 +65,11 @@ def _scales_of(weight: BlockScaled) -> Tensor:
 
 
 def _factors_of(loras: Loras) -> Optional[Tuple[Tensor, ...]]:
-    """The factors of the pairs that there are; None if one is no LoRA, or its scaling no plain number."""
+    """The factors of the pairs that there are; None if one is no LoRA, or its scaling no finite, plain number."""
     factors = ()
     for lora in loras[:2]:
         if lora is not None:
-            if not isinstance(lora, LoRA) or type(lora.scaling) not in (float, int):
+            if not isinstance(lora, LoRA) or type(lora.scaling) not in (float, int) or not abs(lora.scaling) < inf:
                 return None
             factors += lora[:2]
     return factors

@@ -1,5 +1,6 @@
 """`warm_up` compiles all that later calls need, and leaves no trace but that."""
 
+import itertools
 import random
 
 import pytest
@@ -112,6 +113,43 @@ def test_later_calls_compile_nothing(grouped_moe, compiles, name):
     for tokens in [1, 2, 3, 4096, *(draw.choice((draw.randrange(1, 4097), draw.randrange(1, 300))) for _ in range(60))]:
         for backward in (False, True):
             call_experts(compiles, model, tokens, top_k, backward, draw.choice((BF16, torch.float32)))
+        assert len(compiles.variants) == count, f"{tokens} tokens: {compiles.names()[count:]}"
+
+
+@pytest.mark.parametrize("make, top_k", [(qwen3, 8), (gpt_oss, 4), (fp8, 8)])
+def test_loras_of_peft(grouped_moe, compiles, make, top_k):
+    """Of the active adapter, in decoding, in large batches and in training."""
+    peft, model = pytest.importorskip("peft"), make()
+    experts_of(model).config._experts_implementation = grouped_moe.register_experts_implementation("grouped_moe_lora")
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=[], target_parameters=targets))
+    wrapper, draw = next(each for each in model.modules() if type(each).__name__ == "ParamWrapper"), random.Random(0)
+    count = grouped_moe.warm_up(model, (1, 2048), backward=True, progress=False)
+    assert count == len(compiles.variants) and any("project" in name for name in compiles.names())
+    for tokens in [1, 2, 3, 2048, *(draw.randrange(1, 2049) for _ in range(30))]:
+        for backward in (False, True):
+            x, weights = (torch.zeros(tokens, n, dtype=BF16, requires_grad=backward) for n in (256, top_k))
+            with torch.set_grad_enabled(backward):
+                out = wrapper(x, torch.zeros(tokens, top_k, dtype=torch.int64), weights)
+            if backward:
+                out.backward(torch.zeros_like(out))
+        assert len(compiles.variants) == count, f"{tokens} tokens: {compiles.names()[count:]}"
+
+
+@pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj", ""])
+@pytest.mark.parametrize("make, top_k", [(qwen3, 8), (gpt_oss, 4)])
+def test_inputs_that_need_no_gradient(grouped_moe, compiles, make, top_k, frozen):
+    """As those of a model's first layer, where all but its experts is frozen."""
+    model = make()
+    experts, forward = experts_of(model), compiles.module("integrations.transformers").experts_forward
+    if frozen:
+        getattr(experts, frozen).requires_grad_(False)
+    count = grouped_moe.warm_up(model, (1, 1024), backward=True, progress=False)
+    for tokens, needs in itertools.product((1, 9, 200, 1024), itertools.product((False, True), repeat=2)):
+        x, weights = (torch.zeros(tokens, n, dtype=BF16, requires_grad=need) for n, need in zip((256, top_k), needs))
+        out = forward(experts, x, torch.zeros(tokens, top_k, dtype=torch.int64), weights, None)
+        leaves = [tensor for tensor in (x, weights, *experts.parameters()) if tensor.requires_grad]
+        torch.autograd.grad(out, leaves, torch.zeros_like(out))
         assert len(compiles.variants) == count, f"{tokens} tokens: {compiles.names()[count:]}"
 
 

@@ -3,7 +3,7 @@
 import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Callable, Dict, Hashable, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Hashable, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from .block import Block
 from .common import checks
 from .common.activation import Activation
 from .common.device import spec_of
+from .integrations.peft import loras_of
 from .integrations.transformers import capacity_of, experts_forward
 from .integrations.transformers_fp8 import has_scales, scaled_weight
 from .integrations.transformers_gate import fused_activation, local_part, post_expert
@@ -19,6 +20,7 @@ from .integrations.transformers_load import share_of
 from .nn import GroupedLinear
 from .nn.main_grad import buffer_of
 from .nn.packing import as_one
+from .operands import LoRA
 from .packed import PackedRow
 from .places import place_rows, receive, send, sum_places, take_slots
 from .tuning.heuristic import choose_block_m, quantizing_pays, rows_per_group, transposing_pays, wide_pays
@@ -53,11 +55,12 @@ def warm_up(
     """Compiles all variants of kernels that `target` needs for a range of token counts, and returns how many.
 
     target: a module with experts as transformers lays them out, or with `GroupedLinear` layers, on the device and in
-    the dtype of later calls. num_tokens: the first and the last number of tokens of a call; those of a `GroupedLinear`
-    are its rows, and with top_k so many times as many, too; those of experts that the package's exchange reaches under
-    expert parallelism are the places of all ranks. backward: also compiles what training needs, the gradients
-    of hidden states, of routing weights and of the parameters that require one. top_k: experts of a token, by default
-    as the experts module or a config says. progress: whether to show a bar, which needs tqdm.
+    the dtype of later calls; LoRAs of peft count as they are active. num_tokens: the first and the last number of
+    tokens of a call; those of a `GroupedLinear` are its rows, and with top_k so many times as many, too; those of
+    experts that the package's exchange reaches under expert parallelism are the places of all ranks. backward: also
+    compiles what training needs, the gradients of the parameters that require one, and of hidden states and routing
+    weights or not. top_k: experts of a token, by default as the experts module or a config says. progress: whether to
+    show a bar, which needs tqdm.
 
     Layers of the same shape and kind are run once, under the autocast there is, on random tokens: of the numbers that
     need other kernels than smaller ones the smallest, which takes the memory of as many tokens. Threads compile what
@@ -140,12 +143,13 @@ def _needs_kernels(tensor: Tensor) -> bool:
 
 def _find_layers(target: nn.Module, top_k: Optional[int], trains: bool) -> Iterator[_Layer]:
     """The layers of a module, those on CPU apart."""
-    found = False
+    found, loras = False, loras_of(target)
     for name, module in target.named_modules():
         if isinstance(module, GroupedLinear):
             weight, make = next(module.parameters()), partial(_linear_layer, module, target, top_k or 1, trains)
         elif _is_experts(module):
-            weight, make = module.down_proj, partial(_experts_layer, name, module, target, top_k, trains)
+            own = loras.get(module, {})
+            weight, make = module.down_proj, partial(_experts_layer, name, module, target, top_k, trains, own)
         else:
             continue
         found = True
@@ -169,24 +173,30 @@ def _twin(module: nn.Module, state: Dict[str, Any]) -> nn.Module:
 
 
 def _random(like: Tensor, *shape: int, dtype: Optional[torch.dtype] = None) -> Tensor:
-    """Random numbers that need a gradient in training. The generators of others stay as they are."""
+    """Random numbers. The generators of others stay as they are."""
     generator = torch.Generator(like.device).manual_seed(0)
     tensor = torch.rand(shape, generator=generator, device=like.device, dtype=torch.float32)
-    return tensor.to(dtype or like.dtype).requires_grad_(torch.is_grad_enabled())
+    return tensor.to(dtype or like.dtype)
 
 
 def _differentiate(out: Tensor, inputs: Sequence[Optional[Tensor]]) -> None:
-    """Computes the gradients of those inputs that need one, where gradients are enabled, and drops them."""
-    if not torch.is_grad_enabled():
+    """Computes the gradients of those inputs that need one, if any does, and drops them."""
+    if not out.requires_grad:
         return
     leaves = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
     torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
 
 
-def _describe(module: nn.Module) -> Tuple[Hashable, ...]:
-    """Of a module's parameters what kernels depend on."""
-    named = [(name, p.requires_grad, local_part(p.detach())) for name, p in module.named_parameters()]
-    return tuple((*rest, p.shape, p.stride(), p.dtype, p.device, p.data_ptr() % 16) for *rest, p in named)
+def _describe(named: Iterable[Tuple[str, Tensor]]) -> Tuple[Hashable, ...]:
+    """Of parameters what kernels depend on."""
+    parts = [(name, p.requires_grad, local_part(p.detach())) for name, p in named]
+    return tuple((*rest, p.shape, p.stride(), p.dtype, p.device, p.data_ptr() % 16) for *rest, p in parts)
+
+
+def _detached(lora: LoRA, num_experts: int) -> LoRA:
+    """A LoRA over the same memory, for the first experts, whose factors have gradients of their own."""
+    factors = (factor.detach()[:num_experts].requires_grad_(factor.requires_grad) for factor in lora[:2])
+    return LoRA(*factors, lora.scaling)
 
 
 def _input_dtype(weight: Tensor, is_scaled: bool, *owners: nn.Module) -> torch.dtype:
@@ -237,8 +247,10 @@ def _top_k_of(name: str, module: nn.Module, target: nn.Module) -> int:
     raise ValueError(f"top_k: expected the number of experts of a token, which neither {name!r} nor a config says")
 
 
-def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optional[int], trains: bool) -> _Layer:
-    """A layer of an experts module, which is run as the implementation for transformers runs it."""
+def _experts_layer(
+    name: str, module: nn.Module, target: nn.Module, top_k: Optional[int], trains: bool, loras: Dict[str, LoRA]
+) -> _Layer:
+    """A layer of an experts module, which is run as the implementation for transformers runs it, with its LoRAs."""
     from .backends.native.decode import groups_slots
     from .backends.native.fakes import IS_BUILT
     from .backends.native.routing import routing_pays, takes_slots
@@ -261,7 +273,8 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
         scaled_weight(module, each) if has_scales(module, each) else torch.empty_like(t, device="meta", dtype=dtype)
         for each, t in (("gate_up_proj" if gated else "up_proj", up), ("down_proj", down))
     ]
-    block = Block(*weights, *[None] * 4, activation or Activation(), gated, interleaved, transposed, False)
+    pairs = loras.get("gate_up_lora"), loras.get("down_lora")
+    block = Block(*weights, None, None, *pairs, activation or Activation(), gated, interleaved, transposed, False)
     quantized = can_quantize(block, torch.empty((1, h), device=up.device, dtype=dtype), 1, top_k)
     native, num_sms = IS_BUILT and up.is_cuda, spec_of(up).num_sms
     products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, dtype, trains, quantized)
@@ -280,17 +293,23 @@ def _experts_layer(name: str, module: nn.Module, target: nn.Module, top_k: Optio
         twin, generator = _twin(module, module.__dict__), torch.Generator(up.device).manual_seed(0)
         ids = torch.randint(e, (num_tokens, top_k), device=up.device, generator=generator)
         ids.view(-1)[num_rows(ids.numel()) :] = e  # sentinels, for which there is no room
-        for weights_dtype in {own_dtype, dtype, torch.float32}:
+        own = {each: _detached(lora, e) for each, lora in loras.items()}
+        leaves = *twin._parameters.values(), *(factor for lora in own.values() for factor in lora[:2])
+        # In a model's first layer hidden states, and routing weights if the router is frozen, may need no gradient.
+        needs = (False, True) if torch.is_grad_enabled() else (False,)
+        for weights_dtype, x_needs, weights_need in itertools.product({own_dtype, dtype, torch.float32}, needs, needs):
             x = _random(up, num_tokens, h, dtype=own_dtype)
-            weights = _random(up, num_tokens, top_k, dtype=weights_dtype)
+            weights, here = _random(up, num_tokens, top_k, dtype=weights_dtype), ids
             if exchanged:
-                x, ids, weights = _sent_to_itself(x, ids, weights, e)
-            out = experts_forward(twin, x, ids, weights, share)
-            _differentiate(out, (x, weights, *twin._parameters.values()))
+                x, here, weights = _sent_to_itself(x, ids, weights, e)
+            x, weights = x.requires_grad_(x_needs), weights.requires_grad_(weights_need)
+            out = experts_forward(twin, x, here, weights, share, **own)
+            _differentiate(out, (x, weights, *leaves))
 
+    factors = [(each, factor) for each, lora in loras.items() for factor in lora[:2]]
     flags = type(module), gated, interleaved, transposed, getattr(module, "has_bias", False), activation, top_k, share
-    flags += (exchanged,)
-    return _Layer((*flags, _describe(module)), choice, run)
+    flags += exchanged, _describe(factors)
+    return _Layer((*flags, _describe(module.named_parameters())), choice, run)
 
 
 def _sent_to_itself(x: Tensor, ids: Tensor, weights: Tensor, num_local: int) -> Tuple[Tensor, Tensor, Tensor]:
@@ -304,7 +323,7 @@ def _sent_to_itself(x: Tensor, ids: Tensor, weights: Tensor, num_local: int) -> 
         if trains:
             place_rows(x.contiguous(), source)
             take_slots(weights, places)
-    return x.requires_grad_(trains), ids, weights.requires_grad_(trains)
+    return x, ids, weights
 
 
 def _linear_layer(module: GroupedLinear, target: nn.Module, top_k: int, trains: bool) -> _Layer:
@@ -323,7 +342,8 @@ def _linear_layer(module: GroupedLinear, target: nn.Module, top_k: int, trains: 
 
     flags = module.scale_bias, module.accumulate_into_main_grad, module.delay_wgrad, own_dtype, str(module._scaled)
     buffers = (_main_grad_of(weight),) if module.accumulate_into_main_grad else ()
-    return _Layer((*flags, n, k, groups, *((b.dtype, b.stride()) for b in buffers), _describe(module)), choice, run)
+    flags += n, k, groups, *((b.dtype, b.stride()) for b in buffers)
+    return _Layer((*flags, _describe(module.named_parameters())), choice, run)
 
 
 def _main_grad_of(weight: Tensor) -> Tensor:
@@ -348,8 +368,8 @@ def _run_linear(module: GroupedLinear, num_rows: int, weight: Tensor, dtype: tor
     for scales_dtype, overwrite, splits in itertools.product(scales_dtypes, overwrites, kinds):
         if to_main_grad:
             _give_main_grads(module, twin, overwrite)
-        x = _random(weight, num_rows, module.in_features, dtype=dtype)
-        scales = None if scales_dtype is None else _random(weight, num_rows, dtype=scales_dtype)
+        x = _random(weight, num_rows, module.in_features, dtype=dtype).requires_grad_(trains)
+        scales = None if scales_dtype is None else _random(weight, num_rows, dtype=scales_dtype).requires_grad_(trains)
         y = twin.forward(x, splits, scales)
         if trains:
             _differentiate(y, (x, scales, *twin._parameters.values()))

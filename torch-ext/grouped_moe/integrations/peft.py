@@ -138,6 +138,18 @@ def _lora_of(wrapper: nn.Module, experts: nn.Module, arguments: Dict[str, object
     return _as_lora(wrapper, adapter, a, b)
 
 
+def loras_of(target: nn.Module) -> Dict[nn.Module, Dict[str, LoRA]]:
+    """The experts that wrappers within a module hand LoRAs to, each with these by the names of their arguments."""
+    kind, found = _wrapper_class(), {}
+    for wrapper in target.modules() if kind is not None else ():
+        if type(wrapper) is _subclass(kind):
+            experts = wrapper.get_base_layer()
+            lora = _lora_of(wrapper, experts, {})
+            if lora is not None:
+                found.setdefault(experts, {})[_ARGUMENTS[wrapper.parameter_name]] = lora
+    return found
+
+
 def _warn(wrapper: nn.Module, reason: str) -> None:
     """Once for each reason."""
     if reason not in _warned:

@@ -187,7 +187,10 @@ def _obstacle(wrapper: nn.Module, experts: nn.Module, adapter: str, a: Tensor, b
     weight = getattr(experts, wrapper.parameter_name)
     spread = getattr(weight, "placements", None) is not None  # of a DTensor
     if spread and not hasattr(experts, "ep_loras"):
-        return "the weight is sharded, and no ep_implementation of this package brings tokens to its rank"
+        return (
+            "the weight is sharded, and no ep_implementation of this package brings tokens to its rank (or fully_shard "
+            "was applied to the experts alone, within the wrapper, which gathers their weights too late)"
+        )
     if wrapper.__dict__.get("forward_without_factors") is _forward_of(experts) or not _may_take_factors(experts):
         return _OTHER_FORWARD
     if not _has_factors_alone(wrapper, adapter):
@@ -306,7 +309,7 @@ def factors_in_place(experts: nn.Module, name: str, transposed: bool) -> Optiona
     """
     parametrizations = experts._modules.get("parametrizations")
     steps = parametrizations[name] if parametrizations is not None and name in parametrizations else ()
-    if len(steps) != 1 or type(steps[0]).__name__ != "_LoraFactorsProxy" or not _adds_factors(type(steps[0])):
+    if len(steps) != 1 or type(steps[0]).__name__ != "_LoraFactorsProxy" or not _is_known_sum(type(steps[0])):
         return None
     a, b, scaling = steps[0].rhs, steps[0].lhs, steps[0].scaling
     if transposed:
@@ -314,6 +317,11 @@ def factors_in_place(experts: nn.Module, name: str, transposed: bool) -> Optiona
     if a.shape[1] > MAX_RANK or not isinstance(scaling, (int, float)):
         return None
     return steps.original, LoRA(a, b, scaling)
+
+
+@torch.compiler.assume_constant_result
+def _is_known_sum(kind: type) -> bool:
+    return _adds_factors(kind)
 
 
 @lru_cache(maxsize=None)

@@ -110,6 +110,8 @@ class Kernel:
         if self.tile is not None and _log.isEnabledFor(logging.INFO):
             _log_once(f"{self.function.__name__} on {first.device}: {self.tile}")
         compiled = self.function[grid](*args, **self._named(first))
+        if isinstance(compiled, triton.FutureKernel):  # which `compiling_together` may leave, done, in Triton's cache
+            compiled = compiled.result()
         COMPILED.add(compiled)
         return compiled
 

@@ -286,8 +286,9 @@ def _experts_layer(
         slots = num_tokens * top_k
         rows, decode = num_rows(slots), activation is not None and is_decode(block, num_tokens, top_k)
         routed = launches_of(slots), native and routing_pays(e) and takes_slots(slots, num_sms)
-        by_op = native and not trains and groups_slots(num_tokens, top_k, e)  # may take the call, and compiles nothing
-        return decode if decode and not trains else (decode, by_op, *routed, rows < slots, products(rows, slots))
+        by_op = native and groups_slots(num_tokens, top_k, e)  # takes calls without gradients, and compiles nothing
+        routed += rows < slots, bool(loras) and rows >= e  # `pack_factor` copies factors
+        return decode if decode and not trains else (decode, by_op, *routed, products(rows, slots))
 
     def run(num_tokens: int) -> None:
         twin, generator = _twin(module, module.__dict__), torch.Generator(up.device).manual_seed(0)

@@ -78,14 +78,14 @@ def keeps_graph() -> bool:
     return True if ask is None else ask()
 
 
-def in_transform() -> bool:
+def in_transform(if_unknown: bool = True) -> bool:
     """Whether a transform of torch.func is at work: under vmap a tensor does not say that its gradient is asked for.
 
-    Nothing public tells. Where this is not known calls go through their ops, which takes the host 15 us longer, and a
-    layer with a weight per group copies its weights.
+    Nothing public tells. Where this is not known calls go through their ops, which takes the host 15 us longer, a layer
+    with a weight per group copies its weights, and gradient transforms end in PyTorch's own error.
     """
     peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
-    return True if peek is None else peek() is not None
+    return if_unknown if peek is None else peek() is not None
 
 
 def is_watched() -> bool:

@@ -88,7 +88,7 @@ def define_differentiable_op(
     def choose(*args):
         if not needs_autograd(*args):
             return plain(*args)
-        if _compat.in_transform() and not torch.compiler.is_compiling():
+        if _compat.in_transform(if_unknown=False) and not torch.compiler.is_compiling():
             raise NotImplementedError(_NO_TRANSFORM.format(name))
         return recorded(*args)
 

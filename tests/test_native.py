@@ -314,25 +314,6 @@ def test_warm_up_compiles_what_routes_more_slots(native, grouped_moe, module, de
     assert len(compiled) == count
 
 
-def test_warm_up_for_training_compiles_what_the_op_leaves(native, grouped_moe, module, device):
-    """Calls without gradients that are too large for the op, though steps of these and of fewer tokens are alike."""
-    experts, compiled = Experts(device), module("backends.triton.launch").COMPILED
-    assert grouped_moe.warm_up(experts, (1, 200), backward=True, progress=False)
-    count = len(compiled)
-    for tokens in (1, 5, 6, 7, 10, 26, 27, 64, 100, 200):
-        x, ids = (
-            torch.randn(tokens, 64, device=device, dtype=torch.bfloat16),
-            torch.randint(13, (tokens, 8), device=device),
-        )
-        weights = torch.rand(tokens, 8, device=device)
-        for trains in (False, True):
-            with torch.set_grad_enabled(trains):
-                out = module("integrations.transformers").experts_forward(experts, x, ids, weights, None)
-            if trains:
-                torch.autograd.grad(out, experts.up_proj, torch.ones_like(out))
-        assert len(compiled) == count, f"{tokens} tokens"
-
-
 @pytest.mark.parametrize("groups", [1, 8, 129, 1024])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("kind", ["sizes", "offsets"])

@@ -116,23 +116,61 @@ def test_later_calls_compile_nothing(grouped_moe, compiles, name):
         assert len(compiles.variants) == count, f"{tokens} tokens: {compiles.names()[count:]}"
 
 
-@pytest.mark.parametrize("make, top_k", [(qwen3, 8), (gpt_oss, 4), (fp8, 8)])
-def test_loras_of_peft(grouped_moe, compiles, make, top_k):
-    """Of the active adapter, in decoding, in large batches and in training."""
+@pytest.mark.parametrize("make, top_k, last", [(qwen3, 8, 2048), (gpt_oss, 4, 2048), (fp8, 8, 2048), (qwen3, 8, 12)])
+def test_loras_of_peft(grouped_moe, compiles, make, top_k, last):
+    """Of the active adapter, in decoding, in large batches and in training; of copies where rows are many enough."""
     peft, model = pytest.importorskip("peft"), make()
     experts_of(model).config._experts_implementation = grouped_moe.register_experts_implementation("grouped_moe_lora")
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=[], target_parameters=targets))
     wrapper, draw = next(each for each in model.modules() if type(each).__name__ == "ParamWrapper"), random.Random(0)
-    count = grouped_moe.warm_up(model, (1, 2048), backward=True, progress=False)
+    count = grouped_moe.warm_up(model, (1, last), backward=True, progress=False)
     assert count == len(compiles.variants) and any("project" in name for name in compiles.names())
-    for tokens in [*range(1, 20), 2048, *(draw.randrange(1, 2049) for _ in range(30))]:
+    for tokens in [*range(1, 12), last, *(draw.randrange(1, last + 1) for _ in range(30))]:
         for backward in (False, True):
             x, weights = (torch.zeros(tokens, n, dtype=BF16, requires_grad=backward) for n in (256, top_k))
             with torch.set_grad_enabled(backward):
                 out = wrapper(x, torch.zeros(tokens, top_k, dtype=torch.int64), weights)
             if backward:
                 out.backward(torch.zeros_like(out))
+        assert len(compiles.variants) == count, f"{tokens} tokens: {compiles.names()[count:]}"
+
+
+def test_loras_behind_an_exchange(grouped_moe, compiles, monkeypatch):
+    """The experts of a rank get contiguous parts of factors, which peft does not store so."""
+    peft, model, exchange = pytest.importorskip("peft"), qwen3(), compiles.module("exchange")
+    experts, forward = experts_of(model), compiles.module("integrations.transformers").experts_forward
+    experts.config._experts_implementation = grouped_moe.register_experts_implementation("grouped_moe_lora")
+    experts.ep_loras = {}
+    monkeypatch.setattr(exchange, "all_to_all", lambda rows, group: rows.clone(memory_format=torch.contiguous_format))
+    peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=[], target_parameters=["experts.gate_up_proj"]))
+    (loras,) = compiles.module("integrations.peft").loras_of(model).values()
+    count = grouped_moe.warm_up(model, (1, 600), backward=True, progress=False)
+    for tokens, trains in itertools.product((1, 7, 9, 150), (False, True)):
+        x, weights = (torch.zeros(tokens, n, dtype=BF16, requires_grad=trains) for n in (256, 8))
+        parts = [factor.detach().contiguous().requires_grad_(trains) for factor in loras["gate_up_lora"][:2]]
+        with torch.set_grad_enabled(trains):
+            there = exchange.dispatch(x, weights, torch.zeros(tokens, 8, dtype=torch.int64), 64, 4, tokens, None)
+            out = forward(experts, there.x, there.ids, there.weights, gate_up_lora=grouped_moe.LoRA(*parts))
+        if trains:
+            torch.autograd.grad(out, (x, weights, *parts), torch.zeros_like(out))
+        assert len(compiles.variants) == count, f"{tokens} tokens: {compiles.names()[count:]}"
+
+
+def test_calls_that_a_native_op_takes(grouped_moe, compiles, monkeypatch):
+    """Nothing of theirs is compiled. Those of more tokens, and without gradients, are not left out for that."""
+    groups_slots = compiles.module("backends.native.decode").groups_slots
+
+    def by_op(x, ids, *rest):
+        return torch.zeros_like(x) if not torch.is_grad_enabled() and groups_slots(*ids.shape, 64) else None
+
+    monkeypatch.setattr(compiles.module("backends.native.fakes"), "IS_BUILT", True)
+    monkeypatch.setattr(compiles.module("experts"), "IS_BUILT", True)
+    monkeypatch.setattr(compiles.module("experts"), "decode_directly", by_op)
+    model = qwen3()
+    count = grouped_moe.warm_up(model, (1, 200), backward=True, progress=False)
+    for tokens, backward in itertools.product((1, 2, 16, 17, 32, 33, 64, 100, 200), (False, True)):
+        call_experts(compiles, model, tokens, 8, backward, BF16)
         assert len(compiles.variants) == count, f"{tokens} tokens: {compiles.names()[count:]}"
 
 

@@ -55,12 +55,12 @@ def warm_up(
     """Compiles all variants of kernels that `target` needs for a range of token counts, and returns how many.
 
     target: a module with experts as transformers lays them out, or with `GroupedLinear` layers, on the device and in
-    the dtype of later calls; LoRAs of peft count as they are active. num_tokens: the first and the last number of
-    tokens of a call; those of a `GroupedLinear` are its rows, and with top_k so many times as many, too; those of
-    experts that the package's exchange reaches under expert parallelism are the places of all ranks. backward: also
-    compiles what training needs, the gradients of the parameters that require one, and of hidden states and routing
-    weights or not. top_k: experts of a token, by default as the experts module or a config says. progress: whether to
-    show a bar, which needs tqdm.
+    the dtype of later calls, with those LoRAs of peft active that these will have. num_tokens: the first and the last
+    number of tokens of a call; those of a `GroupedLinear` are its rows, and with top_k so many times as many, too;
+    those of experts that the package's exchange reaches under expert parallelism are the places of all ranks. backward:
+    also compiles what training needs, the gradients of the parameters that require one, with and without those of
+    hidden states and of routing weights. top_k: experts of a token, by default as the experts module or a config says.
+    progress: whether to show a bar, which needs tqdm.
 
     Layers of the same shape and kind are run once, under the autocast there is, on random tokens: of the numbers that
     need other kernels than smaller ones the smallest, which takes the memory of as many tokens. Threads compile what
@@ -193,9 +193,13 @@ def _describe(named: Iterable[Tuple[str, Tensor]]) -> Tuple[Hashable, ...]:
     return tuple((*rest, p.shape, p.stride(), p.dtype, p.device, p.data_ptr() % 16) for *rest, p in parts)
 
 
-def _detached(lora: LoRA, num_experts: int) -> LoRA:
-    """A LoRA over the same memory, for the first experts, whose factors have gradients of their own."""
-    factors = (factor.detach()[:num_experts].requires_grad_(factor.requires_grad) for factor in lora[:2])
+def _detached(lora: LoRA, num_own: Optional[int]) -> LoRA:
+    """A LoRA whose factors have gradients of their own: whole, or contiguous factors of so many experts.
+
+    The latter is what an exchange between ranks hands to the experts of a rank.
+    """
+    factors = [factor.detach() if num_own is None else factor.detach()[:num_own].contiguous() for factor in lora[:2]]
+    factors = (new.requires_grad_(factor.requires_grad) for new, factor in zip(factors, lora[:2]))
     return LoRA(*factors, lora.scaling)
 
 
@@ -276,7 +280,7 @@ def _experts_layer(
     pairs = loras.get("gate_up_lora"), loras.get("down_lora")
     block = Block(*weights, None, None, *pairs, activation or Activation(), gated, interleaved, transposed, False)
     quantized = can_quantize(block, torch.empty((1, h), device=up.device, dtype=dtype), 1, top_k)
-    native, num_sms = IS_BUILT and up.is_cuda, spec_of(up).num_sms
+    native, num_sms = IS_BUILT and _needs_kernels(up), spec_of(up).num_sms
     products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, dtype, trains, quantized)
 
     def num_rows(num_slots: int) -> int:
@@ -294,7 +298,7 @@ def _experts_layer(
         twin, generator = _twin(module, module.__dict__), torch.Generator(up.device).manual_seed(0)
         ids = torch.randint(e, (num_tokens, top_k), device=up.device, generator=generator)
         ids.view(-1)[num_rows(ids.numel()) :] = e  # sentinels, for which there is no room
-        own = {each: _detached(lora, e) for each, lora in loras.items()}
+        own = {each: _detached(lora, e if exchanged else None) for each, lora in loras.items()}
         leaves = *twin._parameters.values(), *(factor for lora in own.values() for factor in lora[:2])
         # In a model's first layer hidden states, and routing weights if the router is frozen, may need no gradient.
         needs = (False, True) if torch.is_grad_enabled() else (False,)

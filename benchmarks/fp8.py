@@ -1,5 +1,6 @@
-"""Block-scaled FP8 weights beside the same weights in bf16: forward, and the backward of hidden states and adapters.
+"""Block-scaled FP8 weights beside the same weights in bf16: forwards, and steps that train what is beside the weights.
 
+A step differentiates hidden states, routing weights and, with a rank, the factors of a LoRA on each weight.
 With rows of 8-bit floats (W8A8) where these are faster, with rows as they are (W8A16), and, for many tokens, beside
 cuBLAS' dense products of as many 8-bit rows with blockwise scales, which compute nothing else.
 """
@@ -10,7 +11,7 @@ from typing import Callable, Dict, List, NamedTuple, Tuple
 import torch
 from experts import make_block
 from machine import DEVICE
-from problems import DGRAD, FORWARD, OURS, Inputs, Problem, Provider
+from problems import FORWARD, OURS, STEP, Inputs, Problem, Provider
 from timing import Call
 from torch import Tensor
 from workload import DEEPSEEK_V3, QWEN3_30B, SMOKE, Cell, Layer, make_inputs
@@ -38,7 +39,7 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         cell = Cell(self.layer, self.tokens, self.local)
         ranks = f" r={self.rank}" if self.rank else ""
-        return f"{str(cell).rsplit(maxsplit=1)[0]} {'training' if self.backward else 'forward'}{ranks}"
+        return f"{str(cell).rsplit(maxsplit=1)[0]} {'step' if self.backward else 'forward'}{ranks}"
 
 
 def cases(smoke: bool) -> List[Case]:
@@ -83,7 +84,7 @@ def make_factors(case: Case) -> List[Tensor]:
     for n, k in ((layer.preact_width, layer.hidden), (layer.hidden, layer.intermediate)) if rank else ():
         for shape in ((rank, k), (n, rank)):
             factor = torch.randn(layer.experts, *shape, device=DEVICE) / (8 * shape[1] ** 0.5)
-            factors.append(factor.to(torch.bfloat16).requires_grad_())
+            factors.append(factor.to(torch.bfloat16).requires_grad_(case.backward))
     return factors
 
 
@@ -116,11 +117,11 @@ def make_problem(kernel: ModuleType, case: Case) -> Problem:
         return kernel.reference.grouped_mm_experts(x, sets[0].ids - first, weights, up, down)
 
     described = {**cell.described(), "name": str(case)}
-    parts = (FORWARD, DGRAD) if case.backward else (FORWARD,)
     functions = {OURS: with_weights(*scaled), W8A16: with_weights(*exact), BF16: in_bf16}
     providers = {name: Provider(function, inputs) for name, function in functions.items()}
     baselines = dense_products(case)
-    names = NAMES + FACTORS[: len(factors)]
+    names, frozen = NAMES + FACTORS[: len(factors)], [part for weight in scaled for part in weight[:2]]
     return Problem(
-        described, providers, parts, right, names, 2, baselines=baselines, frozen=plain, max_errors={OURS: MAX_ERROR}
-    )
+        described, providers, (STEP if case.backward else FORWARD,), right, names, 2, baselines=baselines,
+        frozen=frozen, max_errors={OURS: MAX_ERROR},
+    )  # fmt: skip

@@ -24,7 +24,10 @@ class Unsupported(Exception):
 
 
 class Inputs(NamedTuple):
-    """One set: what a step differentiates, first the layer's input and last its weights; the output's gradient."""
+    """One set: what the output is made of, first the layer's input and last its weights; the output's gradient.
+
+    A step differentiates the leaves that require a gradient.
+    """
 
     leaves: Sequence[Tensor]
     dout: Tensor
@@ -43,9 +46,9 @@ class Problem(NamedTuple):
 
     described: what identifies it in the JSON, its name included. reference(first, *leaves): what the experts from
     `first` on, whose weights it gets, add to the output of input set 0. names: of the leaves. shared: how many leaves,
-    the first ones, all experts share. absent: why some providers are not here. baselines: calls that compute something
+    the first ones, all experts share; in a step they require gradients. absent: why some providers are not here. baselines: calls that compute something
     else, which are timed beside and not checked. eager_only: providers whose graph would replay sizes of the host.
-    unjudged: names of gradients whose errors are reported only. frozen: parameters without a gradient. max_errors: of
+    unjudged: names of gradients whose errors are reported only. frozen: parameters that are no leaves. max_errors: of
     providers that may be further off.
     """
 
@@ -68,8 +71,13 @@ class Problem(NamedTuple):
         return max((len(provider.sets) for provider in self.providers.values()), default=1)
 
 
+def trained(leaves: Sequence[Tensor]) -> List[Tensor]:
+    """Those that require a gradient."""
+    return [leaf for leaf in leaves if leaf.requires_grad]
+
+
 def make_call(provider: Provider, part: str) -> Call:
-    """call(i) on input set i: (out,) without a graph, gradients, or (out, gradients of all leaves)."""
+    """call(i) on input set i: (out,) without a graph, gradients, or (out, gradients of the leaves that require one)."""
     forward, sets = provider.forward, provider.sets
 
     def call(i: int) -> Sequence[Tensor]:
@@ -78,7 +86,7 @@ def make_call(provider: Provider, part: str) -> Call:
             with torch.no_grad():
                 return (forward(i % len(sets), *leaves),)
         out = forward(i % len(sets), *leaves)
-        return (out, *torch.autograd.grad(out, leaves, dout))
+        return (out, *torch.autograd.grad(out, trained(leaves), dout))
 
     if part in (FORWARD, STEP):
         return call
@@ -89,19 +97,20 @@ def make_call(provider: Provider, part: str) -> Call:
 
 
 def expected(problem: Problem, backward: bool) -> List[Tensor]:
-    """The output and, of a step, the gradients of all leaves for input set 0 in fp32, a few experts at a time."""
+    """The output and, of a step, the gradients of input set 0's trained leaves in fp32, a few experts at a time."""
     leaves, dout = next(iter(problem.providers.values())).sets[0]
     shared = [leaf.detach().float().requires_grad_(backward) for leaf in leaves[: problem.shared]]
     sums, of_weights = [], []
     for first in range(0, len(leaves[-1]), GROUPS_AT_A_TIME):
         some = [leaf.detach()[first : first + GROUPS_AT_A_TIME].float() for leaf in leaves[problem.shared :]]
-        given = [*shared, *(weight.requires_grad_(backward) for weight in some)]
-        out = problem.reference(first, *given)
-        results = [out.detach()]
-        if backward and out.requires_grad:  # else none of these experts has a row
-            results += torch.autograd.grad(out, given, dout.float())
-        elif backward:
-            results += [torch.zeros_like(leaf) for leaf in given]
+        for leaf, weight in zip(leaves[problem.shared :], some):
+            weight.requires_grad_(backward and leaf.requires_grad)
+        out = problem.reference(first, *shared, *some)
+        results, wanted = [out.detach()], trained([*shared, *some])
+        if out.requires_grad:  # else none of these experts has a row
+            results += torch.autograd.grad(out, wanted, dout.float())
+        else:
+            results += [torch.zeros_like(leaf) for leaf in wanted]
         count = 1 + problem.shared
         sums = [a + b for a, b in zip(sums, results)] if sums else results[:count]
         of_weights.append(results[count:])
@@ -111,13 +120,14 @@ def expected(problem: Problem, backward: bool) -> List[Tensor]:
 def check(problem: Problem, name: str, wanted: List[Tensor]) -> Tuple[Dict[str, float], bool]:
     """||got - want|| / ||want|| of output and gradients, absolute where want is 0, and whether all are small."""
     provider, errors = problem.providers[name], {}
+    names = ("out", *(f"d_{name}" for name, leaf in zip(problem.names, provider.sets[0].leaves) if leaf.requires_grad))
     results = make_call(provider, STEP if len(wanted) > 1 else FORWARD)(0)
     if len(results) > len(wanted):  # a gradient for each expert
         results = [*results[: len(wanted) - 1], torch.stack(results[len(wanted) - 1 :])]
-    for place, (got, want) in enumerate(zip(results, wanted)):
+    for place, (what, got, want) in enumerate(zip(names, results, wanted)):
         rows = provider.rows if place <= problem.shared else None
         error = (got[:rows].float() - want[:rows]).norm() / (want[:rows].norm().item() or 1.0)
-        errors[f"d_{problem.names[place - 1]}" if place else "out"] = error.item()
+        errors[what] = error.item()
     most = problem.max_errors.get(name, MAX_ERROR[results[0].dtype])
     return errors, all(error < most for what, error in errors.items() if what not in problem.unjudged)
 

@@ -67,11 +67,6 @@ def linear_tasks(
     ]
 
 
-def ways_of(case: NamedTuple) -> Sequence[str]:
-    """Backward passes run on the streams of their leaves, so that steps are timed eagerly alone."""
-    return (EAGER,) if case.backward else WAYS
-
-
 def tasks_of(benchmark: str, kernel: ModuleType, arguments: argparse.Namespace) -> List[Task]:
     """Those of a benchmark."""
     if benchmark in SUITES:
@@ -83,7 +78,7 @@ def tasks_of(benchmark: str, kernel: ModuleType, arguments: argparse.Namespace) 
         module = {"lora": lora, "fp8": fp8}[benchmark]
 
         def measure(case: NamedTuple) -> List[dict]:
-            return run_group([module.make_problem(kernel, case)], ways_of(case), arguments, GPU)
+            return run_group([module.make_problem(kernel, case)], WAYS, arguments, GPU)
 
         return [Task(str(case), lambda case=case: measure(case)) for case in module.cases(arguments.smoke)]
     if benchmark in ("ep", "routing"):

@@ -179,7 +179,9 @@ def check_smoke(results):
     assert reasons <= {"needs a GPU", "saves nothing in a forward", "reads split sizes"}
 
 
-@pytest.mark.parametrize("name", ["layers", "decode", "growth", "cpu", "linear", "lora", "ep", "routing", "new_shapes"])
+@pytest.mark.parametrize(
+    "name", ["layers", "decode", "growth", "cpu", "linear", "lora", "fp8", "ep", "routing", "new_shapes"]
+)
 def test_smoke(name, tmp_path):
     pytest.importorskip("transformers")
     results = run.main([name, "--smoke", "--output", str(tmp_path / "out.json")])

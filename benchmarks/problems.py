@@ -46,10 +46,10 @@ class Problem(NamedTuple):
 
     described: what identifies it in the JSON, its name included. reference(first, *leaves): what the experts from
     `first` on, whose weights it gets, add to the output of input set 0. names: of the leaves. shared: how many leaves,
-    the first ones, all experts share; in a step they require gradients. absent: why some providers are not here. baselines: calls that compute something
-    else, which are timed beside and not checked. eager_only: providers whose graph would replay sizes of the host.
-    unjudged: names of gradients whose errors are reported only. frozen: parameters that are no leaves. max_errors: of
-    providers that may be further off.
+    the first ones, all experts share; in a step they require gradients. absent: why some providers are not here.
+    baselines: calls that compute something else, which are timed beside and not checked. eager_only: providers that
+    are not captured. unjudged: names of gradients whose errors are reported only. frozen: parameters that are no
+    leaves. max_errors: of providers that may be further off.
     """
 
     described: dict

@@ -116,7 +116,7 @@ def make_problem(kernel: ModuleType, case: Case) -> Problem:
             up, down = up + factors[1] @ factors[0], down + factors[3] @ factors[2]
         return kernel.reference.grouped_mm_experts(x, sets[0].ids - first, weights, up, down)
 
-    described = {**cell.described(), "name": str(case)}
+    described = {**cell.described(), "name": str(case), "rank": case.rank}
     functions = {OURS: with_weights(*scaled), W8A16: with_weights(*exact), BF16: in_bf16}
     providers = {name: Provider(function, inputs) for name, function in functions.items()}
     baselines = dense_products(case)

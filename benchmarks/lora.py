@@ -147,10 +147,10 @@ def make_problem(kernel: ModuleType, case: Case) -> Problem:
 
     described = {**case.cell.described(), "name": str(case), "rank": case.rank}
     part = STEP if case.backward else FORWARD
+    merging = MERGED, f"{GROUPED} {MERGED}", SPLIT  # whose graphs would hold several weights or copies of rows each
     return Problem(
-        described, providers, (part,), right, NAMES, 2, baselines=baselines, frozen=(up, down),
-        eager_only=(MERGED, f"{GROUPED} {MERGED}", SPLIT),
-    )  # fmt: skip
+        described, providers, (part,), right, NAMES, 2, baselines=baselines, frozen=(up, down), eager_only=merging
+    )
 
 
 class Stand:

@@ -47,16 +47,18 @@ def ratio(cell: dict, over: str, of: str = OURS, measure: Optional[str] = None) 
 def add_peers(cells: List[dict], others: List[dict]) -> None:
     """Adds the providers of another run's cells to the same cells where they lack them.
 
-    Their time is ours here times what theirs was of ours there, so that a figure shows what was measured side by side.
+    Their time is that of `grouped_mm` here times what theirs was of it there, so that a figure shows what was measured
+    side by side; of ours where the other run has no `grouped_mm`.
     """
     by_name = {cell["name"]: cell for cell in cells}
     for theirs in others:
         cell = by_name.get(theirs["name"], {})
         for measure, entries in theirs["times"].items():
-            for name in entries:
-                factor = ratio(theirs, name, OURS, measure)
-                if factor and ms(cell, OURS, measure) and not ms(cell, name, measure):
-                    cell["times"][measure][name] = {"median_ms": ms(cell, OURS, measure) * factor}
+            both = [name for name in (GROUPED, OURS) if name in entries and ms(cell, name, measure)]
+            for name in entries if both else ():
+                if not ms(cell, name, measure):
+                    factor = ratio(theirs, name, both[0], measure)
+                    cell["times"][measure][name] = {"median_ms": ms(cell, both[0], measure) * factor}
                     for what in ("peak_mib", "saved_mib"):
                         if name in theirs.get(what, {}):
                             cell.setdefault(what, {})[name] = theirs[what][name]
@@ -243,7 +245,7 @@ FIGURES = {
 
 
 def draw(folder: Path, gpu: str) -> None:
-    """Writes the figures of what there is. Layers show the peers of another run, too, relative to ours there."""
+    """Writes the figures of what there is. Layers show the peers of another run, too."""
 
     def read(benchmark: str) -> Optional[dict]:
         path = folder / (f"{benchmark}_{gpu}.json" if gpu else f"{benchmark}.json")
@@ -256,7 +258,7 @@ def draw(folder: Path, gpu: str) -> None:
         others = read("sonicmoe") if benchmark == "layers" else None
         if others:
             add_peers(results["cells"], others["cells"])
-            results["origin"] = "SonicMoE from another run, relative to ours there"
+            results["origin"] = "SonicMoE from other runs, relative to grouped_mm or, if they lack it, to ours there"
         for name, function in figures.items():
             function(results, folder / name)
 

@@ -107,7 +107,7 @@ def expected(problem: Problem, backward: bool) -> List[Tensor]:
             weight.requires_grad_(backward and leaf.requires_grad)
         out = problem.reference(first, *shared, *some)
         results, wanted = [out.detach()], trained([*shared, *some])
-        if out.requires_grad:  # else none of these experts has a row
+        if wanted and out.requires_grad:  # else none of these experts has a row
             results += torch.autograd.grad(out, wanted, dout.float())
         else:
             results += [torch.zeros_like(leaf) for leaf in wanted]

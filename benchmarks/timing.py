@@ -198,7 +198,7 @@ def saved_mib(forward: Callable[[], Tensor], parameters: Sequence[Tensor]) -> fl
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # an output would keep the graph that keeps it, and the streams of its leaves with it
+        return tensor.detach()  # as it is, an output would keep its own graph, and captures find leaves on its streams
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = forward()

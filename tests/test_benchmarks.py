@@ -310,12 +310,13 @@ def test_peers_of_other_runs(plot):
         entries = {name: {"median_ms": ms} for name, ms in times.items()}
         return [{"name": name, "times": {"step": entries}, "peak_mib": dict(times)}]
 
-    (cell,) = ours = cells("a", ours=2.0, dense=1.0)
+    (cell,) = ours = cells("a", ours=2.0, grouped_mm=10.0, dense=1.0)
     plot.add_peers(ours, cells("a", ours=4.0, dense=8.0, peer=6.0))
     plot.add_peers(ours, cells("a", ours=1.0, peer=9.0))  # the first one that has it counts
+    plot.add_peers(ours, cells("a", ours=1.0, grouped_mm=20.0, slow=40.0))  # of grouped_mm, where both have it
     plot.add_peers(ours, cells("b", ours=1.0, other=1.0))  # another cell
-    plot.add_peers(ours, cells("a", third=1.0))  # not next to ours
+    plot.add_peers(ours, cells("a", third=1.0))  # next to neither
     assert {name: entry["median_ms"] for name, entry in cell["times"]["step"].items()} == dict(
-        ours=2.0, dense=1.0, peer=3.0
+        ours=2.0, grouped_mm=10.0, dense=1.0, peer=3.0, slow=20.0
     )
-    assert cell["peak_mib"] == {"ours": 2.0, "dense": 1.0, "peer": 6.0}
+    assert cell["peak_mib"] == {"ours": 2.0, "grouped_mm": 10.0, "dense": 1.0, "peer": 6.0, "slow": 40.0}

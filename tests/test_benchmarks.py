@@ -122,6 +122,26 @@ def test_wrong_and_failing_providers_are_recorded():
     assert cell["times"]["step"].keys() == {"ours", "peer"}
 
 
+def test_gradients_beside_frozen_leaves():
+    """Each of the leaves that are trained is compared by its name; those that are frozen have none."""
+    x, frozen, factor = torch.randn(3, 4), torch.randn(40, 4), torch.randn(40, 4)
+    x.requires_grad_(), factor.requires_grad_()
+    inputs = [problems.Inputs((x, frozen, factor), torch.randn(3, 4))]
+
+    def right(_, x, frozen, factor):
+        return x * (frozen * factor).sum(0)
+
+    def twice(_, x, frozen, factor):
+        return right(_, x, frozen, 2 * factor - factor.detach())
+
+    providers = {"right": problems.Provider(right, inputs), "twice": problems.Provider(twice, inputs)}
+    problem = problems.Problem({}, providers, (problems.STEP,), right, ("x", "frozen", "factor"), 1)
+    cell = problems.start(problem, 60.0)
+    assert cell["wrong"] == ["twice"] and cell["skipped"] == {}
+    assert cell["errors"]["twice"].keys() == {"out", "d_x", "d_factor"}
+    assert cell["errors"]["twice"]["d_x"] < 1e-6 < 0.9 < cell["errors"]["twice"]["d_factor"]
+
+
 def test_a_failing_task_and_a_budget_that_is_over(tmp_path):
     def fail():
         raise ValueError("here")

@@ -54,11 +54,13 @@ def add_peers(cells: List[dict], others: List[dict]) -> None:
     for theirs in others:
         cell = by_name.get(theirs["name"], {})
         for measure, entries in theirs["times"].items():
-            both = [name for name in (GROUPED, OURS) if name in entries and ms(cell, name, measure)]
-            for name in entries if both else ():
+            anchor = next((name for name in (GROUPED, OURS) if name in entries and ms(cell, name, measure)), None)
+            if anchor is None:
+                continue
+            for name in entries:
                 if not ms(cell, name, measure):
-                    factor = ratio(theirs, name, both[0], measure)
-                    cell["times"][measure][name] = {"median_ms": ms(cell, both[0], measure) * factor}
+                    factor = ratio(theirs, name, anchor, measure)
+                    cell["times"][measure][name] = {"median_ms": ms(cell, anchor, measure) * factor}
                     for what in ("peak_mib", "saved_mib"):
                         if name in theirs.get(what, {}):
                             cell.setdefault(what, {})[name] = theirs[what][name]

@@ -1,8 +1,9 @@
 """Block-scaled FP8 weights beside the same weights in bf16: forwards, and steps that train what is beside the weights.
 
 A step differentiates hidden states, routing weights and, with a rank, the factors of a LoRA on each weight.
-With rows of 8-bit floats (W8A8) where these are faster, with rows as they are (W8A16), and, for many tokens, beside
-cuBLAS' dense products of as many 8-bit rows with blockwise scales, which compute nothing else.
+
+FP8 weights run with rows of 8-bit floats where these are faster (W8A8), and with rows as they are (W8A16). With many
+tokens cuBLAS' dense products of as many 8-bit rows, with blockwise scales, run beside: they compute nothing else.
 """
 
 from types import ModuleType

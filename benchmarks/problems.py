@@ -16,6 +16,7 @@ OURS = "ours"
 FORWARD, DGRAD, WGRAD, STEP = "forward", "dgrad", "wgrad", "step"
 # Relative error in norm of a result against fp32. A lost row or term is far above.
 MAX_ERROR = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+NOT_CAPTURED = "is timed eagerly alone"
 GROUPS_AT_A_TIME = 16  # of the reference in fp32
 
 
@@ -178,6 +179,7 @@ def run_group(
                 made = {name: make_call(provider, part) for name, provider in problem.providers.items()}
                 for name, call in {**made, **problem.baselines}.items():
                     if way == timing.GRAPH and name in problem.eager_only:
+                        cell["skipped"][f"{name}, {measure}"] = NOT_CAPTURED
                         continue
                     try:
                         calls[number, name] = timing.capture(call, problem.sets) if way == timing.GRAPH else call

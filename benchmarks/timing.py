@@ -198,7 +198,9 @@ def saved_mib(forward: Callable[[], Tensor], parameters: Sequence[Tensor]) -> fl
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # as it is, an output would keep its own graph, and captures find leaves on its streams
+        # An output that is returned as it is keeps its own graph for good, and the streams of its leaves with it, on
+        # which a later capture fails.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = forward()

@@ -125,7 +125,8 @@ def test_wrong_and_failing_providers_are_recorded():
 def test_gradients_beside_frozen_leaves():
     """Each of the leaves that are trained is compared by its name; those that are frozen have none."""
     x, frozen, factor = torch.randn(3, 4), torch.randn(40, 4), torch.randn(40, 4)
-    x.requires_grad_(), factor.requires_grad_()
+    for trained in (x, factor):
+        trained.requires_grad_()
     inputs = [problems.Inputs((x, frozen, factor), torch.randn(3, 4))]
 
     def right(_, x, frozen, factor):
@@ -139,7 +140,7 @@ def test_gradients_beside_frozen_leaves():
     cell = problems.start(problem, 60.0)
     assert cell["wrong"] == ["twice"] and cell["skipped"] == {}
     assert cell["errors"]["twice"].keys() == {"out", "d_x", "d_factor"}
-    assert cell["errors"]["twice"]["d_x"] < 1e-6 < 0.9 < cell["errors"]["twice"]["d_factor"]
+    assert cell["errors"]["twice"]["d_x"] < 1e-5 < 0.9 < cell["errors"]["twice"]["d_factor"]
 
 
 def test_a_failing_task_and_a_budget_that_is_over(tmp_path):
@@ -196,7 +197,7 @@ def check_smoke(results):
     assert machine.schema_error(results) is None
     assert not [name for cell in results["cells"] for name in cell.get("wrong", ())]
     reasons = {reason for cell in results["cells"] for reason in cell["skipped"].values()}
-    assert reasons <= {"needs a GPU", "saves nothing in a forward", "reads split sizes"}
+    assert reasons <= {"needs a GPU", "saves nothing in a forward", "reads split sizes", problems.NOT_CAPTURED}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from poison import poison_sentinels
 from scaled import Blocks, with_scales
 
 pytestmark = pytest.mark.gpu
-# Rows of 16 bytes, as the op asks for; transposed weights are laid out as such, too.
+# Rows of 16 bytes, as the op asks for.
 ALIGNED = [case for case in CASES if case.H % 8 == 0 and case.I % 8 == 0]
 BLOCKS = [Blocks(), Blocks(apart=True), Blocks(dtype=torch.float8_e8m0fnu), Blocks(dtype=torch.bfloat16, apart=True)]
 
@@ -23,9 +23,10 @@ BLOCKS = [Blocks(), Blocks(apart=True), Blocks(dtype=torch.float8_e8m0fnu), Bloc
 @pytest.mark.parametrize("case", [*ALIGNED, STEPS, WHOLE], ids=lambda case: case.id)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 100])
-def test_against_the_reference(native, grouped_moe, device, case, dtype, tokens, way):
-    """By expert in one tile and in several."""
-    case = case._replace(T=tokens, transposed=False)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_against_the_reference(native, grouped_moe, device, case, dtype, tokens, transposed, way):
+    """By expert in one tile and in several. Transposed weights lie in memory as such, too."""
+    case = case._replace(T=tokens, transposed=transposed)
     kinds = ((torch.int64, torch.float32), (torch.int32, dtype), (torch.int64, torch.float16))
     for index_dtype, weights_dtype in kinds:
         inputs = make_inputs(case, dtype, device, index_dtype, weights_dtype)
@@ -97,9 +98,10 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=tensor.dtype, device=tensor.device)[..., :-8].copy_(tensor)
 
 
-def test_strides(native, grouped_moe, device, way):
-    """Rows with room between them, transposed weights that were laid out so, and biases, ids and weights of any."""
-    case = STEPS._replace(sentinels=0.3)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_strides(native, grouped_moe, device, transposed, way):
+    """Rows with room between them, views of weights that lie the other way, and biases, ids and weights of any."""
+    case = STEPS._replace(sentinels=0.3, transposed=transposed)
     inputs = make_inputs(case, torch.bfloat16, device)
     want = decode(native, grouped_moe, case, inputs)
     names = ("hidden_states", "gate_up_proj", "down_proj")
@@ -108,7 +110,7 @@ def test_strides(native, grouped_moe, device, way):
     apart = apart._replace(**{name: getattr(inputs, name).t().contiguous().t() for name in names})
     assert_bitwise("strided", decode(native, grouped_moe, case, apart), want)
     views = inputs._replace(gate_up_proj=inputs.gate_up_proj.mT, down_proj=inputs.down_proj.mT)
-    assert_bitwise("views", decode(native, grouped_moe, case._replace(transposed=True), views), want)
+    assert_bitwise("views", decode(native, grouped_moe, case._replace(transposed=not transposed), views), want)
 
 
 @pytest.mark.parametrize("change", [
@@ -197,10 +199,12 @@ def test_what_is_handed_over(grouped_moe, device, taken):
     wide = make_inputs(FEW, torch.float32, device)
     assert_close("fp32", call(grouped_moe, FEW, wide), run_reference(grouped_moe, FEW, wide).out, torch.float32)
     inputs = make_inputs(FEW, torch.bfloat16, device)
-    transposed = inputs._replace(gate_up_proj=inputs.gate_up_proj.mT, down_proj=inputs.down_proj.mT)
-    out = call(grouped_moe, FEW._replace(transposed=True), transposed)
+    transposed, views = FEW._replace(transposed=True), {w: getattr(inputs, w).mT for w in ("gate_up_proj", "down_proj")}
+    out = call(grouped_moe, transposed, inputs._replace(**views))
     assert_bitwise("transposed views", out, call(grouped_moe, FEW, inputs))
-    assert taken[-2:] == [(False, True), (True, True)] and not any(took for _, took in taken[:-2])
+    out = call(grouped_moe, transposed, inputs._replace(**{name: view.contiguous() for name, view in views.items()}))
+    assert_close("transposed", out, run_reference(grouped_moe, FEW, inputs).out, torch.bfloat16)
+    assert taken[-3:] == [(True, True)] * 3 and not any(took for _, took in taken[:-3])
     with pytest.raises(ValueError, match="^down_proj: expected shape"):
         call(grouped_moe, FEW, inputs._replace(down_proj=inputs.down_proj[:, :, :8]))
     for name in ("hidden_states", "down_proj"):
@@ -212,6 +216,7 @@ def test_what_is_handed_over(grouped_moe, device, taken):
 
 @pytest.mark.parametrize("case", [
     FEW, FEW._replace(T=1, bias="both", interleaved=True, activation=GPT_OSS), FEW._replace(T=50, sentinels=0.3),
+    FEW._replace(transposed=True),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("pairs", [None, Pairs(adapters=3)], ids=["plain", "adapters"])
 def test_compiled_and_captured(grouped_moe, device, case, pairs, taken):

@@ -26,8 +26,10 @@ ADAPTED = {
 @pytest.mark.parametrize("case, pairs", ADAPTED.values(), ids=ADAPTED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("factor_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_low_rank_pairs(native, grouped_moe, device, case, pairs, dtype, factor_dtype, way):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_low_rank_pairs(native, grouped_moe, device, case, pairs, dtype, factor_dtype, transposed, way):
     """Nothing of a sentinel is read, nor of experts without rows, nor scratch that nobody wrote; b of any strides."""
+    case = case._replace(transposed=transposed)
     inputs = make_inputs(case, dtype, device)
     loras = make_loras(grouped_moe, case, inputs, pairs, factor_dtype)
     want = run_merged(grouped_moe, case, inputs, loras).out

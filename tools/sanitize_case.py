@@ -33,6 +33,7 @@ class Block(NamedTuple):
 NO_GRAD = {"mode": "no_grad"}
 FP8 = {"scaled": ("gate_up_proj", "down_proj"), "block": (128, 128), "products": "w8a16"}
 PAIRS = {"adapted": ("gate_up_proj", "down_proj"), "rank": 20}
+GPT_OSS, TRANSPOSED = {"interleaved": True, "transposed": True}, {"H": 136, "I": 72, "transposed": True}
 FEW_RANKS = {**PAIRS, "rank": 6}
 BLOCKS = (
     Block("gated", 9),
@@ -46,10 +47,10 @@ BLOCKS = (
     Block("gated, nothing for the first expert", 700, Layer(H=72, I=136), idle=1),
     Block("gated, sentinels alone", 700, Layer(H=72, I=136), idle=3),
     Block("gated, interleaved, tiles of Hopper", 700, Layer(H=136, I=136, interleaved=True)),
-    Block("gpt-oss, tiles of Hopper", 700, Layer(H=72, I=264, interleaved=True, transposed=True), BIASES),
+    Block("gpt-oss, tiles of Hopper", 700, Layer(H=72, I=264, **GPT_OSS), BIASES),
     Block("not gated, tiles of Hopper", 700, Layer(H=328, I=264, gated=False), BIASES),
     Block("not gated, several tiles for each program", 2200, Layer(H=72, I=1040, gated=False, transposed=True)),
-    Block("all options", 600, Layer(interleaved=True, transposed=True), BIASES, options={"recompute": True}),
+    Block("all options", 600, Layer(**GPT_OSS), BIASES, options={"recompute": True}),
     Block("not gated, bias, fp16", 33, Layer(torch.float16, gated=False), BIASES),
     Block("gated, bias, interleaved, fp32", 37, Layer(torch.float32, interleaved=True), BIASES),
     Block("no token", 0),
@@ -59,6 +60,9 @@ BLOCKS = (
     Block("few tokens", 9, Layer(top_k=4, E=40, H=136, I=72), options=NO_GRAD),  # fewer slots than experts
     Block("few tokens, steps", 16, Layer(top_k=8, E=40, H=1048, I=264, interleaved=True), BIASES, options=NO_GRAD),
     Block("few tokens, not gated, fp16", 64, Layer(torch.float16, E=40, gated=False), BIASES, options=NO_GRAD),
+    Block("one token, transposed", 1, Layer(E=8, H=72, I=264, gated=False, transposed=True), options=NO_GRAD),
+    Block("few tokens, gpt-oss", 16, Layer(top_k=4, E=40, H=1048, I=264, **GPT_OSS), BIASES, options=NO_GRAD),
+    Block("few tokens, transposed, LoRA", 9, Layer(top_k=4, E=40, **TRANSPOSED), options={**NO_GRAD, **PAIRS}),
     Block("one token, LoRA", 1, Layer(top_k=8, E=40, H=392, I=264), BIASES, options={**NO_GRAD, **PAIRS}),
     Block("few tokens, LoRA", 9, Layer(top_k=4, E=40, H=136, I=72), options={**NO_GRAD, **PAIRS}),
     Block("one token, FP8", 1, Layer(top_k=8, E=40, H=392, I=264), BIASES, options={**NO_GRAD, **FP8}),

@@ -15,7 +15,9 @@ template <typename Element>
 __global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(const GroupedArgs a) {
   constexpr int CHOICES = 8;
   const int token = blockIdx.y, piece = blockIdx.x * COMBINE_THREADS + threadIdx.x, lane = threadIdx.x % WARP;
-  const int row = lane < a.top_k ? __ldcg(a.slot_to_row + token * a.top_k + lane) : -1, width = a.hidden / PIECE;
+  const int slot = token * a.top_k + lane, width = a.hidden / PIECE;
+  int row = -1;
+  if (lane < a.top_k) row = a.schedule ? __ldcg(a.slot_to_row + slot) : load_expert(a, token, lane) < 0 ? -1 : slot;
   const float weight = row >= 0 ? load_weight(a, token, lane) : 0.f;
   const uint4 *y = static_cast<const uint4 *>(a.y) + piece;
   wait_for_stream();

@@ -14,20 +14,21 @@ Tensor decode(DecodeArgs a, const Tensor &x, bool by_slot) {
   const int32_t device = x.get_device_index(), dtype = dtype_code(x);
   const int capability = capability_of(device), num_sms = device_attribute(cudaDevAttrMultiProcessorCount, device);
   const OnDevice guard(device);
+  const bool grouped = a.transposed || !by_slot;
   GroupedPlan plan;
-  if (!by_slot && !plan_grouped(a, num_sms, capability, &plan)) return Tensor();
+  if (grouped && !plan_grouped(a, by_slot, num_sms, capability, &plan)) return Tensor();
   const uint64_t slots = a.num_tokens * a.top_k, act_bytes = sizeof(uint16_t) * slots * a.intermediate;
   const uint64_t z_bytes = sizeof(float) * slots * std::max(a.up_lora.rank, a.down_lora.rank);
-  const Scratch scratch(by_slot ? act_bytes + z_bytes : plan.bytes);
+  const Scratch scratch(grouped ? plan.bytes : act_bytes + z_bytes);
   Tensor out = empty({a.num_tokens, a.hidden}, dtype, device);
-  if (by_slot) {
+  if (!grouped) {
     a.act = scratch.get();
     a.z = reinterpret_cast<float *>(static_cast<char *>(scratch.get()) + act_bytes);
   }
   a.out = out.data_ptr();
   const cudaStream_t stream = current_stream(device);
-  const cudaError_t error = by_slot ? decode_experts(a, capability >= 9, stream)
-                                    : grouped_experts(a, plan, scratch.get(), stream);
+  const cudaError_t error = grouped ? grouped_experts(a, plan, scratch.get(), stream)
+                                    : decode_experts(a, capability >= 9, stream);
   if (error == cudaErrorCooperativeLaunchTooLarge) {  // where others limit the multiprocessors of this process
     cudaGetLastError();
     return Tensor();

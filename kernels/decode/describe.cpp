@@ -44,11 +44,18 @@ bool is_like(const Tensor &tensor, const Tensor &x) {
   return tensor.scalar_type() == x.scalar_type() && tensor.get_device_index() == x.get_device_index();
 }
 
+// Whether columns (., N, .) lie side by side, in whole pieces.
+bool lies_transposed(const Tensor &weight) {
+  const auto strides = weight.strides();
+  return strides[1] == 1 && strides[2] != 1 && weight.size(1) % PIECE == 0 && strides[0] % PIECE == 0 &&
+         strides[2] % PIECE == 0 && reinterpret_cast<uintptr_t>(weight.data_ptr()) % 16 == 0;
+}
+
 // Whether a weight (., ., K) is of so many elements to a piece, in whole pieces: plain ones as x, or codes.
-bool is_weight(const Tensor &weight, const Tensor &x, int64_t piece) {
+bool is_weight(const Tensor &weight, const Tensor &x, int64_t piece, bool transposed) {
   const ScalarType type = piece == CODES ? ScalarType::Float8_e4m3fn : x.scalar_type();
   return weight.scalar_type() == type && weight.get_device_index() == x.get_device_index() &&
-         weight.size(2) % piece == 0 && has_pieces(weight, piece);
+         (transposed ? lies_transposed(weight) : weight.size(2) % piece == 0 && has_pieces(weight, piece));
 }
 
 // The sizes and the tensors of a call but its biases; false if the kernels are not for it.
@@ -81,18 +88,20 @@ bool describe_rows(const Tensor &x, const Tensor &ids, const Tensor &weights, De
 bool describe_experts(const Tensor &x, const Tensor &up, const Tensor &down, int64_t piece, DecodeArgs *a) {
   if (up.dim() != 3 || down.dim() != 3) return false;
   const int64_t experts = up.size(0), intermediate = down.size(2), hidden = a->hidden;
+  a->transposed = piece == PIECE && lies_transposed(up);
   if (experts < 1 || experts > MAX_EXPERTS || hidden < 1 || intermediate < 1 ||
       !has_shape(up, {experts, a->gated ? 2 * intermediate : intermediate, hidden}) ||
-      !has_shape(down, {experts, hidden, intermediate}) || !is_weight(up, x, piece) || !is_weight(down, x, piece))
+      !has_shape(down, {experts, hidden, intermediate}) || !is_weight(up, x, piece, a->transposed) ||
+      !is_weight(down, x, piece, a->transposed) || (a->transposed && intermediate % PIECE))
     return false;
   a->num_experts = static_cast<int>(experts);
   a->intermediate = static_cast<int>(intermediate);
   a->up = up.data_ptr();
   a->stride_ue = up.stride(0);
-  a->stride_un = up.stride(1);
+  a->stride_un = up.stride(a->transposed ? 2 : 1);
   a->down = down.data_ptr();
   a->stride_de = down.stride(0);
-  a->stride_dn = down.stride(1);
+  a->stride_dn = down.stride(a->transposed ? 2 : 1);
   return true;
 }
 

@@ -9,14 +9,15 @@ constexpr int TILE_ROWS = 8;
 // A call with its rows. Rows are routed slots sorted by expert, as `route_slots` has them; a tile is up to TILE_ROWS of
 // one expert.
 struct GroupedArgs : DecodeArgs {
-  int *schedule, *row_to_slot, *slot_to_row;  // scratch, as of RouteArgs
+  int *schedule, *row_to_slot, *slot_to_row;  // scratch, as of RouteArgs; all null where each slot is a tile and a row
   void *y;                                    // (S, H), scratch, as is act: the first rows are written
   int max_tiles;                              // there are no more than these
 };
 
 // How a call is made and how much scratch it takes.
 struct GroupedPlan {
-  RoutePlan route;
+  bool by_slot;     // whether each slot is a tile and a row of its own
+  RoutePlan route;  // unless by_slot
   int max_tiles;
   bool dependent;  // whether the device has dependent launches
   uint64_t bytes;
@@ -25,14 +26,18 @@ struct GroupedPlan {
 // The plan for a call that is complete but for act, z and out; false if it has too many slots, rows so far apart
 // that 32 bits do not count the pieces between them, or parts with scales of their own that a tile would straddle.
 // capability: the major one.
-bool plan_grouped(const DecodeArgs &args, int num_sms, int capability, GroupedPlan *plan);
+bool plan_grouped(const DecodeArgs &args, bool by_slot, int num_sms, int capability, GroupedPlan *plan);
 
-// As `decode_experts`, in four launches and one more for each low-rank pair, with act and z in scratch. S up to 65535.
+// As `decode_experts`, in three launches, one more for routing unless by slot, and one for each low-rank pair, with act
+// and z in scratch. S up to 65535.
 cudaError_t grouped_experts(const DecodeArgs &args, const GroupedPlan &plan, void *scratch, cudaStream_t stream);
 
-// The last three of the four, in this order, of plain weights or of those with scales. Routing comes before.
+// The three launches, in this order, of plain weights, of those with scales or of those that lie transposed.
+// Routing comes before.
 cudaError_t launch_grouped_up_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
 cudaError_t launch_grouped_down_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
 cudaError_t launch_scaled_grouped_up_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
 cudaError_t launch_scaled_grouped_down_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
+cudaError_t launch_transposed_grouped_up_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
+cudaError_t launch_transposed_grouped_down_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
 cudaError_t launch_combine(const GroupedArgs &args, bool dependent, cudaStream_t stream);

@@ -9,18 +9,20 @@ __device__ __forceinline__ int find_act_row(const GroupedArgs &a, Tile *tile, in
   return g < tile->rows ? (tile->first_row + g) * (a.intermediate / PIECE) : -1;
 }
 
+// y of a column of a row of a tile.
+template <typename Element>
+__device__ __forceinline__ void store_y(const GroupedArgs &a, const Tile &tile, int row, int column, float sum) {
+  if (column >= a.hidden) return;
+  const float bias = load_bias<Element>(a.down_bias, tile.expert * a.stride_dbe + column * a.stride_dbn);
+  static_cast<Element *>(a.y)[int64_t(tile.first_row + row) * a.hidden + column] = from_float<Element>(sum + bias);
+}
+
 // y of weight row n of both fragments of a row of a tile.
 template <typename Element>
 __device__ __forceinline__ void store_y_row(const GroupedArgs &a, const Tile &tile, int row, int column, int n,
                                             const float (&sums)[2]) {
-  Element *y = static_cast<Element *>(a.y) + int64_t(tile.first_row + row) * a.hidden;
 #pragma unroll
-  for (int f = 0; f < 2; ++f) {
-    const int at = column + f * FRAGMENT + n;
-    if (at >= a.hidden) continue;
-    const float bias = load_bias<Element>(a.down_bias, tile.expert * a.stride_dbe + at * a.stride_dbn);
-    y[at] = from_float<Element>(sums[f] + bias);
-  }
+  for (int f = 0; f < 2; ++f) store_y<Element>(a, tile, row, column + f * FRAGMENT + n, sums[f]);
 }
 
 // y[r] = down[e] act[r] + down_bias[e] for every row r, with expert e.

@@ -7,8 +7,8 @@
 __device__ __forceinline__ int find_token(const GroupedArgs &a, Tile *tile, int g) {
   let_next_start();  // here, where it keeps what follows behind the first weights
   find_rows(a, tile);
-  const int token = load_index(a.row_to_slot + tile->first_row + g, g < tile->rows, -a.top_k) / a.top_k;
-  return token < 0 ? -1 : token * static_cast<int>(a.stride_xt / PIECE);
+  const int slot = find_slot(a, *tile, g);
+  return slot < 0 ? -1 : slot / a.top_k * static_cast<int>(a.stride_xt / PIECE);
 }
 
 // act of weight row n of both fragments of a row of a tile.

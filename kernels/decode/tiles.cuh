@@ -35,8 +35,13 @@ struct Tile {
   int index, expert, first_row, rows;
 };
 
-// Finds the expert of tile `index`; false past the last one. Routing has ended, but perhaps not the kernel before.
+// Finds the expert of tile `index`; false past the last one, and for a slot without an expert. Routing has ended, but
+// perhaps not the kernel before.
 __device__ __forceinline__ bool find_expert(const GroupedArgs &a, Tile *tile) {
+  if (!a.schedule) {
+    tile->expert = load_expert(a, tile->index / a.top_k, tile->index % a.top_k);
+    return tile->expert >= 0;
+  }
   const int *tile_offsets = a.schedule + a.num_experts + 1;
   if (tile->index >= load_index(tile_offsets + a.num_experts)) return false;
   tile->expert = load_index(tile_offsets + a.num_experts + 1 + tile->index);
@@ -45,10 +50,22 @@ __device__ __forceinline__ bool find_expert(const GroupedArgs &a, Tile *tile) {
 
 // Finds the rows, which weights do not wait for.
 __device__ __forceinline__ void find_rows(const GroupedArgs &a, Tile *tile) {
+  if (!a.schedule) {
+    tile->first_row = tile->index;
+    tile->rows = 1;
+    return;
+  }
   const int *offsets = a.schedule + tile->expert, *tile_offsets = offsets + a.num_experts + 1;
   const int begin = load_index(offsets), end = load_index(offsets + 1), tiles_before = load_index(tile_offsets);
   tile->first_row = begin + (tile->index - tiles_before) * TILE_ROWS;
   tile->rows = min(end - tile->first_row, TILE_ROWS);
+}
+
+// The slot of row g of a tile, -1 if there is none.
+__device__ __forceinline__ int find_slot(const GroupedArgs &a, const Tile &tile, int g) {
+  const int row = tile.first_row + g;
+  if (!a.schedule) return g < tile.rows ? row : -1;
+  return load_index(a.row_to_slot + row, g < tile.rows, -1);
 }
 
 // The weight rows of a lane 4 g + t: rows g and g + 8 of each of its warp's two fragments.

@@ -112,17 +112,19 @@ def decode_experts(
 
 
 def decode_directly(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, kind: Kind, loras: Optional[Loras] = None
-) -> Optional[Tensor]:
+    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, kind: Kind, loras: Optional[Loras] = None,
+    transposed: bool = False,
+) -> Optional[Tensor]:  # fmt: skip
     """`decode_experts` for arguments that nobody has checked, as a caller of `grouped_mm_experts` gave them.
 
     None if anything calls for more: other tokens, tensors, gradients, or somebody who traces, transforms or watches.
+    transposed: weights are (E, H, 2 I), or (E, H, I) if not gated, and (E, I, H).
     """
     if torch.compiler.is_compiling() or _compat.is_watched() or _compat.in_transform() or _compat.has_tangents():
         return None
     up, down, up_bias, down_bias = experts
     scales = ()
-    if isinstance(up, BlockScaled) and isinstance(down, BlockScaled):
+    if isinstance(up, BlockScaled) and isinstance(down, BlockScaled) and not transposed:
         up, down, scales = up.data, down.data, (up.scale_inv, down.scale_inv)
         if any(map(_requires_grad, (up, down, *scales))):  # an error, with gradients enabled or not
             return None
@@ -139,8 +141,10 @@ def decode_directly(
             return None
     if torch.is_grad_enabled() and any(map(_requires_grad, tensors)) or torch.is_autocast_enabled("cuda"):
         return None
-    if ids.dim() != 2 or up.dim() != 3 or not groups_slots(*ids.shape, up.shape[0]):
+    if ids.dim() != 2 or up.dim() != 3 or down.dim() != 3 or not groups_slots(*ids.shape, up.shape[0]):
         return None
+    if transposed:
+        experts = up.mT, down.mT, up_bias, down_bias
     try:
         return decode_experts(x, ids, weights, experts, kind, loras)
     except NotImplementedError:  # of the dispatcher, for a layout that the op has no kernel for

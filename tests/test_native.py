@@ -8,7 +8,7 @@ import torch
 from block import call, run_reference
 from cases import CASES, GPT_OSS, make_inputs
 from compare import assert_bitwise, assert_close
-from native_op import CODED, CODED_CASES, FEW, STEPS, WHOLE, decode, poison_scaled
+from native_op import CODED, CODED_CASES, FEW, ROUNDS, STEPS, WHOLE, decode, poison_scaled
 from operations import Log
 from pairs import Pairs, make_loras
 from poison import poison_sentinels
@@ -20,7 +20,7 @@ ALIGNED = [case for case in CASES if case.H % 8 == 0 and case.I % 8 == 0]
 BLOCKS = [Blocks(), Blocks(apart=True), Blocks(dtype=torch.float8_e8m0fnu), Blocks(dtype=torch.bfloat16, apart=True)]
 
 
-@pytest.mark.parametrize("case", [*ALIGNED, STEPS, WHOLE], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*ALIGNED, STEPS, WHOLE, *ROUNDS], ids=lambda case: case.id)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 100])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -38,9 +38,10 @@ def test_against_the_reference(native, grouped_moe, device, case, dtype, tokens,
 
 
 @pytest.mark.parametrize("ids", [0, 3, 40, -1], ids=["first", "one", "none", "negative"])
-def test_one_expert_or_none(native, grouped_moe, device, ids, way):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_one_expert_or_none(native, grouped_moe, device, ids, transposed, way):
     """All slots on one expert, and no slot on any: its tokens are zeros, whatever is in memory that nobody wrote."""
-    case = FEW._replace(T=70, H=136, I=72, bias="both")
+    case = FEW._replace(T=70, H=136, I=72, bias="both", transposed=transposed)
     inputs = make_inputs(case, torch.bfloat16, device)
     inputs = inputs._replace(top_k_index=torch.full_like(inputs.top_k_index, ids))
     want = run_reference(grouped_moe, case, inputs).out
@@ -92,15 +93,20 @@ def test_scaled_weights_the_op_does_not_take(native, grouped_moe, device, change
     assert decode(native, grouped_moe, case, change(inputs)) is None
 
 
-def strided(tensor: torch.Tensor) -> torch.Tensor:
+def strided(tensor: torch.Tensor, by: int = 8) -> torch.Tensor:
     """In rows with room between them; NaN there."""
-    shape = (*tensor.shape[:-1], tensor.shape[-1] + 8)
-    return torch.full(shape, float("nan"), dtype=tensor.dtype, device=tensor.device)[..., :-8].copy_(tensor)
+    shape = (*tensor.shape[:-1], tensor.shape[-1] + by)
+    return torch.full(shape, float("nan"), dtype=tensor.dtype, device=tensor.device)[..., :-by].copy_(tensor)
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """As it is, but half of 16 bytes behind such a boundary."""
+    return tensor.new_empty(tensor.numel() + 4)[4:].view(tensor.shape).copy_(tensor)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_strides(native, grouped_moe, device, transposed, way):
-    """Rows with room between them, views of weights that lie the other way, and biases, ids and weights of any."""
+    """Rows with room between them, also of weights that lie transposed, and biases, ids and weights of any."""
     case = STEPS._replace(sentinels=0.3, transposed=transposed)
     inputs = make_inputs(case, torch.bfloat16, device)
     want = decode(native, grouped_moe, case, inputs)
@@ -109,13 +115,14 @@ def test_strides(native, grouped_moe, device, transposed, way):
     names = ("top_k_index", "top_k_weights", "gate_up_proj_bias", "down_proj_bias")
     apart = apart._replace(**{name: getattr(inputs, name).t().contiguous().t() for name in names})
     assert_bitwise("strided", decode(native, grouped_moe, case, apart), want)
-    views = inputs._replace(gate_up_proj=inputs.gate_up_proj.mT, down_proj=inputs.down_proj.mT)
-    assert_bitwise("views", decode(native, grouped_moe, case._replace(transposed=not transposed), views), want)
 
 
 @pytest.mark.parametrize("change", [
     lambda i: i._replace(gate_up_proj=i.gate_up_proj.mT.contiguous().mT),
-    lambda i: i._replace(down_proj=strided(i.down_proj)[:, :, 4:-4]),
+    lambda i: i._replace(down_proj=i.down_proj.mT.contiguous().mT),
+    lambda i: i._replace(down_proj=shifted(i.down_proj)),
+    lambda i: i._replace(gate_up_proj=shifted(i.gate_up_proj)),
+    lambda i: i._replace(gate_up_proj=strided(i.gate_up_proj, by=4)),
     lambda i: i._replace(gate_up_proj_bias=None),
     lambda i: i._replace(hidden_states=i.hidden_states.float()),
     lambda i: i._replace(top_k_weights=i.top_k_weights.double()),
@@ -123,11 +130,21 @@ def test_strides(native, grouped_moe, device, transposed, way):
     lambda i: i._replace(top_k_index=i.top_k_index.short()),
     lambda i: i._replace(top_k_index=i.top_k_index.repeat(1, 5), top_k_weights=i.top_k_weights.repeat(1, 5)),
     lambda i: i.take(torch.zeros(0, dtype=torch.int64, device=i.dout.device)),
-], ids=range(9))  # fmt: skip
-def test_what_the_op_does_not_take(native, grouped_moe, device, change, way):
-    inputs = make_inputs(STEPS, torch.bfloat16, device)
-    assert decode(native, grouped_moe, STEPS, inputs) is not None
-    assert decode(native, grouped_moe, STEPS, change(inputs)) is None
+], ids=range(12))  # fmt: skip
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_the_op_does_not_take(native, grouped_moe, device, change, transposed, way):
+    case = STEPS._replace(transposed=transposed)
+    inputs = make_inputs(case, torch.bfloat16, device)
+    assert decode(native, grouped_moe, case, inputs) is not None
+    assert decode(native, grouped_moe, case, change(inputs)) is None
+
+
+@pytest.mark.parametrize("hidden, intermediate", [(16, 12), (20, 16)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_widths_the_op_does_not_take(native, grouped_moe, device, hidden, intermediate, transposed, way):
+    """No whole pieces of 16 bytes, be it of a half alone."""
+    case = FEW._replace(H=hidden, I=intermediate, transposed=transposed)
+    assert decode(native, grouped_moe, case, make_inputs(case, torch.bfloat16, device)) is None
 
 
 @pytest.mark.parametrize("case", [
@@ -208,8 +225,10 @@ def test_what_is_handed_over(grouped_moe, device, taken):
     with pytest.raises(ValueError, match="^down_proj: expected shape"):
         call(grouped_moe, FEW, inputs._replace(down_proj=inputs.down_proj[:, :, :8]))
     for name in ("hidden_states", "down_proj"):
-        with pytest.raises(TypeError, match=f"^{name}: expected a dense tensor"):
-            call(grouped_moe, FEW, inputs._replace(**{name: getattr(inputs, name).to_sparse()}))
+        for case, dims in ((FEW, {}), (transposed, {"sparse_dim": 1})):
+            sparse = getattr(inputs, name).to_sparse(**dims)
+            with pytest.raises(TypeError, match=f"^{name}: expected a dense tensor"):
+                call(grouped_moe, case, inputs._replace(**{name: sparse}))
     with pytest.raises(TypeError, match="^hidden_states: expected a tensor"):
         call(grouped_moe, FEW, inputs._replace(hidden_states=None))
 

@@ -5,7 +5,7 @@ import torch
 from block import call
 from cases import GPT_OSS, RELU2, make_inputs
 from compare import assert_bitwise, assert_close
-from native_op import CODED_CASES, FEW, STEPS, WHOLE, decode, poison_scaled
+from native_op import CODED_CASES, FEW, ROUNDS, STEPS, WHOLE, decode, poison_scaled
 from operations import Log
 from pairs import LAYOUTS, Pairs, factors, make_loras, run_merged, with_factors
 from poison import dirty_allocator, guarded, poison_sentinels
@@ -17,6 +17,7 @@ ADAPTED = {
     "steps": (STEPS, Pairs(rank=16)),
     "whole": (WHOLE, Pairs(rank=64)),
     "adapters": (STEPS._replace(T=20, interleaved=True, activation=GPT_OSS), Pairs(rank=3, adapters=3)),
+    "rounds": (ROUNDS[0], Pairs(rank=16, adapters=2)),
     "down": (FEW._replace(T=9, gated=False, activation=RELU2), Pairs(rank=40, given=("down_lora",), shared="b")),
     "up": (FEW, Pairs(rank=256, given=("gate_up_lora",), shared="ab")),
     "many": (FEW._replace(T=70, E=8, sentinels=0.5), Pairs(rank=256, shared="a", adapters=2)),

@@ -60,7 +60,8 @@ BLOCKS = (
     Block("few tokens", 9, Layer(top_k=4, E=40, H=136, I=72), options=NO_GRAD),  # fewer slots than experts
     Block("few tokens, steps", 16, Layer(top_k=8, E=40, H=1048, I=264, interleaved=True), BIASES, options=NO_GRAD),
     Block("few tokens, not gated, fp16", 64, Layer(torch.float16, E=40, gated=False), BIASES, options=NO_GRAD),
-    Block("one token, transposed", 1, Layer(E=8, H=72, I=264, gated=False, transposed=True), options=NO_GRAD),
+    Block("one token, transposed", 1, Layer(E=8, H=512, I=392, gated=False, transposed=True), options=NO_GRAD),
+    Block("one token, transposed, LoRA", 1, Layer(top_k=4, E=40, **TRANSPOSED), options={**NO_GRAD, **PAIRS}),
     Block("few tokens, gpt-oss", 16, Layer(top_k=4, E=40, H=1048, I=264, **GPT_OSS), BIASES, options=NO_GRAD),
     Block("few tokens, transposed, LoRA", 9, Layer(top_k=4, E=40, **TRANSPOSED), options={**NO_GRAD, **PAIRS}),
     Block("one token, LoRA", 1, Layer(top_k=8, E=40, H=392, I=264), BIASES, options={**NO_GRAD, **PAIRS}),

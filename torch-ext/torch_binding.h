@@ -9,7 +9,8 @@
 
 // The experts block for a few tokens, (T, H); an undefined tensor, None in Python, if the kernels are not for the call.
 // x: (T, H) bf16 or fp16. ids, weights: (T, top_k), int32 or int64 and floating, any strides. up: (E, 2 I, H), or
-// (E, I, H) if not gated; down: (E, H, I); rows contiguous and at multiples of 16 bytes. Biases: any strides.
+// (E, I, H) if not gated; down: (E, H, I). Rows of x and of both weights are contiguous and begin at multiples of 16
+// bytes; plain weights may have such columns instead, if I is a multiple of 8. Biases: any strides.
 // kind: 16 times the activation, an index into the package's ACTIVATION_NAMES, plus 8 if each slot reads the weights of
 // its expert itself, plus 4 if both halves of up have blocks of their own, plus 2 if gated, plus 1 if interleaved.
 // Slots that do not read weights themselves are sorted by expert, whose weights are read once for several of them.

@@ -7,16 +7,16 @@
 constexpr int TILE_ROWS = 8;
 
 // A call with its rows. Rows are routed slots sorted by expert, as `route_slots` has them; a tile is up to TILE_ROWS of
-// one expert.
+// one expert. By slot there is no schedule: each slot is a row and a tile, and that of a sentinel stays unwritten.
 struct GroupedArgs : DecodeArgs {
-  int *schedule, *row_to_slot, *slot_to_row;  // scratch, as of RouteArgs; all null where each slot is a tile and a row
+  int *schedule, *row_to_slot, *slot_to_row;  // scratch, as of RouteArgs; null by slot
   void *y;                                    // (S, H), scratch, as is act: the first rows are written
   int max_tiles;                              // there are no more than these
 };
 
 // How a call is made and how much scratch it takes.
 struct GroupedPlan {
-  bool by_slot;     // whether each slot is a tile and a row of its own
+  bool by_slot;
   RoutePlan route;  // unless by_slot
   int max_tiles;
   bool dependent;  // whether the device has dependent launches
@@ -33,7 +33,7 @@ bool plan_grouped(const DecodeArgs &args, bool by_slot, int num_sms, int capabil
 cudaError_t grouped_experts(const DecodeArgs &args, const GroupedPlan &plan, void *scratch, cudaStream_t stream);
 
 // The three launches, in this order, of plain weights, of those with scales or of those that lie transposed.
-// Routing comes before.
+// Routing comes before, unless by slot.
 cudaError_t launch_grouped_up_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
 cudaError_t launch_grouped_down_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);
 cudaError_t launch_scaled_grouped_up_proj(const GroupedArgs &args, bool dependent, cudaStream_t stream);

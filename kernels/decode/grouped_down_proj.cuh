@@ -3,9 +3,10 @@
 #include "tile_ranks.cuh"
 
 // Row g of a tile, in pieces of act, or -1.
+template <typename Shape>
 __device__ __forceinline__ int find_act_row(const GroupedArgs &a, Tile *tile, int g) {
   wait_for_stream();
-  find_rows(a, tile);
+  find_rows<Shape>(a, tile);
   return g < tile->rows ? (tile->first_row + g) * (a.intermediate / PIECE) : -1;
 }
 
@@ -32,7 +33,7 @@ __device__ __forceinline__ void store_y_row(const GroupedArgs &a, const Tile &ti
 template <typename Element, bool LOW_RANK, typename Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_down_proj_kernel(const GroupedArgs a) {
   Tile tile = {static_cast<int>(blockIdx.y)};
-  if (!find_expert(a, &tile)) return;
+  if (!find_expert<Shape>(a, &tile)) return;
   const int warp = threadIdx.x / WARP, group = warp / Shape::SPLITS, g = threadIdx.x % WARP / 4;
   const int column = (blockIdx.x * Shape::GROUPS + group) * 2 * FRAGMENT, mine = column + g;
   LaneRows w;
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_down_pr
   for (int f = 0; f < 2; ++f)
 #pragma unroll
     for (int r = 0; r < 2; ++r) w.wanted[f][r] = mine + r * HALF + f * FRAGMENT < a.hidden;
-  const auto locate = [&] { return find_act_row(a, &tile, g); };
+  const auto locate = [&] { return find_act_row<Shape>(a, &tile, g); };
   float acc[2][4] = {};
   const int length = column < a.hidden ? a.intermediate / PIECE : 0;
   multiply_tile<Element, Shape>(w, row_at<Element>(a.act, 0), length, warp % Shape::SPLITS, locate, acc);

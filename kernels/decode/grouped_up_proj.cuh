@@ -4,10 +4,11 @@
 #include "tile_ranks.cuh"
 
 // The token of row g of a tile, in pieces of x, or -1.
+template <typename Shape>
 __device__ __forceinline__ int find_token(const GroupedArgs &a, Tile *tile, int g) {
   let_next_start();  // here, where it keeps what follows behind the first weights
-  find_rows(a, tile);
-  const int slot = find_slot(a, *tile, g);
+  find_rows<Shape>(a, tile);
+  const int slot = find_slot<Shape>(a, *tile, g);
   return slot < 0 ? -1 : slot / a.top_k * static_cast<int>(a.stride_xt / PIECE);
 }
 
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_up_proj
   constexpr int COLUMNS = GATED ? FRAGMENT : 2 * FRAGMENT;
   if (!a.up_lora.rank) wait_for_stream();
   Tile tile = {static_cast<int>(blockIdx.y)};
-  if (!find_expert(a, &tile)) return;
+  if (!find_expert<Shape>(a, &tile)) return;
   const int warp = threadIdx.x / WARP, group = warp / Shape::SPLITS, g = threadIdx.x % WARP / 4;
   const int column = (blockIdx.x * Shape::GROUPS + group) * COLUMNS, mine = column + g;
   const int step = a.interleaved ? 2 : 1, to_up = a.interleaved ? 1 : a.intermediate;
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_up_proj
   for (int f = 0; f < 2; ++f)
 #pragma unroll
     for (int r = 0; r < 2; ++r) w.wanted[f][r] = mine + r * HALF + (GATED ? 0 : f * FRAGMENT) < a.intermediate;
-  const auto locate = [&] { return find_token(a, &tile, g); };
+  const auto locate = [&] { return find_token<Shape>(a, &tile, g); };
   float acc[2][4] = {};
   const int length = column < a.intermediate ? a.hidden / PIECE : 0;
   multiply_tile<Element, Shape>(w, row_at<Element>(a.x, 0), length, warp % Shape::SPLITS, locate, acc);

@@ -11,7 +11,7 @@
 template <typename Element, bool LOW_RANK, typename Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_down_proj_kernel(const GroupedArgs a) {
   Tile tile = {static_cast<int>(blockIdx.y)};
-  if (!find_expert(a, &tile)) return;
+  if (!find_expert<Shape>(a, &tile)) return;
   const int warp = threadIdx.x / WARP, group = warp / Shape::SPLITS, g = threadIdx.x % WARP / 4;
   const int column = (blockIdx.x * Shape::GROUPS + group) * 2 * FRAGMENT, mine = column + g;
   LaneRows w;
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_
     wanted[f] = column + f * FRAGMENT < a.hidden;
     w.wanted[f][0] = w.wanted[f][1] = wanted[f];
   }
-  const auto locate = [&] { return find_act_row(a, &tile, g); };
+  const auto locate = [&] { return find_act_row<Shape>(a, &tile, g); };
   float acc[2][4] = {};
   multiply_scaled_tile<Element, Shape>(w, a.down_scales, scale_rows, wanted, row_at<Element>(a.act, 0),
                                        wanted[0] ? a.intermediate / CODES : 0, warp % Shape::SPLITS, locate, acc);

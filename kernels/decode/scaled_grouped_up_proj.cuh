@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_
   constexpr int COLUMNS = GATED ? FRAGMENT : 2 * FRAGMENT;
   if (!a.up_lora.rank) wait_for_stream();
   Tile tile = {static_cast<int>(blockIdx.y)};
-  if (!find_expert(a, &tile)) return;
+  if (!find_expert<Shape>(a, &tile)) return;
   const int warp = threadIdx.x / WARP, group = warp / Shape::SPLITS, g = threadIdx.x % WARP / 4;
   const int column = (blockIdx.x * Shape::GROUPS + group) * COLUMNS, mine = column + g;
   const int step = a.interleaved ? 2 : 1, to_up = a.interleaved ? 1 : a.intermediate;
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_
     wanted[f] = column + (GATED ? 0 : f * FRAGMENT) < a.intermediate;
     w.wanted[f][0] = w.wanted[f][1] = wanted[f];
   }
-  const auto locate = [&] { return find_token(a, &tile, g); };
+  const auto locate = [&] { return find_token<Shape>(a, &tile, g); };
   float acc[2][4] = {};
   multiply_scaled_tile<Element, Shape>(w, a.up_scales, scale_rows, wanted, row_at<Element>(a.x, 0),
                                        wanted[0] ? a.hidden / CODES : 0, warp % Shape::SPLITS, locate, acc);

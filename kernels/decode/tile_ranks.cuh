@@ -16,7 +16,7 @@ __device__ __forceinline__ void add_ranks_of_tile(const GroupedArgs &a, const Lo
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const int row = threadIdx.x % QUAD * 2 + j;
-    const int slot = find_slot(a, tile, row);
+    const int slot = find_slot<Shape>(a, tile, row);
     const int adapter = slot < 0 ? -1 : load_adapter(a, slot / a.top_k);
     adapted[j] = adapter >= 0;
     z[j] = reinterpret_cast<const char *>(a.z + int64_t(slot) * pair.rank);

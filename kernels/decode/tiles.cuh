@@ -17,6 +17,7 @@ template <int GROUPS_, int SPLITS_, int STEPS_, int BLOCKS_>
 struct TileShape {
   static constexpr int GROUPS = GROUPS_, SPLITS = SPLITS_, STEPS = STEPS_, BLOCKS = BLOCKS_;
   static constexpr int THREADS = GROUPS * SPLITS * WARP;
+  static constexpr bool ALWAYS_ROUTED = true;  // else there may be no schedule: each slot is a tile and a row then
 };
 
 // An entry of the schedule or of a map of rows, or `otherwise` if it is not wanted. Volatile and by a predicate, as
@@ -37,8 +38,9 @@ struct Tile {
 
 // Finds the expert of tile `index`; false past the last one, and for a slot without an expert. Routing has ended, but
 // perhaps not the kernel before.
+template <typename Shape>
 __device__ __forceinline__ bool find_expert(const GroupedArgs &a, Tile *tile) {
-  if (!a.schedule) {
+  if (!Shape::ALWAYS_ROUTED && !a.schedule) {
     tile->expert = load_expert(a, tile->index / a.top_k, tile->index % a.top_k);
     return tile->expert >= 0;
   }
@@ -49,8 +51,9 @@ __device__ __forceinline__ bool find_expert(const GroupedArgs &a, Tile *tile) {
 }
 
 // Finds the rows, which weights do not wait for.
+template <typename Shape>
 __device__ __forceinline__ void find_rows(const GroupedArgs &a, Tile *tile) {
-  if (!a.schedule) {
+  if (!Shape::ALWAYS_ROUTED && !a.schedule) {
     tile->first_row = tile->index;
     tile->rows = 1;
     return;
@@ -62,9 +65,10 @@ __device__ __forceinline__ void find_rows(const GroupedArgs &a, Tile *tile) {
 }
 
 // The slot of row g of a tile, -1 if there is none.
+template <typename Shape>
 __device__ __forceinline__ int find_slot(const GroupedArgs &a, const Tile &tile, int g) {
   const int row = tile.first_row + g;
-  if (!a.schedule) return g < tile.rows ? row : -1;
+  if (!Shape::ALWAYS_ROUTED && !a.schedule) return g < tile.rows ? row : -1;
   return load_index(a.row_to_slot + row, g < tile.rows, -1);
 }
 

@@ -11,11 +11,11 @@ template <typename Element, bool LOW_RANK, typename Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
     transposed_grouped_down_proj_kernel(const GroupedArgs a) {
   Tile tile = {static_cast<int>(blockIdx.y)};
-  if (!find_expert(a, &tile)) return;
+  if (!find_expert<Shape>(a, &tile)) return;
   const int g = threadIdx.x % WARP / QUAD, first_column = blockIdx.x * BLOCK_COLUMNS;
   const int column = first_column + g * PIECE;
   const uint4 *w = row_at<Element>(a.down, tile.expert * a.stride_de + column);
-  const auto locate = [&] { return find_act_row(a, &tile, g); };
+  const auto locate = [&] { return find_act_row<Shape>(a, &tile, g); };
   float acc[1][COLUMN_PAIRS][4] = {};
   multiply_transposed<Element, Shape>(w, static_cast<int>(a.stride_dn / PIECE), 0, column < a.hidden,
                                       row_at<Element>(a.act, 0), a.intermediate / PIECE, locate, acc);

@@ -14,12 +14,12 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
   constexpr int HALVES = Shape::HALVES, EACH = GATED && HALVES == 1 ? 2 : 1;  // columns of the weight for one of act
   if (!a.up_lora.rank) wait_for_stream();
   Tile tile = {static_cast<int>(blockIdx.y)};
-  if (!find_expert(a, &tile)) return;
+  if (!find_expert<Shape>(a, &tile)) return;
   const int g = threadIdx.x % WARP / QUAD, first_column = blockIdx.x * BLOCK_COLUMNS;
   const int column = first_column + g * PIECE;
   const bool wanted = column < EACH * a.intermediate;
   const uint4 *w = row_at<Element>(a.up, tile.expert * a.stride_ue + column);
-  const auto locate = [&] { return find_token(a, &tile, g); };
+  const auto locate = [&] { return find_token<Shape>(a, &tile, g); };
   float acc[HALVES][COLUMN_PAIRS][4] = {};
   multiply_transposed<Element, Shape>(w, static_cast<int>(a.stride_un / PIECE), a.intermediate / PIECE, wanted,
                                       row_at<Element>(a.x, 0), a.hidden / PIECE, locate, acc);

@@ -13,10 +13,11 @@ template <int HALVES_, int SPLITS_, int BLOCKS_>
 struct TransposedShape {
   static constexpr int HALVES = HALVES_, SPLITS = SPLITS_, BLOCKS = BLOCKS_, BATCHES = 2 / HALVES;
   static constexpr int THREADS = SPLITS * WARP, ROUND = SPLITS * BATCHES * QUAD * ROWS_OF_K;  // rows of K at once
+  static constexpr bool ALWAYS_ROUTED = false;
 };
 
-// Calls launch(shape) with eight warps to a block, or with five if fewer lanes are then without a row in the last round
-// over K: of gpt-oss' 2880 rows none.
+// Calls launch(shape) with eight warps to a block, or with five where fewer lanes are then idle in the last round over
+// K: 2880 rows are 9 rounds of 320, but 5.6 of 512.
 template <int HALVES, typename Launch>
 cudaError_t launch_shape(int k, const Launch &launch) {
   using Eight = TransposedShape<HALVES, 8, 2>;

@@ -160,6 +160,7 @@ def test_loras_behind_an_exchange(grouped_moe, compiles, monkeypatch):
 def test_calls_that_a_native_op_takes(grouped_moe, compiles, monkeypatch):
     """Nothing of theirs is compiled. Those of more tokens, and without gradients, are not left out for that."""
     groups_slots = compiles.module("backends.native.decode").groups_slots
+    compiles.module("backends.native.routing")  # which looks its ops up as it is loaded
 
     def by_op(x, ids, *rest):
         return torch.zeros_like(x) if not torch.is_grad_enabled() and groups_slots(*ids.shape, 64) else None

@@ -40,7 +40,7 @@ Loras = Tuple[Optional[LoRA], Optional[LoRA], Optional[Tensor]]  # of up and dow
 
 
 def groups_slots(num_tokens: int, top_k: int, num_experts: int) -> bool:
-    """Whether the op reads an expert's weights once for several slots in as little time as Triton's kernels do."""
+    """Whether the op reads an expert's weights once for several slots in about the time that Triton's kernels take."""
     return num_tokens <= _MAX_TOKENS and num_tokens * top_k <= _MAX_SLOTS_OF_EXPERT * num_experts
 
 
@@ -147,6 +147,8 @@ def decode_directly(
     if up.dim() != 3 or down.dim() != 3 or not groups_slots(*ids.shape, up.shape[0]):
         return None
     if transposed:
+        if up.layout is not torch.strided or down.layout is not torch.strided:
+            return None
         experts = up.mT, down.mT, up_bias, down_bias
     try:
         return decode_experts(x, ids, weights, experts, kind, loras)

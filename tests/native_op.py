@@ -28,10 +28,8 @@ CODED_CASES = [
 def decode(native, grouped_moe, case, inputs, loras=None):
     """By the op itself, however many tokens there are. loras: as arguments of `grouped_mm_experts`."""
     x, ids, weights, up, down, *biases = inputs[:7]
-    if case.transposed:
-        up, down = up.mT, down.mT
     activation = grouped_moe.Activation(*case.activation)
-    kind = activation, case.gated, case.interleaved
+    kind = activation, case.gated, case.interleaved, case.transposed
     loras = loras and [loras.get(name) for name in ("gate_up_lora", "down_lora", "adapter_index")]
     return native.decode_experts(x, ids, weights, (up, down, *biases), kind, loras)
 

@@ -33,29 +33,24 @@ bool has_shape(const Tensor &tensor, std::initializer_list<int64_t> shape) {
   return std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end());
 }
 
-// Whether rows lie along the last dimension, and begin at multiples of 16 bytes, which are so many elements.
-bool has_pieces(const Tensor &tensor, int64_t piece = PIECE) {
+// Whether elements lie side by side along a dimension, and rows begin at multiples of 16 bytes, of so many elements.
+bool has_pieces(const Tensor &tensor, int64_t along, int64_t piece = PIECE) {
   const auto strides = tensor.strides();
-  if (strides.back() != 1 || reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16) return false;
-  return std::all_of(strides.begin(), strides.end() - 1, [=](int64_t stride) { return stride % piece == 0; });
+  if (strides[along] != 1 || reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16) return false;
+  for (int64_t i = 0; i < tensor.dim(); ++i)
+    if (i != along && strides[i] % piece) return false;
+  return true;
 }
 
 bool is_like(const Tensor &tensor, const Tensor &x) {
   return tensor.scalar_type() == x.scalar_type() && tensor.get_device_index() == x.get_device_index();
 }
 
-// Whether columns (., N, .) lie side by side, in whole pieces.
-bool lies_transposed(const Tensor &weight) {
-  const auto strides = weight.strides();
-  return strides[1] == 1 && strides[2] != 1 && weight.size(1) % PIECE == 0 && strides[0] % PIECE == 0 &&
-         strides[2] % PIECE == 0 && reinterpret_cast<uintptr_t>(weight.data_ptr()) % 16 == 0;
-}
-
-// Whether a weight (., ., K) is of so many elements to a piece, in whole pieces: plain ones as x, or codes.
-bool is_weight(const Tensor &weight, const Tensor &x, int64_t piece, bool transposed) {
+// Whether a weight is of so many elements to a piece, plain ones as x or codes, in whole pieces along a dimension.
+bool is_weight(const Tensor &weight, const Tensor &x, int64_t along, int64_t piece) {
   const ScalarType type = piece == CODES ? ScalarType::Float8_e4m3fn : x.scalar_type();
   return weight.scalar_type() == type && weight.get_device_index() == x.get_device_index() &&
-         (transposed ? lies_transposed(weight) : weight.size(2) % piece == 0 && has_pieces(weight, piece));
+         weight.size(along) % piece == 0 && has_pieces(weight, along, piece);
 }
 
 // The sizes and the tensors of a call but its biases; false if the kernels are not for it.
@@ -67,8 +62,9 @@ bool describe_rows(const Tensor &x, const Tensor &ids, const Tensor &weights, De
   a->wide_ids = id_type == ScalarType::Long;
   if (tokens < 1 || top_k < 1 || top_k > MAX_TOP_K || tokens * top_k > MAX_SLOTS || x.size(1) % PIECE ||
       !(a->wide_ids || id_type == ScalarType::Int) || !has_shape(ids, {tokens, top_k}) ||
-      !has_shape(weights, {tokens, top_k}) || !as_scalar(weights.scalar_type(), &a->weights_dtype) || !has_pieces(x) ||
-      ids.get_device_index() != x.get_device_index() || weights.get_device_index() != x.get_device_index())
+      !has_shape(weights, {tokens, top_k}) || !as_scalar(weights.scalar_type(), &a->weights_dtype) ||
+      !has_pieces(x, 1) || ids.get_device_index() != x.get_device_index() ||
+      weights.get_device_index() != x.get_device_index())
     return false;
   a->num_tokens = static_cast<int>(tokens);
   a->top_k = static_cast<int>(top_k);
@@ -84,24 +80,24 @@ bool describe_rows(const Tensor &x, const Tensor &ids, const Tensor &weights, De
   return true;
 }
 
-// piece: elements of 16 bytes of either weight.
-bool describe_experts(const Tensor &x, const Tensor &up, const Tensor &down, int64_t piece, DecodeArgs *a) {
+// n: the dimension of the outputs of both weights, 1 or 2; the other one is K. piece: elements of 16 bytes of either.
+bool describe_experts(const Tensor &x, const Tensor &up, const Tensor &down, int64_t n, int64_t piece, DecodeArgs *a) {
   if (up.dim() != 3 || down.dim() != 3) return false;
-  const int64_t experts = up.size(0), intermediate = down.size(2), hidden = a->hidden;
-  a->transposed = piece == PIECE && lies_transposed(up);
-  if (experts < 1 || experts > MAX_EXPERTS || hidden < 1 || intermediate < 1 ||
-      !has_shape(up, {experts, a->gated ? 2 * intermediate : intermediate, hidden}) ||
-      !has_shape(down, {experts, hidden, intermediate}) || !is_weight(up, x, piece, a->transposed) ||
-      !is_weight(down, x, piece, a->transposed) || (a->transposed && intermediate % PIECE))
+  const int64_t k = 3 - n, experts = up.size(0), intermediate = down.size(k), hidden = a->hidden;
+  a->transposed = piece == PIECE && up.stride(n) == 1 && up.stride(k) != 1;
+  const int64_t along = a->transposed ? n : k, across = 3 - along;
+  if (experts < 1 || experts > MAX_EXPERTS || hidden < 1 || intermediate < 1 || down.size(0) != experts ||
+      up.size(n) != (a->gated ? 2 * intermediate : intermediate) || up.size(k) != hidden || down.size(n) != hidden ||
+      !is_weight(up, x, along, piece) || !is_weight(down, x, along, piece) || (a->transposed && intermediate % PIECE))
     return false;
   a->num_experts = static_cast<int>(experts);
   a->intermediate = static_cast<int>(intermediate);
   a->up = up.data_ptr();
   a->stride_ue = up.stride(0);
-  a->stride_un = up.stride(a->transposed ? 2 : 1);
+  a->stride_un = up.stride(across);
   a->down = down.data_ptr();
   a->stride_de = down.stride(0);
-  a->stride_dn = down.stride(a->transposed ? 2 : 1);
+  a->stride_dn = down.stride(across);
   return true;
 }
 
@@ -221,11 +217,12 @@ bool describe(const Tensor &x, const Tensor &ids, const Tensor &weights, const T
               double up_offset, DecodeArgs *a) {
   a->gated = kind & 2;
   a->interleaved = kind & 1;
-  a->activation = {static_cast<ActivationKind>(kind / 16), static_cast<float>(alpha), static_cast<float>(limit),
+  a->activation = {static_cast<ActivationKind>(kind / 32), static_cast<float>(alpha), static_cast<float>(limit),
                   static_cast<float>(up_offset)};
-  const bool scaled = up_scales.has_value();
-  if (scaled != down_scales.has_value() || !describe_rows(x, ids, weights, a) ||
-      !describe_experts(x, up, down, scaled ? CODES : PIECE, a) || !describe_biases(x, up_bias, down_bias, a))
+  const bool scaled = up_scales.has_value(), exchanged = kind & 16;
+  if (scaled != down_scales.has_value() || (scaled && exchanged) || !describe_rows(x, ids, weights, a) ||
+      !describe_experts(x, up, down, exchanged ? 2 : 1, scaled ? CODES : PIECE, a) ||
+      !describe_biases(x, up_bias, down_bias, a))
     return false;
   if (scaled && (!describe_scales(*up_scales, up, kind & 4 ? 2 : 1, &a->up_scales) ||
                  !describe_scales(*down_scales, down, 1, &a->down_scales)))

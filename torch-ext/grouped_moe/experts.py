@@ -76,10 +76,11 @@ def grouped_mm_experts(
     activation = as_activation(activation, gated, interleaved)
     checks.check_capacity("capacity", capacity)
     if IS_BUILT:
-        experts, kind = (gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias), (activation, gated, interleaved)
+        experts = gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias
+        kind = activation, gated, interleaved, transposed
         has_loras = gate_up_lora is not None or down_lora is not None or adapter_index is not None
         loras = (gate_up_lora, down_lora, adapter_index) if has_loras else None
-        out = decode_directly(hidden_states, top_k_index, top_k_weights, experts, kind, loras, transposed)
+        out = decode_directly(hidden_states, top_k_index, top_k_weights, experts, kind, loras)
         if out is not None:
             return out
     checks.check_tensor("hidden_states", hidden_states)

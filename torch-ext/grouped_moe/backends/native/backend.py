@@ -49,8 +49,8 @@ def decode(
 
     None if neither is for the call.
     """
-    up, down = (weight.mT if block.transposed else weight for weight in (block.up, block.down))
-    experts, kind = (up, down, block.up_bias, block.down_bias), (block.activation, block.gated, block.interleaved)
+    experts = block.up, block.down, block.up_bias, block.down_bias
+    kind = block.activation, block.gated, block.interleaved, block.transposed
     loras = None if block.up_lora is None and block.down_lora is None else (block.up_lora, block.down_lora, adapters)
     out = decode_experts(x, top_k_index, weights, experts, kind, loras)
     if out is not None:

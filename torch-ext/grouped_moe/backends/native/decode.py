@@ -24,7 +24,7 @@ _CODE_BYTES = 2  # take as long to read as the op takes to widen an 8-bit code
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _requires_grad = attrgetter("requires_grad")
 _NO_PARAMETERS, _NO_LORA = (1.0, None, 0.0), (None, None, 0.0)
-_CODES = {name: 16 * code for code, name in enumerate(ACTIVATION_NAMES)}
+_CODES = {name: 32 * code for code, name in enumerate(ACTIVATION_NAMES)}
 # Their attributes take the host half a microsecond to find.
 _DECODE, _DECODE_PLAIN, _DECODE_LORA = (
     (ops.decode_experts.default, ops.decode_plain_experts.default, ops.decode_lora_experts.default)
@@ -35,7 +35,7 @@ _DECODE, _DECODE_PLAIN, _DECODE_LORA = (
 
 # Plain tuples: a named one takes the host a quarter of a microsecond to make.
 Experts = Tuple[Weight, Weight, Optional[Tensor], Optional[Tensor]]  # up, down and their biases
-Kind = Tuple[Activation, bool, bool]  # and whether gated, and interleaved
+Kind = Tuple[Activation, bool, bool, bool]  # and whether gated, interleaved and transposed
 Loras = Tuple[Optional[LoRA], Optional[LoRA], Optional[Tensor]]  # of up and down, and the adapter of each token
 
 
@@ -80,11 +80,12 @@ def decode_experts(
 ) -> Optional[Tensor]:
     """out (T, H) of the experts block, None if the op is not for these tensors: torch_binding.h says what it takes.
 
-    The first weight is (E, 2 I, H), or (E, I, H) if not gated, the second one (E, H, I). Slots read weights themselves
-    where `decode_pays`, else an expert's are read once for several of them, where it `groups_slots`.
+    The first weight is (E, 2 I, H), or (E, I, H) if not gated, the second one (E, H, I); transposed (E, H, 2 I) and
+    (E, I, H). Slots read weights themselves where `decode_pays`, else an expert's are read once for several of them,
+    where it `groups_slots`.
     """
-    (up, down, up_bias, down_bias), (activation, gated, interleaved) = experts, kind
-    code = _CODES[activation[0]] + 2 * gated + interleaved
+    (up, down, up_bias, down_bias), (activation, gated, interleaved, transposed) = experts, kind
+    code = _CODES[activation[0]] + 16 * transposed + 2 * gated + interleaved
     up_scales = down_scales = None
     if isinstance(up, BlockScaled) or isinstance(down, BlockScaled):
         if not takes_scales(up, down):
@@ -112,13 +113,11 @@ def decode_experts(
 
 
 def decode_directly(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, kind: Kind, loras: Optional[Loras] = None,
-    transposed: bool = False,
-) -> Optional[Tensor]:  # fmt: skip
+    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, kind: Kind, loras: Optional[Loras] = None
+) -> Optional[Tensor]:
     """`decode_experts` for arguments that nobody has checked, as a caller of `grouped_mm_experts` gave them.
 
     None if anything calls for more: other tokens, tensors, gradients, or somebody who traces, transforms or watches.
-    transposed: weights are (E, H, 2 I), or (E, H, I) if not gated, and (E, I, H).
     """
     # Most calls have more tokens. A size that the compiler saw here would be a guard of what it compiles.
     if torch.compiler.is_compiling() or type(ids) not in _PLAIN_TYPES or ids.dim() != 2 or ids.shape[0] > _MAX_TOKENS:
@@ -127,7 +126,7 @@ def decode_directly(
         return None
     up, down, up_bias, down_bias = experts
     scales = ()
-    if isinstance(up, BlockScaled) and isinstance(down, BlockScaled) and not transposed:
+    if isinstance(up, BlockScaled) and isinstance(down, BlockScaled) and not kind[3]:
         up, down, scales = up.data, down.data, (up.scale_inv, down.scale_inv)
         if any(map(_requires_grad, (up, down, *scales))):  # an error, with gradients enabled or not
             return None
@@ -144,12 +143,8 @@ def decode_directly(
             return None
     if torch.is_grad_enabled() and any(map(_requires_grad, tensors)) or torch.is_autocast_enabled("cuda"):
         return None
-    if up.dim() != 3 or down.dim() != 3 or not groups_slots(*ids.shape, up.shape[0]):
+    if up.dim() != 3 or not groups_slots(*ids.shape, up.shape[0]):
         return None
-    if transposed:
-        if up.layout is not torch.strided or down.layout is not torch.strided:
-            return None
-        experts = up.mT, down.mT, up_bias, down_bias
     try:
         return decode_experts(x, ids, weights, experts, kind, loras)
     except NotImplementedError:  # of the dispatcher, for a layout that the op has no kernel for

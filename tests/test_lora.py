@@ -57,12 +57,20 @@ by_recompute = pytest.mark.parametrize("recompute", [False, True], ids=["saved",
 
 
 def make(grouped_moe, case_id, pairs, dtype, device, factor_dtype=None, **changes):
-    """(case, inputs, the arguments of its LoRAs). Kinks would need a pre-activation that two bytes hold exactly."""
+    """(case, inputs, the arguments of its LoRAs). Kinks would need a pre-activation that two bytes hold exactly.
+
+    Results that are single numbers have positive terms alone: they would cancel.
+    """
     case = BY_ID[case_id]._replace(**changes)
     if case.kinked and dtype.itemsize == 2:
         case = case._replace(activation=(*case.activation[:2], None, case.activation[3]))
     inputs = make_inputs(case, dtype, device)
-    return case, inputs, make_loras(grouped_moe, case, inputs, pairs, factor_dtype)
+    arguments = make_loras(grouped_moe, case, inputs, pairs, factor_dtype)
+    if case.H == case.I == 1:
+        positive = {name: tensor.abs() for name, tensor in (*inputs.floating().items(), ("dout", inputs.dout))}
+        inputs = inputs._replace(**positive)
+        arguments = with_factors(arguments, {name: factor.abs() for name, factor in factors(arguments).items()})
+    return case, inputs, arguments
 
 
 def run(grouped_moe, case, inputs, arguments, frozen=(), **changes) -> Result:
@@ -99,6 +107,19 @@ def test_fp64_on_cpu_matches_merged_weights(grouped_moe, case_id, pairs):
     case, inputs, arguments = make(grouped_moe, case_id, pairs, torch.float64, "cpu")
     got, want = run(grouped_moe, case, inputs, arguments), run_merged(grouped_moe, case, inputs, arguments)
     assert_matches(got, want, torch.float64, torch.float64)
+
+
+@pytest.mark.parametrize("tokens", [37, 1])
+def test_scaling_comes_before_rounding(grouped_moe, device, tokens):
+    """Rows that `a` projects may be past the range of fp16, if their scaled ones are not."""
+    case, inputs, arguments = make(grouped_moe, "silu", Pairs(), torch.float16, device, T=tokens)
+    factor = 5e4
+    for name, lora in arguments.items():
+        arguments[name] = lora._replace(a=lora.a * factor, scaling=lora.scaling / factor)
+    projected = torch.einsum("tk,erk->etr", inputs.hidden_states.double(), arguments["gate_up_lora"].a.double())
+    assert projected.abs().max() > torch.finfo(torch.float16).max
+    want = run_merged(grouped_moe, case, inputs, arguments).out
+    assert_close("out", call(grouped_moe, case, inputs, **arguments), want, torch.float16)
 
 
 @pytest.mark.gpu

@@ -120,8 +120,8 @@ def project(
     for group, start, end in groups_with_rows(rows):
         out = z[start:end, : num_adapters * rank]
         z[start:end, num_adapters * rank :] = 0
-        torch.mm(rows_of(x, rows, start, end, of_tokens), group_factor(factor, group, x.dtype), out=out)
-        out *= scaling
+        operand, own = rows_of(x, rows, start, end, of_tokens), group_factor(factor, group, x.dtype)
+        torch.addmm(out, operand, own, beta=0, alpha=scaling, out=out)
         if rows.adapters is not None:
             tokens = rows.row_to_slot[start:end] // rows.top_k if rows.top_k else slice(start, end)
             out.masked_fill_(rows.adapters[tokens, None] != columns, 0.0)

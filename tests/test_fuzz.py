@@ -194,13 +194,14 @@ def test_random_roundings_are_those_of_the_package(grouped_moe, dtype, op):
     assert len(ratios) >= 5 and all(0.4 < ratio < 1.1 for ratio in ratios.values()), str(ratios)
 
 
-@pytest.mark.parametrize("routing, most", [
-    ([[1, 1, 0], [2, 1, 2], [0, 1, 2]], 2), ([[0, 0, 0, 0], [1, 2, 0, 1]], 4), ([[-1, -1, 3], [5, 3, 0]], 1),
-    ([3, 3, 0], 1), ([[], []], 1),
-])  # fmt: skip
-def test_slots_of_a_token_with_one_expert_are_counted(routing, most):
-    """Sentinels are not; group sizes have none."""
-    assert fuzz.repeats(torch.tensor(routing, dtype=torch.int32), 3) == most
+def test_equal_rows_are_rounded_alike():
+    """As the package does; what is made of several slots of one token and expert is off by all of their errors."""
+    roundings = Roundings(torch.bfloat16, torch.bfloat16, "cpu", seed=0)
+    rows = torch.randn(40, 8, dtype=torch.float64)[torch.arange(120) % 40]
+    for rounded in (roundings.to_dtype(rows, torch.bfloat16), roundings.off(rows, rows.abs(), 4)):
+        assert torch.equal(rounded[:40], rounded[40:80]) and torch.equal(rounded[:40], rounded[80:])
+        assert not torch.equal(rounded, rows)
+    assert not torch.equal(roundings.to_dtype(rows, torch.bfloat16), roundings.to_dtype(rows, torch.bfloat16))
 
 
 def test_what_a_dtype_holds_is_not_rounded():

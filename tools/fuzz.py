@@ -33,7 +33,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder 
 
 from compare import UNIT_ROUNDOFF, tolerances  # noqa: E402
 from machine import describe_machine, load_kernel, scrub, write  # noqa: E402
-from poison import dirty_allocator, is_sentinel, poisoned_allocations  # noqa: E402
+from poison import dirty_allocator, poisoned_allocations  # noqa: E402
 
 # Many, as each layer compiles kernels of its own on a GPU, and so do an op's options: dtypes, strides, what is wanted.
 CASES_PER_LAYER, CASES_PER_OPTIONS = 100, 4
@@ -176,9 +176,7 @@ class Trial:
         """By name, how far off a result and its rows may be by the errors of so many runs with random roundings."""
         errors = self.sample_errors(got, want, routings, runs).items()
         each = {name: (rows.norm(dim=1), rows) for name, rows in errors}
-        # Rows of one token and expert round alike, but apart in the model.
-        factor = max(repeats(routing, self.case.layer.E) for routing in routings) ** 0.5
-        return {name: tuple(factor * (e.mean(0) + deviations * e.std(0)) for e in both) for name, both in each.items()}
+        return {name: tuple(e.mean(0) + deviations * e.std(0) for e in both) for name, both in each.items()}
 
     def sample_errors(self, got, want, routings: List[Tensor], runs: int) -> Dict[str, Tensor]:
         """By name (runs, rows): the errors that random roundings make, which grow with what cancels."""
@@ -190,15 +188,6 @@ class Trial:
             for name, tensor in case.expected(model, self.wide, routings).items():
                 found[name].append(norms(roundings.to_dtype(tensor, got[name].dtype) - want[name]))
         return {name: torch.stack(errors) for name, errors in found.items()}
-
-
-def repeats(routing: Tensor, num_experts: int) -> int:
-    """The most slots of a token with the same expert. routing: ids (T, top_k), or sizes of groups, which have none."""
-    if routing.dim() < 2 or not routing.numel():
-        return 1
-    apart = -1 - torch.arange(routing.shape[1], device=routing.device)
-    ids = torch.where(is_sentinel(routing, num_experts), apart, routing.long())
-    return int((ids[:, :, None] == ids[:, None, :]).sum(2).max())
 
 
 def norms(tensor: Tensor) -> Tensor:

@@ -48,7 +48,11 @@ class Roundings:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def uniform(self, like: Tensor) -> Tensor:
-        return torch.rand(like.shape, generator=self.generator, dtype=like.dtype, device=like.device)
+        """The same for equal rows, which the package rounds alike: those of slots of one token and expert."""
+        drawn = torch.rand(like.shape, generator=self.generator, dtype=like.dtype, device=like.device)
+        if like.dim() != 2 or not like.numel():
+            return drawn
+        return drawn[torch.unique(like, dim=0, return_inverse=True)[1]]
 
     def to_dtype(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         unit = last_digit(value.abs(), dtype)

@@ -119,10 +119,7 @@ def decode_directly(
 
     None if anything calls for more: other tokens, tensors, gradients, or somebody who traces, transforms or watches.
     """
-    # Most calls have more tokens. A size that the compiler saw here would be a guard of what it compiles.
-    if torch.compiler.is_compiling() or type(ids) not in _PLAIN_TYPES or ids.dim() != 2 or ids.shape[0] > _MAX_TOKENS:
-        return None
-    if _compat.is_watched() or _compat.in_transform() or _compat.has_tangents():
+    if torch.compiler.is_compiling() or _compat.is_watched() or _compat.in_transform() or _compat.has_tangents():
         return None
     up, down, up_bias, down_bias = experts
     scales = ()
@@ -143,7 +140,7 @@ def decode_directly(
             return None
     if torch.is_grad_enabled() and any(map(_requires_grad, tensors)) or torch.is_autocast_enabled("cuda"):
         return None
-    if up.dim() != 3 or not groups_slots(*ids.shape, up.shape[0]):
+    if ids.dim() != 2 or up.dim() != 3 or not groups_slots(*ids.shape, up.shape[0]):
         return None
     try:
         return decode_experts(x, ids, weights, experts, kind, loras)

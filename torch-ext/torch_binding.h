@@ -9,9 +9,9 @@
 
 // The experts block for a few tokens, (T, H); an undefined tensor, None in Python, if the kernels are not for the call.
 // x: (T, H) bf16 or fp16. ids, weights: (T, top_k), int32 or int64 and floating, any strides. up: (E, 2 I, H), or
-// (E, I, H) if not gated; down: (E, H, I); or both with their last dimensions exchanged. Rows of x and of both weights
-// are contiguous and begin at multiples of 16 bytes; plain weights may have such columns instead, if I is a multiple of
-// 8. Biases: any strides.
+// (E, I, H) if not gated; down: (E, H, I); or both with their last dimensions exchanged. x and both weights are
+// contiguous along the dimension that is summed over, in rows that begin at multiples of 16 bytes; plain weights may be
+// so along the other one instead, if I is a multiple of 8. Biases: any strides.
 // kind: 32 times the activation, an index into the package's ACTIVATION_NAMES, plus 16 if dimensions are exchanged,
 // plus 8 if each slot reads the weights of its expert itself, plus 4 if both halves of up have blocks of their own,
 // plus 2 if gated, plus 1 if interleaved.

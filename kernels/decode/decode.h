@@ -75,7 +75,7 @@ struct DecodeArgs {
   void *out;  // (T, H), contiguous
   int num_tokens, top_k, num_experts, num_adapters, hidden, intermediate;
   bool wide_ids, wide_adapters, gated, interleaved;
-  bool transposed;       // weights are (E, H, 2 I) or (E, H, I), and (E, I, H): the strides of their rows are un and dn
+  bool transposed;       // weights are (E, H, 2 I) or (E, H, I), and (E, I, H); stride_un, stride_dn of rows
   Scalar dtype;          // of x, plain weights, biases, act and out: bfloat16 or float16
   Scalar weights_dtype;  // any
   Activation activation;

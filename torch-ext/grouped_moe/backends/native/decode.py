@@ -123,7 +123,7 @@ def decode_directly(
         return None
     up, down, up_bias, down_bias = experts
     scales = ()
-    if isinstance(up, BlockScaled) and isinstance(down, BlockScaled) and not kind[3]:
+    if isinstance(up, BlockScaled) and isinstance(down, BlockScaled):
         up, down, scales = up.data, down.data, (up.scale_inv, down.scale_inv)
         if any(map(_requires_grad, (up, down, *scales))):  # an error, with gradients enabled or not
             return None

@@ -7,7 +7,7 @@ from poison import poison_sentinels
 FEW = Case("few", T=2, top_k=3, E=40, H=64, I=48, sentinels=0.0)
 STEPS = Case("steps", T=3, top_k=9, E=12, H=2120, I=1048, bias="both")  # several along H, I and the choices
 WHOLE = Case("whole", T=2, top_k=8, E=16, H=2048, I=768)
-# Rows of K that eight warps go down in whole rounds, if transposed; others are of five.
+# If transposed, eight warps share their K, and that of WHOLE's up-projection; five share that of all others.
 ROUNDS = [
     Case("rounds-interleaved", T=3, top_k=4, E=12, H=512, I=384, interleaved=True, bias="both", activation=GPT_OSS),
     Case("rounds-not-gated", T=3, top_k=4, E=12, H=512, I=512, gated=False, activation=RELU2),

@@ -51,8 +51,9 @@ struct LowRank {
 };
 
 // Strides count elements. The inner dimension of x, up and down is contiguous; their rows begin at multiples of 16
-// bytes and have multiples of 16 bytes. S = num_tokens * top_k slots; a slot whose id is outside of [0, num_experts) is
-// a sentinel: nothing of it but the id is read.
+// bytes and have multiples of 16 bytes. Transposed weights are (E, H, 2 I), or (E, H, I) if not gated, and (E, I, H);
+// stride_un and stride_dn are the strides of their rows. S = num_tokens * top_k slots; a slot whose id is outside of
+// [0, num_experts) is a sentinel: nothing of it but the id is read.
 struct DecodeArgs {
   const void *x;  // (T, H)
   int64_t stride_xt;
@@ -74,8 +75,7 @@ struct DecodeArgs {
   float *z;   // (S, r), scratch, of one pair after the other: rows without an expert or an adapter stay unwritten
   void *out;  // (T, H), contiguous
   int num_tokens, top_k, num_experts, num_adapters, hidden, intermediate;
-  bool wide_ids, wide_adapters, gated, interleaved;
-  bool transposed;       // weights are (E, H, 2 I) or (E, H, I), and (E, I, H); stride_un, stride_dn of rows
+  bool wide_ids, wide_adapters, gated, interleaved, transposed;
   Scalar dtype;          // of x, plain weights, biases, act and out: bfloat16 or float16
   Scalar weights_dtype;  // any
   Activation activation;

@@ -95,6 +95,14 @@ __device__ __forceinline__ void load_weights(const LaneRows &w, int at, int leng
       }
 }
 
+// Pieces of row g of a tile, at places from `at` on, of `length`. row: where it begins, in pieces, -1 if there is none.
+template <int STEPS>
+__device__ __forceinline__ void load_tokens(const uint4 *tokens, int row, int at, int length, uint4 (&pieces)[STEPS]) {
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s)
+    pieces[s] = load_cached(tokens + row + at + s * QUAD, row >= 0 && at + s * QUAD < length);
+}
+
 // acc[f] += fragment f times the tile, over the warp's share of K, of `length` pieces in all: every SPLITS-th run of 4
 // STEPS pieces. locate() finds row g of the tile, in pieces from `tokens` on, or -1 for none; every warp calls it once,
 // when its first weights are on their way.
@@ -110,11 +118,7 @@ __device__ __forceinline__ void multiply_tile(const LaneRows &w, const uint4 *to
     load_weights(w, mine, length, pieces);
     if (!located) row = locate();
     located = true;
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-      const int at = mine + s * QUAD;
-      v[s] = load_cached(tokens + row + at, row >= 0 && at < length);
-    }
+    load_tokens(tokens, row, mine, length, v);
     let_next_start();  // here, where it keeps loads and sums apart as well
 #pragma unroll
     for (int s = 0; s < STEPS; ++s)

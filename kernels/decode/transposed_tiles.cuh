@@ -73,11 +73,7 @@ __device__ __forceinline__ void multiply_transposed(const uint4 *w, int to_row, 
         }
     if (!located) row = locate();
     located = true;
-#pragma unroll
-    for (int b = 0; b < BATCHES; ++b) {
-      const int at = mine + b * QUAD;
-      v[b] = load_cached(tokens + row + at, row >= 0 && at < length);
-    }
+    load_tokens(tokens, row, mine, length, v);
     let_next_start();  // here, where it keeps loads and sums apart as well
 #pragma unroll
     for (int b = 0; b < BATCHES; ++b)

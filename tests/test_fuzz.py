@@ -194,13 +194,15 @@ def test_random_roundings_are_those_of_the_package(grouped_moe, dtype, op):
     assert len(ratios) >= 5 and all(0.4 < ratio < 1.1 for ratio in ratios.values()), str(ratios)
 
 
-def test_equal_rows_are_rounded_alike():
-    """As the package does; what is made of several slots of one token and expert is off by all of their errors."""
+def test_equal_numbers_are_rounded_alike():
+    """As the package does; what is made of several of them is off by all of their errors."""
     roundings = Roundings(torch.bfloat16, torch.bfloat16, "cpu", seed=0)
     rows = torch.randn(40, 8, dtype=torch.float64)[torch.arange(120) % 40]
     for rounded in (roundings.to_dtype(rows, torch.bfloat16), roundings.off(rows, rows.abs(), 4)):
         assert torch.equal(rounded[:40], rounded[40:80]) and torch.equal(rounded[:40], rounded[80:])
         assert not torch.equal(rounded, rows)
+    both = roundings.to_dtype(torch.cat((rows, -rows)), torch.bfloat16)
+    assert torch.equal(both[:120], -both[120:])
     assert not torch.equal(roundings.to_dtype(rows, torch.bfloat16), roundings.to_dtype(rows, torch.bfloat16))
 
 
@@ -208,6 +210,7 @@ def test_what_a_dtype_holds_is_not_rounded():
     roundings = Roundings(torch.bfloat16, torch.bfloat16, "cpu", seed=0)
     held = torch.tensor([0.0, 1.0, -0.0625, 129 / 128, 2.0**-133], dtype=torch.float64)
     assert torch.equal(roundings.to_dtype(held, torch.bfloat16), held)
-    between = torch.full((4000,), 1 + 1 / 512, dtype=torch.float64)  # a fourth of the way to 1 + 1 / 128
+    # 4000 numbers, a fourth of the way to 1 + 1 / 128.
+    between = 1 + 1 / 512 + 1e-9 * torch.arange(4000, dtype=torch.float64)
     found = roundings.to_dtype(between, torch.bfloat16)
     assert found.unique().tolist() == [1.0, 1 + 1 / 128] and abs(float((found > 1).double().mean()) - 0.25) < 0.03

@@ -2,6 +2,7 @@
 
 - What is stored goes up or down to a number of its dtype, either as likely as it is near: rows that go into a product,
   its result, and their gradients. This has twice the variance of rounding to nearest, and leaves alone what is exact.
+  As there, equal numbers of a tensor round alike, and negative ones as positive ones.
 - A sum of n terms in fp32 (fp64 for fp64) is off by about sqrt(n) times the last digit of the sum of the terms'
   magnitudes: by n roundings, each of a partial sum that is no larger.
 - An activation or its derivative is off by about four times the last digit of the terms that are added in it.
@@ -48,15 +49,15 @@ class Roundings:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def uniform(self, like: Tensor) -> Tensor:
-        """The same for equal rows, which the package rounds alike: those of slots of one token and expert."""
-        drawn = torch.rand(like.shape, generator=self.generator, dtype=like.dtype, device=like.device)
-        if like.dim() != 2 or not like.numel():
-            return drawn
-        return drawn[torch.unique(like, dim=0, return_inverse=True)[1]]
+        """The same for equal magnitudes, which round alike: of slots of one token and expert, or of saturated codes."""
+        each, inverse = torch.unique(like.abs(), return_inverse=True)
+        drawn = torch.rand(each.shape, generator=self.generator, dtype=like.dtype, device=like.device)
+        return drawn[inverse]
 
     def to_dtype(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        unit = last_digit(value.abs(), dtype)
-        return unit * torch.floor(value / unit + self.uniform(value))
+        magnitude = value.abs()
+        unit = last_digit(magnitude, dtype)
+        return torch.copysign(unit * torch.floor(magnitude / unit + self.uniform(value)), value)
 
     def off(self, value: Tensor, magnitudes: Tensor, digits: float) -> Tensor:
         """value, off by so many last digits of the magnitudes: with the variance of the other roundings."""

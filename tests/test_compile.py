@@ -106,6 +106,24 @@ def test_compiled_by_inductor(grouped_moe, device):
         assert_close(name, grad, want.grads[name].double(), torch.float32, inner_products=name == "top_k_weights")
 
 
+@by_operation
+def test_compiled_backward_of_an_eager_forward(grouped_moe, device, name):
+    """By compiled autograd, as behind a graph break in a step that is compiled."""
+    function, leaves, dout = make_operation(grouped_moe, name, device)
+    function(*leaves.values()).backward(dout)
+    want = {key: leaf.grad for key, leaf in leaves.items()}
+    for leaf in leaves.values():
+        leaf.grad = None
+
+    def step():
+        torch.compiler.disable(function)(*leaves.values()).backward(dout)
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="aot_eager")()
+    for key, leaf in leaves.items():
+        assert_bitwise(f"gradient of {key}", leaf.grad, want[key])
+
+
 DYNAMIC = [(case_id, way) for case_id in ("silu", "gpt-oss", "relu2-not-gated", "gpt-oss-halves-recompute")
            for way in ("marked", "automatic", "capacity", "capacity-share")]  # fmt: skip
 

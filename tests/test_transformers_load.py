@@ -44,6 +44,34 @@ def test_errors_of_registration(grouped_moe, given, error, message):
         grouped_moe.register_experts_implementation(**given)
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_code_may_put_modules_into_modules(implementation, device, fullgraph):
+    """Of which PyTorch tells the package, who looks at them: a compiler knows them in part."""
+
+    class Wraps(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.compiled = torch.nn.Linear(8, 8), None
+
+        def forward(self, x):
+            self.other = self.inner
+            if not fullgraph:
+                torch._dynamo.graph_break()
+                self.__dict__["compiled"] = compile_later(self.inner)
+            return (self.compiled or self.other)(x)
+
+    def compile_later(module):
+        warnings.warn("which the compiler leaves to Python", stacklevel=1)
+        return torch.compile(module, backend="aot_eager", dynamic=True)
+
+    torch.compiler.reset()
+    model, x = Wraps().to(device), torch.randn(4, 8, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(torch.compile(model, fullgraph=fullgraph, backend="aot_eager")(x), model.inner(x))
+    torch.compiler.reset()
+
+
 def test_capacity_as_a_share_of_the_slots(grouped_moe, device):
     """Enough: the same results, compiled with other numbers of tokens, too. Too little, of 32 slots: an error.
 

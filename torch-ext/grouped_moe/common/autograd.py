@@ -135,6 +135,16 @@ def needs_autograd(*args: object) -> bool:
     return False
 
 
+def refuse_transforms(name: str, *args: object) -> None:
+    """Raises NotImplementedError within a transform of torch.func, or if a tensor has a tangent of forward mode.
+
+    For what has no gradient: it would be 0 without an error.
+    """
+    if not torch.compiler.is_compiling() and _compat.in_transform(if_unknown=False):
+        raise NotImplementedError(f"{name}: neither differentiated nor mapped by transforms of torch.func")
+    refuse_forward_mode(name, *args)
+
+
 def refuse_forward_mode(name: str, *args: object) -> None:
     """Raises NotImplementedError if a tensor has a tangent, which the ops would drop silently."""
     for arg in args if _compat.has_tangents() else ():
@@ -162,10 +172,13 @@ def mark_as_own(saved: Optional[torch.Tensor]) -> None:
 def take_over(saved: Optional[torch.Tensor]) -> bool:
     """Whether this backward may overwrite what was saved, and give its memory back.
 
-    It may if a forward made it for itself (`mark_as_own`), so that no hook has put other memory in its place, and if
-    the graph is not kept. Autograd then counts it as changed: if this backward fails, another one raises.
+    It may if a forward made it for itself (`mark_as_own`), so that no hook has put other memory in its place, if the
+    graph is not kept, and if no compiler traces the backward, which would take no op that writes to its arguments.
+    Autograd then counts it as changed: if this backward fails, another one raises.
     """
-    if not is_plain(saved) or not getattr(saved.untyped_storage(), "grouped_moe_own", False) or _compat.keeps_graph():
+    if torch.compiler.is_compiling() or not is_plain(saved):
+        return False
+    if not getattr(saved.untyped_storage(), "grouped_moe_own", False) or _compat.keeps_graph():
         return False
     torch.autograd.graph.increment_version(saved)
     return True

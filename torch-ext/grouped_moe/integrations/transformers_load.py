@@ -7,6 +7,7 @@ into modules, of which PyTorch tells through its hook on the registration of mod
 import warnings
 from typing import Dict, Optional, Tuple
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -43,8 +44,8 @@ def goes_by_interface(module: nn.Module) -> bool:
 
 
 def _look_at(parent: nn.Module, name: str, module: Optional[nn.Module]) -> None:
-    """The hook: `module` becomes the child `name` of `parent`."""
-    if module is None:
+    """The hook: `module` becomes the child `name` of `parent`. A compiler that traces it knows both in part alone."""
+    if torch.compiler.is_compiling() or module is None:
         return
     if implementation_of(module) is not None and goes_by_interface(module):
         if is_fp8(module):

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 from functools import partial
+from types import MethodType
 
 import pytest
 import torch
@@ -133,6 +134,14 @@ GATES = {  # the gate, attributes of its module, and whether the fused block com
     "other_activation_beside_a_large_limit": (lambda m, gate, up: torch.relu(gate) * up, {"limit": 1e3}, False),
     "almost_the_same": (lambda m, gate, up: 1.0001 * plain(m, gate, up), {}, False),
     "up_first": (lambda m, gate, up: plain(m, up, gate), {}, False),
+    "clamped_to_fp16": (lambda m, gate, up: m.act_fn(gate).clamp(max=65504.0) * up, {}, False),
+    "reads_more_by_getattr": (lambda m, gate, up: plain(m, gate, up) * getattr(m, "scale", 1.0), {"scale": 0.5}, False),
+    "reads_more_by_hasattr": (
+        lambda m, gate, up: plain(m, gate, up) * (2 if hasattr(m, "wide") else 1), {"wide": 1}, False
+    ),
+    "looks_for_a_limit": (
+        lambda m, gate, up: (plain if getattr(m, "limit", None) is None else clamped)(m, gate, up), {}, True
+    ),
     "reads_more": (lambda m, gate, up: plain(m, gate, up) * m.scale, {"scale": 0.5}, False),
     "mixes_columns": (lambda m, gate, up: normalize(plain(m, gate, up), dim=-1), {}, False),
     "no_softcap": (softcapped, NO_CAPS, True),
@@ -173,6 +182,35 @@ def test_gates_that_are_not_of_a_class_or_change(implementation, fused_calls, de
     hook.remove()
     experts.act_fn.register_forward_pre_hook(lambda module, inputs: (0.5 * inputs[0],))
     assert_as_eager(experts, implementation)
+
+
+@pytest.mark.parametrize("where", ["module", "class"])
+def test_another_forward_of_an_activation_runs(where, implementation, fused_calls, device):
+    """Of a module's and of its class's; the latter's are the same for another module."""
+    experts = make_custom(device)
+    kind, usual = type(experts.act_fn), type(experts.act_fn).forward
+    try:
+        if where == "module":
+            experts.act_fn.forward = lambda x: usual(experts.act_fn, x).clamp(max=0.05)
+        else:
+            kind.forward = lambda self, x: usual(self, x).clamp(max=0.05)
+        assert_as_eager(experts, implementation)
+        assert not fused_calls
+    finally:
+        kind.forward = usual
+    assert_as_eager(make_custom(device), implementation)
+    assert fused_calls
+
+
+def test_an_activation_by_a_kernel_of_the_hub_is_the_same(implementation, fused_calls, device, monkeypatch):
+    """As `kernels.kernelize` puts one in the place of a forward, of classes that transformers marks for it."""
+    from transformers.activations import SiLUActivation
+
+    monkeypatch.setattr(SiLUActivation, "kernel_layer_name", "SiLU", raising=False)
+    experts = make_custom(device, act_fn=SiLUActivation())
+    experts.act_fn.forward = MethodType(lambda self, x: silu(x), experts.act_fn)
+    assert_as_eager(experts, implementation)
+    assert fused_calls
 
 
 @pytest.mark.parametrize("way", ["register_full_backward_hook", "register_full_backward_pre_hook"])
@@ -230,6 +268,7 @@ STEPS = {  # after the experts, and whether it is none
     "norm": (lambda self, rows: rms_norm(rows, rows.shape[-1:]), False),
     "nothing": (lambda self, rows: rows, True),
     "by-option": (lambda self, rows: self.post_expert_norm(rows) if self.has_post_expert_norm else rows, True),
+    "by-getattr": (lambda self, rows: getattr(self, "norm", None)(rows) if hasattr(self, "norm") else rows, False),
     "in-place": (lambda self, rows: rows.mul_(2.0), False),
 }
 

@@ -6,7 +6,7 @@ that this package does not know is refused.
 
 import inspect
 from functools import lru_cache, partial
-from types import SimpleNamespace
+from types import MethodType
 from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
@@ -149,14 +149,28 @@ def _refusal(experts: torch.nn.Module, unknown: Sequence[str]) -> ValueError:
     )
 
 
+class _Attributes:
+    """Stands in for a module whose methods may read these attributes alone.
+
+    It lacks the parameters of gates as its module does. Whatever else a method asks for ends it, also where `getattr`
+    and `hasattr` would take an AttributeError for an answer.
+    """
+
+    def __init__(self, **attributes: object):
+        self.__dict__.update(attributes)
+
+    def __getattr__(self, name: str):
+        raise AttributeError(name) if name in _PARAMETERS else LookupError(name)
+
+
 @_constant
 def _returns_its_argument(method: Callable) -> bool:
     """Whether a method of a class, without a norm, hands on the rows that it gets."""
     values = torch.linspace(-2.0, 3.0, 12, device="cpu").reshape(3, 4)
     rows = values.clone()
     try:
-        return method(SimpleNamespace(has_post_expert_norm=False), rows) is rows and torch.equal(rows, values)
-    except Exception:  # it reads what the namespace lacks
+        return method(_Attributes(has_post_expert_norm=False), rows) is rows and torch.equal(rows, values)
+    except Exception:  # it reads what is not there
         return False
 
 
@@ -190,11 +204,11 @@ def _probe_gate(
     """Which of `_gate_candidates` a class's `_apply_gate` is, or None. attributes: names, and whether not None.
 
     Found by evaluating the gate in fp64, for several limits and alphas, on a grid that is fine where activations differ
-    and wide enough to see constants at which it clamps. A gate that reads anything but its activation, limit and alpha,
-    or computes anything else on them, is left to the module.
+    and wide enough to see constants at which it clamps, the largest number of fp16 among them. A gate that reads
+    anything but its activation, limit and alpha, or computes anything else on them, is left to the module.
     """
     fine, act = torch.linspace(-3.0, 3.0, 41, dtype=torch.float64, device="cpu"), Activation(*act)
-    points = torch.cat((fine, 4.0 * fine, 1e3 * fine))
+    points = torch.cat((fine, 4.0 * fine, 1e3 * fine, 1e5 * fine))
     gate, up = (grid.reshape(1, -1) for grid in torch.meshgrid(points, points * 0.9 + 0.01, indexing="ij"))
     gate_up = torch.stack((gate, up), dim=-1).reshape(1, -1) if interleaved else torch.cat((gate, up), dim=-1)
     act_fn = partial(formulas.activate, name=act.name, alpha=act.alpha)
@@ -203,8 +217,8 @@ def _probe_gate(
         values = {name: trial[_PARAMETERS[name]] if is_set else None for name, is_set in attributes}
         given = {_PARAMETERS[name]: value for name, value in values.items() if value is not None}
         try:
-            rows = apply_gate(SimpleNamespace(act_fn=act_fn, **values), gate_up).to(gate.dtype)
-        except Exception:  # whatever it lacks in the namespace
+            rows = apply_gate(_Attributes(act_fn=act_fn, **values), gate_up).to(gate.dtype)
+        except Exception:  # whatever it lacks there
             return None
         expected = [formulas.forward(gate_up, each, True, interleaved) for each in _gate_candidates(act, **given)]
         # 1e-6: a gate evaluated in fp32 is the same function, another constant is not.
@@ -219,7 +233,20 @@ def _activation_of(act_fn: object) -> Optional[Activation]:
         return Activation("silu")
     kind = type(act_fn)
     known = kind.__module__.startswith(("torch.nn.", "transformers.activations"))
+    known = known and not _is_patched(act_fn) and _is_method_of(kind, kind.forward)
     return _ACTIVATIONS.get(kind.__name__) if known else None
+
+
+def _is_patched(act_fn: torch.nn.Module) -> bool:
+    """Whether it has a forward of its own, but for one that the kernels package put there to compute the same."""
+    forward = act_fn.__dict__.get("forward")
+    return forward is not None and not (isinstance(forward, MethodType) and hasattr(act_fn, "kernel_layer_name"))
+
+
+@_constant
+def _is_method_of(kind: type, function: Callable) -> bool:
+    """Whether a function is a method that the class was written with, and none that somebody put in its place."""
+    return (function.__module__, function.__qualname__) == (kind.__module__, f"{kind.__qualname__}.{function.__name__}")
 
 
 def fused_activation(experts: torch.nn.Module, interleaved: bool) -> Optional[Activation]:

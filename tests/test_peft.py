@@ -3,6 +3,7 @@
 import copy
 import json
 import warnings
+from functools import partial
 
 import pytest
 import tokenizers
@@ -148,6 +149,26 @@ def test_no_merged_weight_is_made(name, attributes, dtype, implementation, devic
     merged = many * H * I * dtype.itemsize
     assert largest_allocation(lambda: run(model, inputs, implementation), tmp_path) < merged
     assert largest_allocation(lambda: run(model, inputs, "eager"), tmp_path) >= merged
+
+
+@pytest.mark.parametrize("built", ["with values", "without values"])
+def test_the_first_call_may_be_of_a_transform(built, module, implementation, calls, device):
+    """Of many adapters at once; or of a model without values, which tells nothing of peft."""
+    from accelerate import init_empty_weights
+
+    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe"), make_inputs(device)[:3]
+    set_implementation(model, implementation)
+    module("integrations.peft")._computes_our_sum.cache_clear()
+    if built == "without values":
+        with init_empty_weights():
+            assert not module("integrations.peft")._is_known(False)
+    factors = {name: p.detach() for name, p in model.named_parameters() if "lora_" in name}
+    each = {name: torch.stack((factor, 0.5 * factor)) for name, factor in factors.items()}
+    call = partial(torch.func.functional_call, model)
+    got = torch.func.vmap(lambda given: call(given, inputs))(each)
+    for index, out in enumerate(got):
+        assert_near(out, call({name: stacked[index] for name, stacked in each.items()}, inputs))
+    assert calls == [BOTH] * 3
 
 
 @pytest.mark.parametrize("way", ["compiled", "inference", "autocast", "bf16"])

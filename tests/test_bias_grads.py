@@ -143,6 +143,20 @@ def test_wrong_arguments(grouped_moe, device, name, change, error, message):
     assert not any(buffer.any() for buffer in buffers.values())
 
 
+def test_transforms_are_refused(grouped_moe, device):
+    """Which would give a gradient or a tangent of 0."""
+    dy, *others = make(SIZES[0], torch.float32, device)
+
+    def function(dy):
+        return grouped_moe.grouped_dbias_dscales(dy, *others)[0].sum()
+
+    for transform in (torch.func.grad, torch.func.vmap):
+        with pytest.raises(NotImplementedError, match="^grouped_dbias_dscales: .* by transforms of torch.func"):
+            transform(function)(dy if transform is torch.func.grad else dy[None])
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        function(torch.autograd.forward_ad.make_dual(dy, torch.ones_like(dy)))
+
+
 def test_buffers_that_share_memory(grouped_moe, device):
     """With an input, which would change while it is read, or with each other; not side by side in one."""
     dy, scales, bias, sizes = inputs = make(SIZES[0], torch.float32, device)

@@ -244,6 +244,7 @@ ERRORS = {
     "no-lora": (lambda a, b, s: (a, b, s), None, TypeError, ": expected a LoRA or None, got tuple"),
     "scaling": (lambda a, b, s: (a, b, a), "index", TypeError, ".scaling: expected a number, got Tensor"),
     "huge-scaling": (lambda a, b, s: (a, b, 10**400), "index", ValueError, ".scaling: expected a finite number"),
+    "nan-as-scaling": (lambda a, b, s: (a, b, float("nan")), "index", ValueError, ".scaling: expected a finite number"),
     "flag-as-scaling": (lambda a, b, s: (a, b, True), "index", TypeError, ".scaling: expected a number, got bool"),
     "a-no-tensor": (lambda a, b, s: (None, b, s), "index", TypeError, ".a: expected a tensor, got NoneType"),
     "b-of-ints": (lambda a, b, s: (a, b.int(), s), "index", TypeError, ".b: expected one of torch.bfloat16, "),

@@ -334,6 +334,8 @@ def test_nothing_is_launched_before_all_is_compiled(grouped_moe, compiles, monke
         ({"num_tokens": (1, 2, 3)}, ValueError, "^num_tokens: "),
         ({"num_tokens": (0, 8)}, ValueError, "^num_tokens: .*1 or more, got \\(0, 8\\)"),
         ({"num_tokens": (8, 4)}, ValueError, "^num_tokens: "),
+        ({"backward": 1}, TypeError, "^backward: expected True or False, got 1"),
+        ({"progress": None}, TypeError, "^progress: expected True or False, got None"),
         ({"top_k": 2.0}, TypeError, "^top_k: expected an int or None, got float"),
         ({"top_k": 0}, ValueError, "^top_k: expected at least 1, got 0"),
     ],

@@ -9,7 +9,7 @@ from torch import Tensor
 from ._ops import ops
 from .backends import backend_of
 from .common import checks
-from .common.autograd import define_op, is_plain
+from .common.autograd import define_op, is_plain, refuse_transforms
 from .common.device import on_device
 from .common.numbers import wide_dtype
 from .rows import unit_rows
@@ -91,8 +91,10 @@ def grouped_dbias_dscales(
 
     dy: (rows, N). bias_scales: (rows,), of any floating dtype. bias: (G, N), in the dtype of dy. splits: as for
     `grouped_linear`. dbias, dscales: buffers to add to and return, fp32, contiguous, of memory of their own; without
-    them new ones. Not differentiable. Raises TypeError or ValueError that names the argument.
+    them new ones. Not differentiable. Raises TypeError or ValueError that names the argument, and NotImplementedError
+    in transforms of torch.func and for tensors with tangents of forward mode.
     """
+    refuse_transforms("grouped_dbias_dscales", dy, bias_scales, bias)
     checks.check_matrix("dy", dy, "(rows, N)")
     checks.check_scales("bias_scales", bias_scales, dy, "dy")
     checks.check_operand("bias", bias, (None, dy.shape[1]), "(G, N)", dy.device, dy.dtype, "dy")

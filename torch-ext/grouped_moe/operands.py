@@ -225,7 +225,7 @@ def _check_lora(name: str, lora: LoRA, weight: Tensor, x: Tensor) -> None:
         raise TypeError(f"{name}: expected a LoRA or None, got {type(lora).__name__}")
     if not isinstance(lora.scaling, (int, float)) or isinstance(lora.scaling, bool):
         raise TypeError(f"{name}.scaling: expected a number, got {type(lora.scaling).__name__}")
-    if abs(lora.scaling) > sys.float_info.max:
+    if not abs(lora.scaling) <= sys.float_info.max:  # nan, too
         raise ValueError(f"{name}.scaling: expected a finite number that a float holds, got {lora.scaling}")
     for field in ("a", "b"):
         factor = getattr(lora, field)

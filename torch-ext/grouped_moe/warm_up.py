@@ -70,6 +70,7 @@ def warm_up(
 
     Raises TypeError or ValueError that names the argument.
     """
+    checks.check_flags(backward=backward, progress=progress)
     _check_arguments(target, num_tokens, top_k)
     layers = {layer.kind: layer for layer in _find_layers(target, top_k, backward)}.values()
     if not layers:

@@ -9,6 +9,7 @@ for gelu, and gelu_pytorch_tanh, gelu_python_tanh, gelu_new, gelu_fast, gelu_acc
 """
 
 import math
+import sys
 from typing import NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -61,6 +62,8 @@ def _with_parameters(known: Activation, given: Activation) -> Activation:
             raise TypeError(f"activation: expected a number as {field}, got {type(value).__name__}")
         if value != value:  # math.isnan cannot be traced
             raise ValueError(f"activation: expected a number as {field}, got nan")
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            raise ValueError(f"activation: expected {field} as a number that a float holds, got a larger int")
     if 1.0 in (alpha, known.alpha):
         name, alpha = known.name, alpha * known.alpha
     if alpha != 1.0 and name != "silu":

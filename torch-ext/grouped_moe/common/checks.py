@@ -26,8 +26,9 @@ def check_tensor(name: str, value: object) -> None:
     """Raises TypeError unless value is a dense tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
-    if value.layout is not _DENSE:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout}")
+    if value.layout is not _DENSE or value.is_nested:
+        found = "a nested one" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(f"{name}: expected a dense tensor, got {found}")
 
 
 def wrong_shape(name: str, tensor: Tensor, shape: Sequence[Optional[int]], legend: str) -> ValueError:

@@ -54,7 +54,7 @@ def watch_wrappers() -> None:
 
 
 def _look_at(parent: nn.Module, name: str, module: Optional[nn.Module]) -> None:
-    """The hook: `module` becomes the child `name` of `parent`. A compiler that traces it knows both in part alone."""
+    """The hook: `module` becomes the child `name` of `parent`, which a compiler that traces this knows half-built."""
     if torch.compiler.is_compiling() or type(module).__name__ != "ParamWrapper" or type(module) is not _wrapper_class():
         return
     if goes_by_interface(module.get_base_layer()):
@@ -268,7 +268,7 @@ def _has_factors_alone(wrapper: nn.Module, adapter: str) -> bool:
 def _is_known(transposed: bool) -> bool:
     try:
         return _computes_our_sum(transposed)
-    except NotImplementedError:  # for now
+    except _Unanswered:
         return False
 
 
@@ -276,8 +276,7 @@ def _is_known(transposed: bool) -> bool:
 def _computes_our_sum(transposed: bool) -> bool:
     """Whether peft makes W + scaling b a of the weights of experts, with a and b as `_as_lora` takes them.
 
-    Found by wrapping a small module by peft's own means and asking it for the weight that it then has. Raises
-    NotImplementedError where modules get parameters without values, so that nothing shows.
+    Found by wrapping a small module by peft's own means and asking it for the weight that it then has.
     """
 
     class Experts(nn.Module):
@@ -292,7 +291,7 @@ def _computes_our_sum(transposed: bool) -> bool:
         weight = torch.randn((e, k, n) if transposed else (e, n, k), dtype=torch.float64)
         model.experts.weight, model.experts.is_transposed = nn.Parameter(weight), transposed
         if model.experts.weight.is_meta:
-            raise NotImplementedError
+            raise _Unanswered
         options = {"r": 4, "lora_alpha": 6, "target_modules": [], "init_lora_weights": False}
         peft.get_peft_model(model, peft.LoraConfig(target_parameters=["experts.weight"], **options))
         (adapter,) = _active(model.experts)
@@ -341,10 +340,14 @@ def _adds_factors(kind: type) -> bool:
     return _ask_aside(compare)
 
 
-def _ask_aside(question: Callable[[], bool]) -> bool:
-    """The answer in a thread of its own, where no mode or transform of the caller's holds; False if it fails.
+class _Unanswered(Exception):
+    """Modules get parameters without values here, so that nothing shows: another call has to ask again."""
 
-    Random numbers leave no trace. NotImplementedError is passed on.
+
+def _ask_aside(question: Callable[[], bool]) -> bool:
+    """The answer in a thread of its own, where no mode or transform of the caller's holds; False if the question fails.
+
+    Random numbers leave no trace. `_Unanswered` is passed on.
     """
 
     def answer() -> bool:
@@ -354,7 +357,7 @@ def _ask_aside(question: Callable[[], bool]) -> bool:
     with ThreadPoolExecutor(1) as thread:
         try:
             return thread.submit(answer).result()
-        except NotImplementedError:
+        except _Unanswered:
             raise
         except Exception:  # whatever is not as it was
             return False

@@ -44,7 +44,7 @@ def goes_by_interface(module: nn.Module) -> bool:
 
 
 def _look_at(parent: nn.Module, name: str, module: Optional[nn.Module]) -> None:
-    """The hook: `module` becomes the child `name` of `parent`. A compiler that traces it knows both in part alone."""
+    """The hook: `module` becomes the child `name` of `parent`, which a compiler that traces this knows half-built."""
     if torch.compiler.is_compiling() or module is None:
         return
     if implementation_of(module) is not None and goes_by_interface(module):

@@ -353,3 +353,35 @@ def test_unknown_versions_launch_by_tritons_own_path(grouped_moe, stub, monkeypa
         counts.append((len(by_triton), len(stub.launches), len(stub.variants)))
     (_, launches, variants), *_ = counts
     assert counts == [(0, launches, variants), (launches, launches, variants)]
+
+
+@pytest.mark.parametrize("stored, restored", [("kn", "nk"), ("nk", "kn"), ("nk", "a byte on")])
+def test_a_backward_has_the_tiles_of_its_forward(grouped_moe, stub, monkeypatch, stored, restored):
+    """Though hooks on saved tensors return codes in other strides or at an address that other kernels take."""
+    kernel, heights = stub.module("backends.triton.launch").Kernel, {}
+    call = kernel.__call__
+
+    def record(self, grid, *args):
+        by_row = "quantize_rows_kernel", "activation_grad_kernel"  # which ask for no tiles
+        if self.function.__name__ not in by_row and "BLOCK_M" in self.constants:
+            heights.setdefault(self.constants["BLOCK_M"], []).append(self.function.__name__)
+        call(self, grid, *args)
+
+    def lie(codes, layout):
+        if layout == "kn":
+            return codes.mT.contiguous().mT
+        memory = codes.new_empty(codes.numel() + 1)[int(layout != "nk") :]
+        return memory[: codes.numel()].view(codes.shape).copy_(codes)
+
+    def unpack(tensor):
+        return lie(tensor, restored) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+    monkeypatch.setattr(kernel, "__call__", record)
+    weights = [grouped_moe.quantize_blocks(torch.randn(8, n, 256, dtype=BF16)) for n in (512, 256)]
+    weights = [weight._replace(data=lie(weight.data, stored), products="w8a8") for weight in weights]
+    x, scales = torch.randn(128, 256, dtype=BF16, requires_grad=True), torch.rand(128, 2, requires_grad=True)
+    ids = torch.randint(0, 8, (128, 2))
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
+        out = grouped_moe.grouped_mm_experts(x, ids, scales, *weights)
+    out.backward(torch.randn_like(out))
+    assert len(heights) == 1, heights

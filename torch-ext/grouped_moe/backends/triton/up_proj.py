@@ -16,7 +16,7 @@ from ..problems import BlockProblem, GemmProblem
 from ..table import find_launcher, launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
 from .gemm import bias_and_strides, launcher_of_codes
-from .launch import Kernel, persistent_grid
+from .launch import ALIGNMENT, Kernel, persistent_grid
 from .low_rank import factor_constants
 from .quantize import BLOCK, QuantizedRows, empty_rows, quantize_rows, takes_quantized_rows
 from .scales import for_rows, nk_strides, scale_layout
@@ -108,29 +108,43 @@ def quantizes(block: Block, x: Tensor, num_rows: int, top_k: int, trains: bool) 
     """Whether row tiles should be made tall, so that both products take rows of 8-bit floats; False if they are anyway.
 
     x: the input, or a gradient of its shape and dtype. top_k: as of `Rows`. trains: a backward follows, with the same
-    tiles. There it has to be asked for: the kernels take less time, but there are more of them to launch.
+    tiles. There it has to be asked for: the kernels take less time, but there are more of them to launch. The backward
+    asks again, of weights that hooks on saved tensors may have laid out anew, so shapes and dtypes alone decide.
     """
     if isinstance(block.up, Tensor) or choose_block_m(num_rows, block.num_experts, x.dtype) >= BLOCK:
         return False
     is_asked = all(getattr(weight, "products", None) == "w8a8" for weight in (block.up, block.down))
+    if trains and any(weight.shape[2] % ALIGNMENT for weight in (block.up, block.down)):
+        return False  # TMA takes no such rows, if they are contiguous
     pays = not trains and quantizing_pays(num_rows, block.num_experts, spec_of(x))
-    return (is_asked or pays) and can_quantize(block, x, num_rows, top_k)
+    return (is_asked or pays) and can_quantize(block, x, num_rows, top_k, "nk" if trains else None)
 
 
-def can_quantize(block: Block, x: Tensor, num_rows: int, top_k: int) -> bool:
-    """Whether both products are made with rows of 8-bit floats where tiles are tall."""
+def can_quantize(block: Block, x: Tensor, num_rows: int, top_k: int, layout: Optional[str] = None) -> bool:
+    """Whether both products are made with rows of 8-bit floats where tiles are tall.
+
+    layout: of both weights, as `weight_layout` would say; by default what it says.
+    """
     rows = Rows(x, block.num_experts, num_rows, BLOCK, top_k)
-    return quantized_up_launcher(block, x, rows, saves_preact=False) is not None
+    return quantized_up_launcher(block, x, rows, False, layout) is not None
 
 
-def quantized_up_launcher(block: Block, x: Tensor, rows: Rows, saves_preact: bool) -> Optional[Callable[..., None]]:
-    """The launcher of the up-projection with rows of 8-bit floats; None unless both products are made so."""
+def quantized_up_launcher(
+    block: Block, x: Tensor, rows: Rows, saves_preact: bool, layout: Optional[str] = None
+) -> Optional[Callable[..., None]]:
+    """The launcher of the up-projection with rows of 8-bit floats; None unless both products are made so.
+
+    layout: as of `can_quantize`.
+    """
     up, down, num_experts = block.up, block.down, block.num_experts
     if not takes_quantized_rows(up, rows, x.dtype) or not takes_quantized_rows(down, rows, x.dtype):
         return None
     ranks, down_ranks = forward_layout(block.up_lora, num_experts), forward_layout(block.down_lora, num_experts)
     problem = problem_of(block, x, up, ranks, rows, saves_preact, False)
-    return _launcher_if_both(problem, weight_layout(down, False), down_ranks, down.layout, can_transpose(down))
+    if layout is not None:
+        problem = problem._replace(layout=layout)
+    down_layout = weight_layout(down, False) if layout is None else layout
+    return _launcher_if_both(problem, down_layout, down_ranks, down.layout, can_transpose(down))
 
 
 @lru_cache(maxsize=None)

@@ -1,4 +1,4 @@
-"""Expert parallelism on ranks: expert_parallel.py, _models.py and _lora.py have the checks that they run."""
+"""Expert parallelism on ranks: expert_parallel.py, _arguments.py, _models.py and _lora.py have the checks they run."""
 
 import importlib.util
 import sys
@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="needs a transformers with EPImplementation")
 
-MODULES = ["expert_parallel", "expert_parallel_models"]
+MODULES = ["expert_parallel", "expert_parallel_arguments", "expert_parallel_models"]
 MODULES += ["expert_parallel_lora"] if importlib.util.find_spec("peft") else []
 
 
@@ -60,7 +60,7 @@ def test_older_transformers_has_no_place_for_it(grouped_moe, monkeypatch):
 @pytest.mark.parametrize(
     "factor, tokens, top_k, size, places",
     [(None, 7, 2, 4, 7), (None, 0, 2, 4, 1), (1.0, 64, 8, 64, 8), (1.25, 4096, 8, 256, 160), (2.0, 64, 8, 4, 64),
-     (1e-9, 64, 8, 4, 1), (0.1, 10, 1, 1, 1), (0.35, 10, 1, 1, 4)],
+     (1e-9, 64, 8, 4, 1), (1e-9, 2**20, 8, 4, 16), (0.1, 10, 1, 1, 1), (0.35, 10, 1, 1, 4)],
 )  # fmt: skip
 def test_places(module, factor, tokens, top_k, size, places):
     limits = module("integrations.transformers_ep").Limits(None, factor)

@@ -142,6 +142,15 @@ def test_parameters_that_are_sharded(grouped_moe, device, form, two_ranks):
         assert 0.8 * K**-0.5 < local.abs().max() <= K**-0.5 and (local != 0).all(), name
 
 
+@pytest.mark.parametrize("of_one", [True, False])
+def test_sharded_state_dicts_of_either_form_load(grouped_moe, device, two_ranks, of_one):
+    """Of FSDP2; what the other rank has does not arrive here."""
+    forms = LAYOUTS[0], LAYOUTS[-1]  # weight and bias of all groups, or of each
+    one, many = (fully_shard(make_module(grouped_moe, form, device), mesh=two_ranks) for form in forms)
+    source, target = (one, many) if of_one else (many, one)
+    assert target.load_state_dict(source.state_dict()).missing_keys == []
+
+
 @layers.by_single
 def test_one_group_is_drawn_as_nn_linear(grouped_moe, device, single):
     torch.manual_seed(7)

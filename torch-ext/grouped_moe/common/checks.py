@@ -210,11 +210,18 @@ def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gat
         raise ValueError(f"{missing}: expected with the other bias; a gated block takes both biases or none")
     check_experts("hidden_states", x, up, down, up_bias, down_bias, gated, transposed, scaled)
     check_ids(top_k_index)
-    shape, device = top_k_index.shape, x.device
-    if shape[0] != x.shape[0]:
+    check_slots(x, top_k_index, top_k_weights)
+    check_device("top_k_index", top_k_index, x.device, "hidden_states")
+    check_operand("top_k_weights", top_k_weights, top_k_index.shape, "(T, top_k)", x.device, None, "hidden_states")
+
+
+def check_slots(x, top_k_index, top_k_weights) -> None:
+    """Raises ValueError that names the tensor whose shape is not that of the slots of the tokens x (T, H)."""
+    if x.dim() != 2:
+        raise wrong_shape("hidden_states", x, (None, None), "(T, H)")
+    if top_k_index.dim() != 2 or top_k_index.shape[0] != x.shape[0]:
         raise wrong_shape("top_k_index", top_k_index, (x.shape[0], None), "(T, top_k)")
-    check_device("top_k_index", top_k_index, device, "hidden_states")
-    check_operand("top_k_weights", top_k_weights, shape, "(T, top_k)", device, None, "hidden_states")
+    check_shape("top_k_weights", top_k_weights, top_k_index.shape, "(T, top_k)")
 
 
 def check_linear(x, weight, bias, bias_scales, transposed, scaled) -> None:

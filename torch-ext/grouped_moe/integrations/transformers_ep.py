@@ -3,7 +3,7 @@
 from __future__ import annotations  # PyTorch may be built without torch.distributed
 
 from fractions import Fraction
-from typing import Mapping, NamedTuple, NoReturn, Optional
+from typing import Mapping, NamedTuple, NoReturn, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -11,11 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import exchange
+from ..common.autograd import refuse_forward_mode
+from ..common.checks import check_slots
 from ..operands import LoRA
 from ..places import TOO_MANY
 from .peft import take
 
 FORMAT = 2  # of what ranks send to each other
+_EXACT = 2**16  # capacity factors are fractions of numbers up to this one
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # by the numbers that ranks compare
 
 
@@ -50,9 +53,20 @@ class Limits(NamedTuple):
         """
         if self.capacity_factor is None:
             return max(1, tokens)
-        share = Fraction(min(self.capacity_factor, ranks)).limit_denominator(2**16) * min(top_k, ranks) / ranks
-        share = min(max(share, Fraction(1, 2**16)), Fraction(1))
-        return max(1, -(-tokens * share.numerator // share.denominator))
+        numerator, denominator = _as_fraction(min(self.capacity_factor, ranks))
+        places, of_tokens = numerator * min(top_k, ranks), denominator * ranks
+        if places >= of_tokens:
+            return max(1, tokens)
+        if places * _EXACT < of_tokens:
+            places, of_tokens = 1, _EXACT
+        return max(1, -(-tokens * places // of_tokens))
+
+
+@torch.compiler.assume_constant_result  # a compiler cannot trace fractions
+def _as_fraction(factor: float) -> Tuple[int, int]:
+    """(numerator, denominator) of the capacity factor as ranks use it."""
+    fraction = Fraction(factor).limit_denominator(_EXACT)
+    return fraction.numerator, fraction.denominator
 
 
 class FixedSizeExchange:
@@ -77,10 +91,12 @@ class FixedSizeExchange:
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states: (T, H), this rank's. top_k_index, top_k_weights: (T, top_k), ids of all ranks. Returns (T, H).
 
-        Ranks of a tp_mesh have the same tokens, of which each takes its part. Raises ValueError for more tokens than
-        ep_max_tokens, and RuntimeError where ranks would have to compare numbers under torch.compile or CUDA graph
-        capture.
+        Ranks of a tp_mesh have the same tokens, of which each takes its part. Raises ValueError for shapes that do not
+        fit each other and for more tokens than ep_max_tokens, and RuntimeError where ranks would have to compare
+        numbers under torch.compile or CUDA graph capture.
         """
+        check_slots(hidden_states, top_k_index, top_k_weights)
+        refuse_forward_mode("grouped_moe", hidden_states, top_k_weights)
         sharing, num_tokens = self.tp_mesh.size(), hidden_states.shape[0]
         if self.agreed != self.limits:
             self._agree_on_limits()
@@ -96,11 +112,13 @@ class FixedSizeExchange:
 
     def _agree_on_limits(self) -> None:
         """Raises ValueError on all ranks of the expert group unless they have the same ones."""
+        numerator, denominator = _as_fraction(min(self.limits.capacity_factor or 0, 1e6))
         same = {
             "format of grouped_moe's exchange": FORMAT,
             "experts of a rank": self.num_local_experts,
             "ep_max_tokens": self.limits.max_tokens or 0,
-            "ep_capacity_factor in millionths": round(min(self.limits.capacity_factor or 0, 1e6) * 1e6),
+            "numerator of ep_capacity_factor": numerator,
+            "denominator of ep_capacity_factor": denominator,
         }
         self._check_eager("after a change of the limits")
         exchange.agree(same, self.ep_mesh.get_group(), self.ep_mesh.device_type)

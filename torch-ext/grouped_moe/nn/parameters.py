@@ -46,5 +46,6 @@ def translate(state_dict: Dict[str, Any], prefix: str, names: Dict[str, Sequence
                 state_dict[one] = torch.stack([state_dict.pop(key) for key in many])
         elif keys == many and one in state_dict and not any(key in state_dict for key in many):
             if state_dict[one].dim() and len(state_dict[one]) == groups:
-                state_dict.update(zip(many, state_dict.pop(one)))
+                whole = state_dict.pop(one)  # of a DTensor that is sharded by groups one can be taken, not all at once
+                state_dict.update((key, whole[group]) for group, key in enumerate(many))
     return state_dict

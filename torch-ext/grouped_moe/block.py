@@ -10,10 +10,11 @@ from .common.activation import Activation
 from .operands import LoRA
 
 # In the schema of ops: the arguments of `make_block`. A call's cost on the host grows with the number of arguments.
-# AOTInductor hands over None for an empty list, which the dispatcher takes for optional ones alone.
+# AOTInductor hands over None for an empty list, which the dispatcher takes for optional ones alone. `torch.jit.trace`
+# takes no list of bools.
 BLOCK_SCHEMA = (
     "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor? up_a, Tensor? up_b, Tensor? down_a,"
-    " Tensor? down_b, Tensor? up_scale, Tensor? down_scale, str activation, float[] parameters, bool[] flags,"
+    " Tensor? down_b, Tensor? up_scale, Tensor? down_scale, str activation, float[] parameters, int[] flags,"
     " int[]? blocks, SymInt? capacity"
 )
 
@@ -62,7 +63,7 @@ class Block(NamedTuple):
 def kind_arguments(
     activation: Activation, gated: bool, interleaved: bool, transposed: bool, recompute: bool,
     up_lora: Optional[LoRA] = None, down_lora: Optional[LoRA] = None, blocks: Sequence[int] = (),
-) -> Tuple[str, List[float], List[bool], List[int]]:  # fmt: skip
+) -> Tuple[str, List[float], List[int], List[int]]:  # fmt: skip
     """The arguments of ops for a block that are no tensors: the activation's name, parameters, flags, blocks.
 
     Scalings of LoRAs are among the parameters. blocks: extents and parts, of up and of down where these are
@@ -71,7 +72,7 @@ def kind_arguments(
     name, alpha, limit, up_offset = activation
     scalings = [0.0 if lora is None else float(lora.scaling) for lora in (up_lora, down_lora)]
     parameters = [float(alpha), 0.0 if limit is None else float(limit), float(up_offset), *scalings]
-    return name, parameters, [gated, interleaved, transposed, recompute], list(blocks)
+    return name, parameters, [int(flag) for flag in (gated, interleaved, transposed, recompute)], list(blocks)
 
 
 def factors_of(*loras: Optional[LoRA]) -> List[Optional[Tensor]]:
@@ -92,7 +93,7 @@ def make_block(
     down_scale: Optional[Tensor],
     activation: str,
     parameters: Sequence[float],
-    flags: Sequence[bool],
+    flags: Sequence[int],
     blocks: Optional[Sequence[int]],
     capacity: Optional[int] = None,
 ) -> Block:
@@ -103,7 +104,7 @@ def make_block(
     down_lora = None if down_a is None else LoRA(down_a, down_b, down_scaling)
     blocks = blocks or ()
     weights = as_weight(up, up_scale, blocks[:4]), as_weight(down, down_scale, blocks[-4:])
-    return Block(*weights, up_bias, down_bias, up_lora, down_lora, act, *flags, capacity)
+    return Block(*weights, up_bias, down_bias, up_lora, down_lora, act, *map(bool, flags), capacity)
 
 
 class Needs(NamedTuple):

@@ -66,7 +66,7 @@ class BlockScaled(NamedTuple):
         return ScaleLayout(*self.block, self.parts, 1)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The plain weight, (E, N, K), each value rounded once, in bf16, fp16, fp32 or fp64. Else TypeError."""
+        """The plain weight, (E, N, K), in bf16, fp16, fp32 or fp64: products in fp32, or fp64. Else TypeError."""
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
             raise TypeError(f"dtype: expected bf16, fp16, fp32 or fp64, got {dtype!r}")
         wide = wide_dtype(dtype)

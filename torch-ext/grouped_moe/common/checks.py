@@ -216,7 +216,9 @@ def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gat
 
 
 def check_slots(x, top_k_index, top_k_weights) -> None:
-    """Raises ValueError that names the tensor whose shape is not that of the slots of the tokens x (T, H)."""
+    """Raises TypeError or ValueError that names what is no tensor, or not of the slots of the tokens x (T, H)."""
+    for name, tensor in (("hidden_states", x), ("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
+        check_tensor(name, tensor)
     if x.dim() != 2:
         raise wrong_shape("hidden_states", x, (None, None), "(T, H)")
     if top_k_index.dim() != 2 or top_k_index.shape[0] != x.shape[0]:

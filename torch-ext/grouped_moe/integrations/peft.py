@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..block_scaled import CODES
 from ..common import _compat
+from ..common.autograd import is_plain
 from ..operands import MAX_RANK, LoRA
 from .transformers_fp8 import is_fp8
 from .transformers_load import goes_by_interface, implementation_of
@@ -320,7 +321,11 @@ def factors_in_place(experts: nn.Module, name: str, transposed: bool) -> Optiona
         a, b = b.transpose(1, 2), a.transpose(1, 2)
     if a.shape[1] > MAX_RANK or not isinstance(scaling, (int, float)):
         return None
-    return steps.original, LoRA(a, b, scaling)
+    weight = steps.original
+    if not weight.requires_grad and not torch.compiler.is_compiling() and is_plain(weight):
+        # Each forward of peft's counts as a change of it, also one before the backward of this one.
+        weight = weight.data
+    return weight, LoRA(a, b, scaling)
 
 
 @torch.compiler.assume_constant_result

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..block_scaled import Weight
 from ..common import checks
-from ..common.autograd import is_plain
 from ..experts import grouped_mm_experts
 from ..grouped_linear import grouped_linear
 from ..operands import LoRA
@@ -32,13 +31,8 @@ def _weight(
     """The weight of that name and what is to be added to it: `lora`, or what peft has put in its place."""
     if has_scales(experts, name):
         return scaled_weight(experts, name), lora
-    weight = None
-    if lora is None:
-        weight, lora = factors_in_place(experts, name, transposed) or (None, None)
-    weight = local_parameter(experts, name) if weight is None else weight
-    frozen = not weight.requires_grad and not torch.compiler.is_compiling() and is_plain(weight)
-    # peft's own forward, which may run again before the backward of this one, counts as a change of the weight.
-    return weight.data if lora is not None and frozen else weight, lora
+    in_place = None if lora is not None else factors_in_place(experts, name, transposed)
+    return (local_parameter(experts, name), lora) if in_place is None else in_place
 
 
 def capacity_of(num_slots: int, share: Share) -> int:

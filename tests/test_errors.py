@@ -122,7 +122,7 @@ BAD = {
         (NAMES, [3, "tensor", [[1.0]]], "expected a tensor, got {type}$"),
         (NAMES[:5], [None], "expected a tensor, got {type}$"),
         (["hidden_states"], [torch.eye(H)[:T].to_sparse()], "expected a dense tensor"),
-        (["hidden_states"], [torch._nested_tensor_from_tensor_list([torch.eye(H)])], "dense tensor, got a nested one"),
+        (["hidden_states"], [torch.nested.nested_tensor([torch.eye(H)])], "dense tensor, got a nested one"),
         (["top_k_index"], [torch.float32, torch.bool, torch.int16, torch.uint8],
          "expected torch.int32 or torch.int64, got {value}$"),
         (["hidden_states", "top_k_weights"], [torch.int64, torch.complex64, torch.float8_e4m3fn, torch.bool],

@@ -210,15 +210,15 @@ def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gat
         raise ValueError(f"{missing}: expected with the other bias; a gated block takes both biases or none")
     check_experts("hidden_states", x, up, down, up_bias, down_bias, gated, transposed, scaled)
     check_ids(top_k_index)
+    check_tensor("top_k_weights", top_k_weights)
     check_slots(x, top_k_index, top_k_weights)
-    check_device("top_k_index", top_k_index, x.device, "hidden_states")
-    check_operand("top_k_weights", top_k_weights, top_k_index.shape, "(T, top_k)", x.device, None, "hidden_states")
+    for name, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
+        check_device(name, tensor, x.device, "hidden_states")
+    check_compute_dtype("top_k_weights", top_k_weights)
 
 
 def check_slots(x, top_k_index, top_k_weights) -> None:
-    """Raises TypeError or ValueError that names what is no tensor, or not of the slots of the tokens x (T, H)."""
-    for name, tensor in (("hidden_states", x), ("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
-        check_tensor(name, tensor)
+    """Raises ValueError that names the tensor whose shape is not that of the tokens x (T, H) or of their slots."""
     if x.dim() != 2:
         raise wrong_shape("hidden_states", x, (None, None), "(T, H)")
     if top_k_index.dim() != 2 or top_k_index.shape[0] != x.shape[0]:

@@ -185,11 +185,11 @@ def test_forward_mode_is_refused(grouped_moe, device, name):
             function(torch.autograd.forward_ad.make_dual(leaf, torch.ones_like(leaf)))
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name.startswith(("experts", "mlp"))])
 def test_traced_by_torch_jit(grouped_moe, device, name):
     """Of a block, which has flags."""
-    function, leaves, dout = make_operation(grouped_moe, name, device)
+    function, leaves, _ = make_operation(grouped_moe, name, device)
     traced = torch.jit.trace(function, tuple(leaves.values()), check_trace=False)
     others = [2.0 * leaf.detach() for leaf in leaves.values()]
     assert_bitwise("traced", traced(*others), function(*others))

@@ -268,7 +268,7 @@ STEPS = {  # after the experts, and whether it is none
     "norm": (lambda self, rows: rms_norm(rows, rows.shape[-1:]), False),
     "nothing": (lambda self, rows: rows, True),
     "by-option": (lambda self, rows: self.post_expert_norm(rows) if self.has_post_expert_norm else rows, True),
-    "by-getattr": (lambda self, rows: getattr(self, "norm", None)(rows) if hasattr(self, "norm") else rows, False),
+    "by-hasattr": (lambda self, rows: rms_norm(rows, rows.shape[-1:]) if hasattr(self, "num_experts") else rows, False),
     "in-place": (lambda self, rows: rows.mul_(2.0), False),
 }
 

@@ -215,6 +215,15 @@ def test_what_is_not_known_is_left_to_peft(change, options, reason, implementati
     assert_near(got, outputs(model, inputs, "eager"))
 
 
+def test_factors_of_another_module(implementation, calls, device):
+    """Of which peft reads the weight alone."""
+    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe"), make_inputs(device)
+    factors = model.base_model.model.experts.lora_A
+    weight, factors["default"] = factors["default"].weight, nn.Module()
+    factors["default"].weight = weight
+    assert_as_eager(model, inputs, implementation, calls, BOTH)
+
+
 def test_one_expert_is_left_to_peft(implementation, calls, device):
     model, inputs = add_lora(make_experts("qwen3_moe", device, 1), "qwen3_moe"), make_inputs(device, 1)
     with pytest.warns(UserWarning, match="there is one expert"):

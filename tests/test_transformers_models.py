@@ -88,7 +88,7 @@ def assert_close(actual: dict, expected: dict, tolerance: float, only: str = "")
             assert error <= tolerance, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("way", ["plain", "reentrant-checkpoint", "checkpoint", "compiled", *LOW])
+@pytest.mark.parametrize("way", ["plain", "reentrant-checkpoint", "checkpoint", "compiled", "compiled-dynamic", *LOW])
 @by_name
 def test_matches_eager(name, way, implementation, device):
     """In logits and gradients, to which the experts matter: without them, the model computes something else.
@@ -96,7 +96,7 @@ def test_matches_eager(name, way, implementation, device):
     In low precision, with one layer: both route by the same values, so no token goes elsewhere for a rounding. Of the
     gradients only those of the experts: sums that cancel magnify the roundings in some of the others.
     """
-    if way == "compiled" and name not in WITH_STATIC_CACHE:
+    if way.startswith("compiled") and name not in WITH_STATIC_CACHE:
         pytest.skip("transformers does not compile it whole")
     low, autocast = LOW.get(way), torch.bfloat16 if way == "autocast" else None
     model, ids = make_model(name, device, num_layers=1 if low else 2)
@@ -105,8 +105,9 @@ def test_matches_eager(name, way, implementation, device):
     if "checkpoint" in way:
         options = {"use_reentrant": way.startswith("reentrant")}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    elif way == "compiled":
-        model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    elif way.startswith("compiled"):
+        dynamic = True if way.endswith("dynamic") else None
+        model.forward = torch.compile(model.forward, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     actual = logits_and_grads(model, ids, implementation, autocast)
     tolerance, only = (ROUNDINGS * torch.finfo(low).eps, ".experts.") if low else (FP32_TOLERANCE, "")
     assert_close(actual, expected, tolerance, only)

@@ -259,7 +259,7 @@ def _has_factors_alone(wrapper: nn.Module, adapter: str) -> bool:
     for name, child in wrapper._modules.items():
         if child is None or name == "base_layer" or adapter not in child:
             continue
-        part = child[adapter].bias if name in ("lora_A", "lora_B") else child[adapter]
+        part = getattr(child[adapter], "bias", None) if name in ("lora_A", "lora_B") else child[adapter]
         if part is not None and not isinstance(part, nn.Identity):
             return False
     return True

@@ -199,7 +199,7 @@ def _gate_candidates(act: Activation, limit: Optional[float] = None, alpha: Opti
 
 @_constant
 def _probe_gate(
-    apply_gate: Callable, act: Tuple, attributes: Tuple[Tuple[str, bool], ...], interleaved: bool
+    apply_gate: Callable, act_name: str, attributes: Tuple[Tuple[str, bool], ...], interleaved: bool
 ) -> Optional[int]:
     """Which of `_gate_candidates` a class's `_apply_gate` is, or None. attributes: names, and whether not None.
 
@@ -207,7 +207,7 @@ def _probe_gate(
     and wide enough to see constants at which it clamps, the largest number of fp16 among them. A gate that reads
     anything but its activation, limit and alpha, or computes anything else on them, is left to the module.
     """
-    fine, act = torch.linspace(-3.0, 3.0, 41, dtype=torch.float64, device="cpu"), Activation(*act)
+    act, fine = _ACTIVATIONS[act_name], torch.linspace(-3.0, 3.0, 41, dtype=torch.float64, device="cpu")
     points = torch.cat((fine, 4.0 * fine, 1e3 * fine, 1e5 * fine))
     gate, up = (grid.reshape(1, -1) for grid in torch.meshgrid(points, points * 0.9 + 0.01, indexing="ij"))
     gate_up = torch.stack((gate, up), dim=-1).reshape(1, -1) if interleaved else torch.cat((gate, up), dim=-1)
@@ -227,14 +227,14 @@ def _probe_gate(
     return matches.index(True) if True in matches else None
 
 
-def _activation_of(act_fn: object) -> Optional[Activation]:
-    """The activation of a module's act_fn, or None if it is not one of ours."""
+def _name_of(act_fn: object) -> Optional[str]:
+    """The key in `_ACTIVATIONS` of a module's act_fn, or None if it is not one of ours."""
     if act_fn is None or act_fn is torch.nn.functional.silu:
-        return Activation("silu")
+        return "SiLU"
     kind = type(act_fn)
     known = kind.__module__.startswith(("torch.nn.", "transformers.activations"))
     known = known and not _is_patched(act_fn) and _is_method_of(kind, kind.forward)
-    return _ACTIVATIONS.get(kind.__name__) if known else None
+    return kind.__name__ if known and kind.__name__ in _ACTIVATIONS else None
 
 
 def _is_patched(act_fn: torch.nn.Module) -> bool:
@@ -254,7 +254,8 @@ def fused_activation(experts: torch.nn.Module, interleaved: bool) -> Optional[Ac
     act_fn = getattr(experts, "act_fn", None)
     if any(getattr(act_fn, hooks, None) for hooks in _HOOKS):
         return None  # the fused block would not call them
-    act = _activation_of(act_fn)
+    act_name = _name_of(act_fn)
+    act = None if act_name is None else _ACTIVATIONS[act_name]
     if act is None or not getattr(experts, "has_gate", True):
         return act if act_fn is not None else None
     if "_apply_gate" in experts.__dict__:  # set on this very module, not by its class
@@ -272,7 +273,7 @@ def fused_activation(experts: torch.nn.Module, interleaved: bool) -> Optional[Ac
             if not isinstance(value, (int, float)) or given.setdefault(role, value) != value:
                 return None
             attributes.append((name, True))
-    index = _probe_gate(type(experts)._apply_gate, tuple(act), tuple(attributes), interleaved)
+    index = _probe_gate(type(experts)._apply_gate, act_name, tuple(attributes), interleaved)
     if index is None:
         return None
     gate = _gate_candidates(act, **given)[index]

@@ -74,7 +74,7 @@ class Tiles:
         self.base, self.asked, self.current = dict(package["tuning.files"].tiles_of(spec)), [], {}
         configs = [value for name, value in vars(package["tuning.heuristic"]).items() if name.endswith("_config")]
         table = package["backends.table"]
-        self.caches = [table.launcher_of, table.find_launcher, *configs]
+        self.caches = [table.launcher_of, *configs]
 
     def take(self, changes: Dict[Key, Tile]) -> None:
         """From here on the package takes the tiles that it has, but for these changes."""

@@ -1,32 +1,20 @@
-"""The table of kernels for each product: which backends have one, in order of preference, and what they support."""
+"""The table of kernels for each product: which backends have one, in order of preference, and what they take."""
 
 import importlib
 from functools import lru_cache
 from typing import Any, Callable, NamedTuple, Optional
 
-PREFERENCE = ("hopper", "triton", "block_scaled")  # packages beside this module, which have a module per product
-_OF_CODES = ("quantized_gemm", "quantized_up_proj")  # products of rows of 8-bit floats, which are of scaled weights
-
 
 @lru_cache(maxsize=None)
-def find_launcher(product: str, problem: NamedTuple) -> Optional[Callable[..., Any]]:
-    """The launcher for a problem of a product, or None if no backend supports it.
+def launcher_of(product: str, problem: NamedTuple) -> Optional[Callable[..., Any]]:
+    """The launcher for a problem of a product, None if no kernel takes it: of products of rows of 8-bit floats alone.
 
-    A module of a product has `supports(problem)` and the class `Launcher`, made of the problem and called with tensors.
+    A product's module has the class `Launcher`, made of the problem and called with tensors, and `supports(problem)`
+    unless it takes whatever comes to it: Hopper's kernels are asked first, then those for plain or for scaled weights.
     """
-    for backend in PREFERENCE:
-        if backend == "hopper" and not problem.spec.hopper or backend == "triton" and product in _OF_CODES:
-            continue
+    any_device = "triton" if getattr(problem, "scales", None) is None else "block_scaled"
+    for backend in ("hopper", any_device) if problem.spec.hopper else (any_device,):
         module = importlib.import_module(f".{backend}.{product}", __package__)
-        if module.supports(problem):
+        if not hasattr(module, "supports") or module.supports(problem):
             return module.Launcher(problem)
     return None
-
-
-@lru_cache(maxsize=None)
-def launcher_of(product: str, problem: NamedTuple) -> Callable[..., Any]:
-    """The launcher for a problem of a product that has one: "gemm", "up_proj", "down_dgrad" or "wgrad"."""
-    launcher = find_launcher(product, problem)
-    if launcher is None:
-        raise RuntimeError(f"{product}: no kernel for {problem}")
-    return launcher

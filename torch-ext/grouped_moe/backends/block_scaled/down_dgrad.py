@@ -16,11 +16,6 @@ from .gemm import PATH
 from .up_proj import block_constants
 
 
-def supports(problem: BlockProblem) -> bool:
-    """All of scaled weights."""
-    return problem.scales is not None
-
-
 class Launcher:
     """The Triton kernel, persistent, which gathers routed rows."""
 

@@ -18,11 +18,6 @@ from ..triton.scales import codes_and_scales, scale_constants, step_of
 PATH = "Triton, weights widened in registers"
 
 
-def supports(problem: GemmProblem) -> bool:
-    """All of scaled weights."""
-    return problem.scales is not None
-
-
 class Launcher:
     """The Triton kernel, persistent."""
 

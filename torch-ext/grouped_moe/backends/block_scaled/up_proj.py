@@ -17,11 +17,6 @@ from ..triton.scales import codes_and_scales, scale_constants, step_of
 from .gemm import PATH
 
 
-def supports(problem: BlockProblem) -> bool:
-    """All of scaled weights."""
-    return problem.scales is not None
-
-
 def block_constants(problem: BlockProblem) -> Dict[str, Any]:
     """The constexprs of both fused kernels but for the tile's."""
     return {

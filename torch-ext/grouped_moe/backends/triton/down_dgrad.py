@@ -22,11 +22,6 @@ from .scales import for_rows, nk_strides
 from .up_proj import block_constants, problem_of, quantized_up_launcher, weight_by_tma
 
 
-def supports(problem: BlockProblem) -> bool:
-    """All of plain weights."""
-    return problem.scales is None
-
-
 class Launcher:
     """The Triton kernel, persistent, which gathers routed rows; the weight comes by descriptor or by pointer."""
 

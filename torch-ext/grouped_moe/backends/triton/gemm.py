@@ -13,7 +13,7 @@ from ...rows import Rows
 from ...tuning.heuristic import gemm_config, transposing_pays, triton_path, wide_pays
 from ..kernels.gemm import grouped_gemm_kernel, zero_ungrouped_kernel
 from ..problems import GemmProblem
-from ..table import find_launcher, launcher_of
+from ..table import launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
 from .launch import Kernel, persistent_grid
 from .low_rank import factor_constants
@@ -23,11 +23,6 @@ from .transpose import can_transpose, transpose_codes
 
 _ZERO_PROGRAMS_PER_SM = 4
 _ZERO_CHUNK = 4096  # elements
-
-
-def supports(problem: GemmProblem) -> bool:
-    """All of plain weights."""
-    return problem.scales is None
 
 
 class Launcher:
@@ -135,9 +130,9 @@ def launcher_of_codes(problem: GemmProblem, whole: bool) -> Optional[Callable[..
     if whole:
         problem = problem._replace(scales=problem.scales._replace(n_parts=1, k_parts=1))
     problem = problem._replace(transposed=False)
-    launcher = find_launcher("quantized_gemm", problem)
+    launcher = launcher_of("quantized_gemm", problem)
     if launcher is None and problem.layout == "kn":
-        return find_launcher("quantized_gemm", problem._replace(layout="nk"))
+        return launcher_of("quantized_gemm", problem._replace(layout="nk"))
     return launcher
 
 

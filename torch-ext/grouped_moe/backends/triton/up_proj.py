@@ -13,7 +13,7 @@ from ...rows import Rows
 from ...tuning.heuristic import choose_block_m, quantizing_pays, triton_path, up_config
 from ..kernels.experts import up_proj_kernel
 from ..problems import BlockProblem, GemmProblem
-from ..table import find_launcher, launcher_of
+from ..table import launcher_of
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
 from .gemm import bias_and_strides, launcher_of_codes
 from .launch import ALIGNMENT, Kernel, persistent_grid
@@ -21,11 +21,6 @@ from .low_rank import factor_constants
 from .quantize import BLOCK, QuantizedRows, empty_rows, quantize_rows, takes_quantized_rows
 from .scales import for_rows, nk_strides, scale_layout
 from .transpose import can_transpose
-
-
-def supports(problem: BlockProblem) -> bool:
-    """All of plain weights."""
-    return problem.scales is None
 
 
 def block_constants(problem: BlockProblem, by_tma: bool) -> dict:
@@ -160,7 +155,7 @@ def _launcher_if_both(
         p.spec, p.dtype, p.precision, p.num_groups, p.block_m, n=p.k, k=p.n, layout=layout, transposed=False,
         low_rank=ranks, zero_rest=p.top_k == 0, many_rows=p.many_rows, wide=False, scales=scales,
     )  # fmt: skip
-    return None if launcher_of_codes(down, whole) is None else find_launcher("quantized_up_proj", p)
+    return None if launcher_of_codes(down, whole) is None else launcher_of("quantized_up_proj", p)
 
 
 def problem_of(

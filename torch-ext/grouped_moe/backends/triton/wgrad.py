@@ -13,11 +13,6 @@ from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, tma_strides
 from .launch import Kernel
 
 
-def supports(problem: WgradProblem) -> bool:
-    """All of them."""
-    return True
-
-
 class Launcher:
     """The Triton kernel; both operands come by descriptor where none is gathered and both can be read so."""
 

@@ -22,6 +22,7 @@ from ..common import _compat
 from ..common.autograd import is_plain
 from ..operands import MAX_RANK, LoRA
 from .transformers_fp8 import is_fp8
+from .transformers_gate import constant
 from .transformers_load import goes_by_interface, implementation_of
 
 # Weight of an experts module -> the argument of `experts_forward` that takes its LoRA.
@@ -232,21 +233,14 @@ def _may_take_factors(experts: nn.Module) -> bool:
     return torch.compiler.is_compiling() or _has_parameters_for_factors(forward)
 
 
-@torch.compiler.assume_constant_result
-def _takes_factors(function: Callable) -> bool:
-    """Of a function of a class, which may be kept, as it does not hold the experts."""
-    return _functions_that_take_factors(function)
-
-
-@lru_cache(maxsize=None)
-def _functions_that_take_factors(function: Callable) -> bool:
-    return _has_parameters_for_factors(function)
-
-
 def _has_parameters_for_factors(forward: Callable) -> bool:
     # What a wrapper says of the function that it wraps is not what it takes itself.
     parameters = inspect.signature(forward, follow_wrapped=False).parameters
     return any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or set(_ARGUMENTS.values()) <= parameters.keys()
+
+
+# Of functions of classes, which may be kept, as they do not hold the experts.
+_takes_factors = constant(_has_parameters_for_factors)
 
 
 def _has_factors_alone(wrapper: nn.Module, adapter: str) -> bool:
@@ -314,7 +308,7 @@ def factors_in_place(experts: nn.Module, name: str, transposed: bool) -> Optiona
     """
     parametrizations = experts._modules.get("parametrizations")
     steps = parametrizations[name] if parametrizations is not None and name in parametrizations else ()
-    if len(steps) != 1 or type(steps[0]).__name__ != "_LoraFactorsProxy" or not _is_known_sum(type(steps[0])):
+    if len(steps) != 1 or type(steps[0]).__name__ != "_LoraFactorsProxy" or not _adds_factors(type(steps[0])):
         return None
     a, b, scaling = steps[0].rhs, steps[0].lhs, steps[0].scaling
     if transposed:
@@ -328,12 +322,7 @@ def factors_in_place(experts: nn.Module, name: str, transposed: bool) -> Optiona
     return weight, LoRA(a, b, scaling)
 
 
-@torch.compiler.assume_constant_result
-def _is_known_sum(kind: type) -> bool:
-    return _adds_factors(kind)
-
-
-@lru_cache(maxsize=None)
+@constant
 def _adds_factors(kind: type) -> bool:
     """Whether peft's class of such sums makes W + scaling lhs rhs of a weight W."""
 

@@ -48,7 +48,7 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-def _constant(function: Callable) -> Callable:
+def constant(function: Callable) -> Callable:
     """Caches what a function finds out, of real values, and makes that a constant for torch.compile.
 
     A compiler has to see the mark outside of the cache, and arguments that are constants: named tuples are not, nor are
@@ -61,11 +61,11 @@ def _constant(function: Callable) -> Callable:
             return function(*args)
 
     @torch.compiler.assume_constant_result
-    def constant(*args):
+    def constant_of(*args):
         return cached(*args)
 
-    constant.cache_clear = cached.cache_clear
-    return constant
+    constant_of.cache_clear = cached.cache_clear
+    return constant_of
 
 
 def local_part(parameter: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def _check_no_operations(name: str, tensor: Tensor) -> None:
         )
 
 
-@_constant
+@constant
 def _has_operations(kind: type) -> bool:
     """Whether a class of tensors, but PyTorch's own for tracing and sharding, overrides what operations do."""
     if _compat.is_transparent(kind):
@@ -111,7 +111,7 @@ def _has_operations(kind: type) -> bool:
     return function not in plain or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
-@_constant
+@constant
 def _unknown_options() -> Tuple[Tuple[str, object], ...]:
     """Options of the installed transformers' decorator beyond `_OPTIONS`, with their defaults.
 
@@ -125,7 +125,7 @@ def _unknown_options() -> Tuple[Tuple[str, object], ...]:
     return tuple((p.name, p.default) for p in parameters if p.name not in _OPTIONS)
 
 
-@_constant
+@constant
 def _unknown_methods(experts_class: type) -> Tuple[str, ...]:
     """The class's methods named as transformers names the steps of an experts module, but for those called here."""
     known = ("_apply_gate", "_apply_post_expert")
@@ -163,7 +163,7 @@ class _Attributes:
         raise AttributeError(name) if name in _PARAMETERS else LookupError(name)
 
 
-@_constant
+@constant
 def _returns_its_argument(method: Callable) -> bool:
     """Whether a method of a class, without a norm, hands on the rows that it gets."""
     values = torch.linspace(-2.0, 3.0, 12, device="cpu").reshape(3, 4)
@@ -197,7 +197,7 @@ def _gate_candidates(act: Activation, limit: Optional[float] = None, alpha: Opti
     return [act, clamped] if alpha is None else [act, clamped, Activation("silu", alpha, limit, 1.0)]
 
 
-@_constant
+@constant
 def _probe_gate(
     apply_gate: Callable, act_name: str, attributes: Tuple[Tuple[str, bool], ...], interleaved: bool
 ) -> Optional[int]:
@@ -243,7 +243,7 @@ def _is_patched(act_fn: torch.nn.Module) -> bool:
     return forward is not None and not (isinstance(forward, MethodType) and hasattr(act_fn, "kernel_layer_name"))
 
 
-@_constant
+@constant
 def _is_method_of(kind: type, function: Callable) -> bool:
     """Whether a function is a method that the class was written with, and none that somebody put in its place."""
     return (function.__module__, function.__qualname__) == (kind.__module__, f"{kind.__qualname__}.{function.__name__}")

@@ -72,16 +72,13 @@ class Tiles:
 
     def __init__(self, package: compile_check.Package, spec):
         self.base, self.asked, self.current = dict(package["tuning.files"].tiles_of(spec)), [], {}
-        configs = [value for name, value in vars(package["tuning.heuristic"]).items() if name.endswith("_config")]
-        table = package["backends.table"]
-        self.caches = [table.launcher_of, *configs]
+        self.launcher_of = package["backends.table"].launcher_of
 
     def take(self, changes: Dict[Key, Tile]) -> None:
         """From here on the package takes the tiles that it has, but for these changes."""
         self.current = {**self.base, **changes}
         self.asked.clear()
-        for cached in self.caches:
-            cached.cache_clear()
+        self.launcher_of.cache_clear()
 
 
 @contextlib.contextmanager

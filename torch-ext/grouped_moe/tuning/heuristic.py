@@ -7,7 +7,6 @@ at most enters by classes: a layer has few variants of each kernel.
 """
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Optional
 
 import torch
@@ -172,14 +171,12 @@ def _default_tile(block_m: int, dtype: torch.dtype, spec: DeviceSpec, weight_til
     return replace(tile, block_n=tile.block_n // 2) if block_m == 128 and not spec.wide_tiles else tile
 
 
-@lru_cache(maxsize=None)
 def gemm_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, tma: bool = False) -> GemmConfig:
     """Config of a grouped GEMM with N output columns. tma: both operands are read by descriptor."""
     default = _TMA_GEMM_TILES[block_m] if tma else _default_tile(block_m, dtype, spec)
     return _fitted("gemm_tma" if tma else "gemm", block_m, default, n, dtype, spec)
 
 
-@lru_cache(maxsize=None)
 def hopper_gemm_config(block_m: int, n: int, k: int, spec: DeviceSpec, wide: bool) -> Optional[GemmConfig]:
     """Config of a grouped GEMM by the Gluon kernel for Hopper; None: not by that one. wide: `wide_pays`.
 
@@ -210,7 +207,6 @@ def wide_pays(rows: int, num_groups: int, n: int, k: int, spec: DeviceSpec) -> b
     return wide * (1.5 if streamed else 1.95) < narrow
 
 
-@lru_cache(maxsize=None)
 def up_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, gated: bool, tma: bool) -> GemmConfig:
     """Config of the up-projection with N columns of the activation. tma: the weight is read by descriptor."""
     weight_tiles = 2 if gated else 1
@@ -221,7 +217,6 @@ def up_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, gated:
     return _fitted(kernel, block_m, default, n, dtype, spec, weight_tiles)
 
 
-@lru_cache(maxsize=None)
 def hopper_up_config(block_m: int, width: int) -> Optional[GemmConfig]:
     """Config of an up-projection by the Gluon kernel for Hopper, of so many columns, those of gate and up together.
 
@@ -230,13 +225,11 @@ def hopper_up_config(block_m: int, width: int) -> Optional[GemmConfig]:
     return GemmConfig(128, 128, 64, 4, 6) if block_m == 128 and width >= 128 else None
 
 
-@lru_cache(maxsize=None)
 def hopper_gathered_up_config(block_m: int, width: int) -> Optional[GemmConfig]:
     """The same of rows that are gathered, whose two consumers share a tile."""
     return GemmConfig(128, 256, 64, 4, 4, 16) if block_m == 128 and width > 128 else None
 
 
-@lru_cache(maxsize=None)
 def dgrad_config(
     block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, interleaved: bool, tma: bool, low_rank: bool = False
 ) -> GemmConfig:
@@ -260,7 +253,6 @@ def dgrad_config(
     return replace(config, block_n=min(config.block_n, 64 if block_m == 64 else 128)) if low_rank else config
 
 
-@lru_cache(maxsize=None)
 def hopper_dgrad_config(block_m: int, n: int) -> Optional[GemmConfig]:
     """The same by the Gluon kernel for Hopper, None: not by that one. Its ring leaves room for boxes of pre-activation.
 
@@ -269,7 +261,6 @@ def hopper_dgrad_config(block_m: int, n: int) -> Optional[GemmConfig]:
     return GemmConfig(128, 128, 64, 4, 5, 4) if block_m == 128 and n > 64 else None
 
 
-@lru_cache(maxsize=None)
 def wgrad_config(
     m: int, n: int, rows: int, dtype: torch.dtype, spec: DeviceSpec, gathered: bool, tma: bool = False
 ) -> GemmConfig:
@@ -300,7 +291,6 @@ def wgrad_config(
     return replace(config, num_stages=config.num_stages + 2) if gathered and spec.warp_size == 32 else config
 
 
-@lru_cache(maxsize=None)
 def hopper_wgrad_config(
     m: int, n: int, rows: int, out_itemsize: int, gathered: bool, spec: DeviceSpec
 ) -> Optional[GemmConfig]:
@@ -317,7 +307,6 @@ def hopper_wgrad_config(
     return choose_tile(kernel, rows, None if wide and gathered and rows < 128 else default, 2, spec)
 
 
-@lru_cache(maxsize=None)
 def hopper_quantized_config() -> GemmConfig:
     """Config of the Gluon kernels for Hopper that multiply rows of 8-bit floats: a step is one block of K.
 
@@ -326,13 +315,11 @@ def hopper_quantized_config() -> GemmConfig:
     return GemmConfig(128, 256, 128, 4, 4, 32)
 
 
-@lru_cache(maxsize=None)
 def quantized_config(spec: DeviceSpec) -> GemmConfig:
     """Config of the Triton kernels that do. Where operands take registers, too, a step is half a block of K."""
     return GemmConfig(128, 128, 128, 8, 4) if spec.wide_tiles else GemmConfig(128, 128, 64, 8, 6)
 
 
-@lru_cache(maxsize=None)
 def scaled_config(
     product: str, block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, step: int, weight_tiles: int = 1
 ) -> GemmConfig:

@@ -132,11 +132,6 @@ class Needs(NamedTuple):
         return self.up or self.up_bias or self.up_a or self.up_b
 
     @property
-    def dpreact(self) -> bool:
-        """Whether any of them is made of the gradient of the pre-activation."""
-        return self.x or self.beyond_x
-
-    @property
     def act(self) -> bool:
         """Whether any of them is made of the activation."""
         return self.down or self.down_a
@@ -144,7 +139,7 @@ class Needs(NamedTuple):
     @property
     def preact(self) -> bool:
         """Whether any is asked for but those of down_bias, bias_scales and down_b, which need no pre-activation."""
-        return self.dpreact or self.act or self.act_scales
+        return self.x or self.beyond_x or self.act or self.act_scales
 
 
 class Saved(NamedTuple):

@@ -6,7 +6,7 @@ the splits of sorted rows, (G,) sizes or (G + 1,) offsets.
 """
 
 from types import ModuleType
-from typing import List, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ def _forward_fake(x, index, act_scales, bias_scales, adapters, *arguments_and_sa
     return x.new_empty(x.shape), *saved, *schedule_and_maps
 
 
-def _backward(dout, x, act_scales, bias_scales, adapters, *rest, overwrite: bool) -> Grads:
+def _backward(dout, x, act_scales, bias_scales, adapters, *rest, overwrite: bool = False) -> Grads:
     """The gradients that are asked for. rest: the block's arguments, what was saved, and which gradients are needed."""
     *arguments, preact, up_rows, down_rows, schedule, row_to_slot, slot_to_row, needs = rest
     block, kernels = make_block(*arguments), backend_of(dout)
@@ -124,21 +124,9 @@ def _as_made(tensor: Optional[Tensor]) -> Optional[Tensor]:
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
-def _backward_op(*args) -> Grads:
-    return _backward(*args, overwrite=False)
-
-
-def _backward_overwriting_op(*args) -> List[Tensor]:
-    return wanted(_backward(*args, overwrite=True), args[-1])
-
-
 def _fake_grads(dout, x, act_scales, bias_scales, adapters, *rest) -> Grads:
     *arguments, _, _, _, _, _, _, needs = rest
     return fake_grads(Needs(*needs), make_block(*arguments), dout, act_scales, bias_scales)
-
-
-def _recorded(*args) -> Tensor:
-    return _Experts.apply(*args)[0]
 
 
 def _like_x(x: Tensor, *_) -> Tensor:
@@ -161,14 +149,14 @@ _BACKWARD = (
 _run_backward = define_op(
     "experts_backward",
     f"{_BACKWARD % '?'} -> ({', '.join(f'Tensor d{name}' for name in Needs._fields)})",
-    _backward_op,
+    _backward,
     _fake_grads,
 )
 # Overwrites preact and gives its memory back.
 _run_backward_overwriting = define_op(
     "experts_backward_overwriting",
     f"{_BACKWARD % '(a!)'} -> Tensor[]",
-    _backward_overwriting_op,
+    lambda *args: wanted(_backward(*args, overwrite=True), args[-1]),
     lambda *args: wanted(_fake_grads(*args), args[-1]),
 )
 
@@ -217,4 +205,6 @@ class _Experts(torch.autograd.Function):
         return (dx, None, d_act_scales, d_bias_scales, None, *dweights) + (None,) * (_NUM_SCALES + _NUM_KINDS)
 
 
-experts_op = define_differentiable_op("experts", f"({_ARGUMENTS}) -> Tensor", _inference, _recorded, _infer, _like_x)
+experts_op = define_differentiable_op(
+    "experts", f"({_ARGUMENTS}) -> Tensor", _inference, lambda *args: _Experts.apply(*args)[0], _infer, _like_x
+)

@@ -134,10 +134,6 @@ def _bias_backward_fake(dy, splits, num_groups, bias, scales, needs_bias):
     return dbias, None if bias is None else scales.new_empty(scales.shape)
 
 
-def _recorded(*args) -> Tensor:
-    return _GroupedLinear.apply(*args)
-
-
 _run_forward = define_op(
     "grouped_linear_forward",
     f"({_ARGUMENTS}) -> (Tensor y, Tensor schedule, Tensor projected)",
@@ -158,14 +154,6 @@ run_bias_backward = define_op(
     " -> (Tensor dbias, Tensor dscales)",
     _bias_backward,
     _bias_backward_fake,
-)
-_grouped_linear = define_differentiable_op(
-    "grouped_linear",
-    f"({_ARGUMENTS}) -> Tensor",
-    lambda *args: _forward(*args)[0],
-    _recorded,
-    lambda *args: _run_forward(*args)[0],
-    lambda *args: _forward_fake(*args)[0],
 )
 
 
@@ -203,6 +191,16 @@ class _GroupedLinear(torch.autograd.Function):
             dbias, dscales = run_bias_backward(dy, schedule, weight.shape[0], bias, bias_scales, needs_bias)
             dbias, dscales = dbias if needs_bias else None, dscales if needs_scales else None
         return dx, dweight, None, dbias, dscales, da, db, *(None,) * 5
+
+
+_grouped_linear = define_differentiable_op(
+    "grouped_linear",
+    f"({_ARGUMENTS}) -> Tensor",
+    lambda *args: _forward(*args)[0],
+    _GroupedLinear.apply,
+    lambda *args: _run_forward(*args)[0],
+    lambda *args: _forward_fake(*args)[0],
+)
 
 
 def grouped_linear(

@@ -52,12 +52,6 @@ def check_device(name: str, tensor: Tensor, device: torch.device, owner: str) ->
         raise ValueError(f"{name}: expected on {device} like {owner}, got {tensor.device}")
 
 
-def check_same_dtype(name: str, tensor: Tensor, dtype: torch.dtype, owner: str) -> None:
-    """Raises TypeError unless tensor has the dtype of the argument `owner`."""
-    if tensor.dtype is not dtype:
-        raise TypeError(f"{name}: expected {dtype} like {owner}, got {tensor.dtype}")
-
-
 def check_compute_dtype(name: str, tensor: Tensor) -> None:
     """Raises TypeError unless the kernels compute in the dtype of tensor: bf16, fp16, fp32; on CPU fp64, too.
 
@@ -241,8 +235,8 @@ def check_linear(x, weight, bias, bias_scales, transposed, scaled) -> None:
     if k == 0 or n == 0:
         raise ValueError(f"weight: expected N and K above 0, got {tuple(weight.shape)}")
     check_device("weight", weight, x.device, "x")
-    if not scaled:
-        check_same_dtype("weight", weight, x.dtype, "x")
+    if not scaled and weight.dtype is not x.dtype:
+        raise TypeError(f"weight: expected {x.dtype} like x, got {weight.dtype}")
     if bias is None and bias_scales is not None:
         raise ValueError("bias_scales: expected None without a bias, which they scale")
     if bias is not None:

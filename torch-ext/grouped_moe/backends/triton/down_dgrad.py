@@ -70,7 +70,7 @@ def down_dgrad(
     """
     num_rows, n = rows.num_rows, block.intermediate
     if num_rows and _is_quantized(block, dout, rows, low_rank):
-        dact = _quantized_product(block, dout, rows, low_rank)
+        dact = gemm(quantize_rows(dout, rows, sorts=True), block.down, rows, transposed=True, low_rank=low_rank)
         return activation_grad(
             block, dact, rows, scales, preact, needs_dpreact=needs_dpreact, needs_codes=leads_to_x,
             needs_act=needs_act, needs_dots=needs_dots, more_dots=more_dots, overwrite=overwrite,
@@ -103,8 +103,3 @@ def _is_quantized(block: Block, dout: Tensor, rows: Rows, low_rank: Optional[Low
         )
         for weight, ranks in weights
     )
-
-
-def _quantized_product(block: Block, dout: Tensor, rows: Rows, low_rank: Optional[LowRank]) -> Tensor:
-    """dout[r] W2[e] (rows, I), of rows of 8-bit floats."""
-    return gemm(quantize_rows(dout, rows, sorts=True), block.down, rows, transposed=True, low_rank=low_rank)

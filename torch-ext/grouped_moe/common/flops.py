@@ -51,12 +51,8 @@ def _linear_backward(dy: Shape, _x, weight: Shape, _splits, a: Shape, b: Shape, 
     return 2 * dy[0] * (products + needs_weight * weight + needs_a * a + needs_b * b)
 
 
-def _accumulate_wgrad(dw: Shape, dy: Shape, *_, **__) -> int:
-    return 2 * dy[0] * _elements(dw)
-
-
-def _accumulate_wgrads(dws: Sequence[Shape], dy: Shape, *_, **__) -> int:
-    return 2 * dy[0] * prod(dws[0]) if dws else 0
+def _accumulate_wgrad(dws: Sequence[Shape], dy: Shape, *_, **__) -> int:
+    return 2 * dy[0] * prod(dws[0][-2:]) if dws else 0
 
 
 _FORMULAS: Dict[str, Callable[..., int]] = {
@@ -69,7 +65,6 @@ _FORMULAS: Dict[str, Callable[..., int]] = {
     "grouped_linear_forward": _linear_forward,
     "grouped_linear_backward": _linear_backward,
     "accumulate_wgrad": _accumulate_wgrad,
-    "accumulate_wgrads": _accumulate_wgrads,
 }
 
 

@@ -84,7 +84,7 @@ def mark_added(weights: Sequence[Tensor]) -> None:
             weight.grad_added_to_main_grad = True
 
 
-def _accumulate_wgrads(
+def _accumulate_wgrad(
     dws: Sequence[Tensor], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Optional[Sequence[int]],
     overwrite: Sequence[bool],
 ) -> None:  # fmt: skip
@@ -105,20 +105,10 @@ def _accumulate_wgrads(
             kernels.wgrad(dy, x, alone, dw[None], accumulate=not replace)
 
 
-def _accumulate_wgrad(dw: Tensor, dy: Tensor, x: Tensor, splits: Tensor, overwrite: bool) -> None:
-    _accumulate_wgrads([dw], dy, x, splits, dw.shape[0], None, [overwrite])
-
-
 define_op(
     "accumulate_wgrad",
-    "(Tensor(a!) dw, Tensor dy, Tensor x, Tensor splits, bool overwrite) -> ()",
+    "(Tensor(a!)[] dws, Tensor dy, Tensor x, Tensor splits, SymInt num_groups, int[]? groups, bool[] overwrite) -> ()",
     _accumulate_wgrad,
-    lambda *_: None,
-)
-define_op(
-    "accumulate_wgrads",
-    "(Tensor(a!)[] dws, Tensor dy, Tensor x, Tensor splits, SymInt num_groups, int[] groups, bool[] overwrite) -> ()",
-    _accumulate_wgrads,
     lambda *_: None,
 )
 
@@ -133,10 +123,7 @@ def accumulate(
     Not differentiable; arguments are not checked. Returns the dummies for autograd.
     """
     buffers, overwrite = [target.buffer for target in targets], [target.overwrite for target in targets]
-    if wanted.groups is None:
-        ops.accumulate_wgrad.default(buffers[0], dy, x, splits, overwrite[0])
-    else:
-        ops.accumulate_wgrads.default(buffers, dy, x, splits, wanted.num_groups, wanted.groups, overwrite)
+    ops.accumulate_wgrad.default(buffers, dy, x, splits, wanted.num_groups, wanted.groups, overwrite)
     make = {"none": lambda weight: None, "empty": torch.empty_like, "zeros": torch.zeros_like}
     return [make[target.dummy](weight) for weight, target in zip(wanted.weights, targets)]
 

@@ -108,7 +108,7 @@ def backward(
     del dots
     if needs.up_bias:
         dup_bias = dout.new_empty(block.up_bias.shape)
-        kernels.bias_grads(dpreact, rows.in_place(), None, None, dup_bias, None)
+        kernels.bias_grads(dpreact, rows._replace(top_k=0), None, None, dup_bias, None)  # dpreact is per row
     if needs.up_a:
         dup_a = grad_of_a(kernels, block.up_lora, low_rank, x, rows, of_tokens=routed)
     if needs.up:

@@ -31,10 +31,6 @@ class Rows(NamedTuple):
     slot_to_row: Optional[Tensor] = None
     adapters: Optional[Tensor] = None
 
-    def in_place(self) -> "Rows":
-        """The same rows for operands that have one row per row."""
-        return self._replace(top_k=0)
-
     @property
     def group_offsets(self) -> Tensor:
         """(G + 1,)"""

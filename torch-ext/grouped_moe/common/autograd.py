@@ -37,19 +37,14 @@ def define_op(name: str, schema: str, implementation: Callable, fake: Callable) 
     Returns what calls it below autograd: the op, or the implementation itself where `goes_directly` allows it, which
     spares the op's dispatch.
     """
-    call = _define(name, schema, implementation, fake)
-    if "!" not in schema:  # PyTorch registers no backward of ops that write to their arguments
-        torch.library.register_autograd(add_op_namespace_prefix(name), _refuse(name))
-    return call
 
-
-def _refuse(name: str) -> Callable:
-    """The backward of an op that has none."""
-
-    def backward(ctx, *_):
+    def refuse(ctx, *_):
         raise RuntimeError(_DECOMPOSED.format(name))
 
-    return backward
+    call = _define(name, schema, implementation, fake)
+    if "!" not in schema:  # PyTorch registers no backward of ops that write to their arguments
+        torch.library.register_autograd(add_op_namespace_prefix(name), refuse)
+    return call
 
 
 def _define(name: str, schema: str, implementation: Callable, fake: Callable) -> Callable:

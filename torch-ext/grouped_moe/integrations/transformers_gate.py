@@ -77,25 +77,18 @@ def local_part(parameter: Tensor) -> Tensor:
 def local_parameter(experts: torch.nn.Module, name: str) -> Tensor:
     """The parameter of that name; of a DTensor the rank's own part, differentiably.
 
-    Raises TypeError for a tensor with operations of its own, which the block would not call.
+    Raises TypeError for one of a subclass with operations of its own, as those for quantization have: the block would
+    not call them. torchao's for FP8 training replace one, which is never called here, and pass for plain in all others.
     """
     parameter = local_part(getattr(experts, name))
-    _check_no_operations(name, parameter)
-    return parameter
-
-
-def _check_no_operations(name: str, tensor: Tensor) -> None:
-    """Raises TypeError for a parameter of a subclass with operations of its own, as those for quantization have.
-
-    torchao's for FP8 training replace one operation, which is never called here, and pass for plain in all others.
-    """
-    kind = type(tensor)
+    kind = type(parameter)
     if kind is not torch.nn.Parameter and kind is not Tensor and _has_operations(kind):
         raise TypeError(
             f"{name}: expected a plain tensor or a DTensor, got {kind.__name__}, whose own operations (quantization, "
             "FP8 training) are not supported; leave this parameter out of the conversion, dequantize it, or choose "
             "another experts_implementation, such as 'grouped_mm'"
         )
+    return parameter
 
 
 @constant

@@ -59,6 +59,7 @@ BLOCKS = (
     Block("one token, not gated, fp16", 1, Layer(torch.float16, E=8, H=72, I=264, gated=False), options=NO_GRAD),
     Block("few tokens", 9, Layer(top_k=4, E=40, H=136, I=72), options=NO_GRAD),  # fewer slots than experts
     Block("few tokens, steps", 16, Layer(top_k=8, E=40, H=1048, I=264, interleaved=True), BIASES, options=NO_GRAD),
+    Block("few tokens, long rows", 9, Layer(top_k=4, E=40, H=136, I=1064), options=NO_GRAD),
     Block("few tokens, not gated, fp16", 64, Layer(torch.float16, E=40, gated=False), BIASES, options=NO_GRAD),
     Block("one token, transposed", 1, Layer(E=8, H=512, I=392, gated=False, transposed=True), options=NO_GRAD),
     Block("one token, transposed, LoRA", 1, Layer(top_k=4, E=40, **TRANSPOSED), options={**NO_GRAD, **PAIRS}),

@@ -3,20 +3,22 @@
 
 namespace {
 
+constexpr int SHORT_ROW = 1024;
+
 template <typename Element, typename Shape>
 cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
-  constexpr int COLUMNS = Shape::GROUPS * 2 * FRAGMENT;
+  constexpr int COLUMNS = 2 * FRAGMENT;
   const dim3 grid((a.hidden + COLUMNS - 1) / COLUMNS, a.max_tiles);
   const auto kernel = a.down_lora.rank ? grouped_down_proj_kernel<Element, true, Shape>
                                        : grouped_down_proj_kernel<Element, false, Shape>;
   return launch(kernel, grid, Shape::THREADS, 0, stream, {dependent}, a);
 }
 
-// As of the up-projection, with fewer pieces of a row that is shorter.
+// Many pieces under way in few warps, or many small blocks where rows are short.
 template <typename Element>
 cudaError_t choose_shape(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
-  return a.intermediate > LONG_ROW ? launch_kernel<Element, TileShape<2, 4, 3, 2>>(a, dependent, stream)
-                                   : launch_kernel<Element, TileShape<1, 4, 3, 4>>(a, dependent, stream);
+  return a.intermediate > SHORT_ROW ? launch_kernel<Element, TileShape<3, 5, 4>>(a, dependent, stream)
+                                    : launch_kernel<Element, TileShape<2, 4, 8>>(a, dependent, stream);
 }
 
 }  // namespace

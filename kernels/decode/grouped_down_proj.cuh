@@ -34,8 +34,8 @@ template <typename Element, bool LOW_RANK, typename Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_down_proj_kernel(const GroupedArgs a) {
   Tile tile = {static_cast<int>(blockIdx.y)};
   if (!find_expert<Shape>(a, &tile)) return;
-  const int warp = threadIdx.x / WARP, group = warp / Shape::SPLITS, g = threadIdx.x % WARP / 4;
-  const int column = (blockIdx.x * Shape::GROUPS + group) * 2 * FRAGMENT, mine = column + g;
+  const int split = threadIdx.x / WARP, g = threadIdx.x % WARP / 4;
+  const int column = blockIdx.x * 2 * FRAGMENT, mine = column + g;
   LaneRows w;
   w.first = row_at<Element>(a.down, tile.expert * a.stride_de + mine * a.stride_dn);
   w.to_half = static_cast<int>(a.stride_dn);
@@ -46,10 +46,9 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_down_pr
     for (int r = 0; r < 2; ++r) w.wanted[f][r] = mine + r * HALF + f * FRAGMENT < a.hidden;
   const auto locate = [&] { return find_act_row<Shape>(a, &tile, g); };
   float acc[2][4] = {};
-  const int length = column < a.hidden ? a.intermediate / PIECE : 0;
-  multiply_tile<Element, Shape>(w, row_at<Element>(a.act, 0), length, warp % Shape::SPLITS, locate, acc);
+  multiply_tile<Element, Shape>(w, row_at<Element>(a.act, 0), a.intermediate / PIECE, split, locate, acc);
   if constexpr (LOW_RANK)
-    add_ranks_of_tile<Shape>(a, a.down_lora, tile, w.wanted, mine, HALF, FRAGMENT, warp % Shape::SPLITS, acc);
+    add_ranks_of_tile<Shape>(a, a.down_lora, tile, w.wanted, mine, HALF, FRAGMENT, split, acc);
   add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {
     store_y_row<Element>(a, tile, row, column, n, sums);
   });

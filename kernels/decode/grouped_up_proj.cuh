@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_act_row(const GroupedArgs &a, const Tile &
 }
 
 // act[r] = a(up[e] x[t] + up_bias[e]) for every row r of token t, with expert e.
-// A warp has 16 columns, gate rows and up rows, or 32 if not gated; the warps of a group add up their shares of K.
+// A block has 16 columns, gate rows and up rows, or 32 if not gated; its warps add up their shares of K.
 // Grid: (I / columns of a block, tiles at most). The next kernel may start once all blocks have begun: it finds routing
 // complete, but has to wait for act. With a low-rank pair the caller launches this after `project_kernel`, which has
 // waited for routing: this one waits for z alone, behind its loop.
@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_up_proj
   if (!a.up_lora.rank) wait_for_stream();
   Tile tile = {static_cast<int>(blockIdx.y)};
   if (!find_expert<Shape>(a, &tile)) return;
-  const int warp = threadIdx.x / WARP, group = warp / Shape::SPLITS, g = threadIdx.x % WARP / 4;
-  const int column = (blockIdx.x * Shape::GROUPS + group) * COLUMNS, mine = column + g;
+  const int split = threadIdx.x / WARP, g = threadIdx.x % WARP / 4;
+  const int column = blockIdx.x * COLUMNS, mine = column + g;
   const int step = a.interleaved ? 2 : 1, to_up = a.interleaved ? 1 : a.intermediate;
   LaneRows w;
   w.first = row_at<Element>(a.up, tile.expert * a.stride_ue + int64_t(mine) * step * a.stride_un);
@@ -45,11 +45,10 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) grouped_up_proj
     for (int r = 0; r < 2; ++r) w.wanted[f][r] = mine + r * HALF + (GATED ? 0 : f * FRAGMENT) < a.intermediate;
   const auto locate = [&] { return find_token<Shape>(a, &tile, g); };
   float acc[2][4] = {};
-  const int length = column < a.intermediate ? a.hidden / PIECE : 0;
-  multiply_tile<Element, Shape>(w, row_at<Element>(a.x, 0), length, warp % Shape::SPLITS, locate, acc);
+  multiply_tile<Element, Shape>(w, row_at<Element>(a.x, 0), a.hidden / PIECE, split, locate, acc);
   if (a.up_lora.rank)
     add_ranks_of_tile<Shape>(a, a.up_lora, tile, w.wanted, mine * step, HALF * step, GATED ? to_up : FRAGMENT,
-                             warp % Shape::SPLITS, acc);
+                             split, acc);
   add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {
     store_act_row<Element, GATED>(a, tile, row, column, n, sums);
   });

@@ -12,8 +12,8 @@ template <typename Element, bool LOW_RANK, typename Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_down_proj_kernel(const GroupedArgs a) {
   Tile tile = {static_cast<int>(blockIdx.y)};
   if (!find_expert<Shape>(a, &tile)) return;
-  const int warp = threadIdx.x / WARP, group = warp / Shape::SPLITS, g = threadIdx.x % WARP / 4;
-  const int column = (blockIdx.x * Shape::GROUPS + group) * 2 * FRAGMENT, mine = column + g;
+  const int split = threadIdx.x / WARP, g = threadIdx.x % WARP / 4;
+  const int column = blockIdx.x * 2 * FRAGMENT, mine = column + g;
   LaneRows w;
   w.first = row_at<char>(a.down, tile.expert * a.stride_de + mine * a.stride_dn);
   w.to_half = static_cast<int>(HALF * a.stride_dn / CODES);
@@ -29,9 +29,9 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_
   const auto locate = [&] { return find_act_row<Shape>(a, &tile, g); };
   float acc[2][4] = {};
   multiply_scaled_tile<Element, Shape>(w, a.down_scales, scale_rows, wanted, row_at<Element>(a.act, 0),
-                                       wanted[0] ? a.intermediate / CODES : 0, warp % Shape::SPLITS, locate, acc);
+                                       a.intermediate / CODES, split, locate, acc);
   if constexpr (LOW_RANK)
-    add_ranks_of_tile<Shape>(a, a.down_lora, tile, w.wanted, mine, HALF, FRAGMENT, warp % Shape::SPLITS, acc);
+    add_ranks_of_tile<Shape>(a, a.down_lora, tile, w.wanted, mine, HALF, FRAGMENT, split, acc);
   add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {
     store_y_row<Element>(a, tile, row, column, n, sums);
   });

@@ -3,19 +3,19 @@
 
 namespace {
 
-template <typename Element, bool GATED, typename Shape>
+using Shape = TileShape<3, 4, 4>;  // two blocks of scales of each row under way
+
+template <typename Element, bool GATED>
 cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
-  constexpr int COLUMNS = Shape::GROUPS * (GATED ? FRAGMENT : 2 * FRAGMENT);
+  constexpr int COLUMNS = GATED ? FRAGMENT : 2 * FRAGMENT;
   const dim3 grid((a.intermediate + COLUMNS - 1) / COLUMNS, a.max_tiles);
   return launch(scaled_grouped_up_proj_kernel<Element, GATED, Shape>, grid, Shape::THREADS, 0, stream, {dependent}, a);
 }
 
-// One block of scales of each row under way, in 16 warps of a multiprocessor.
 template <typename Element>
 cudaError_t choose_gated(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
-  using Shape = TileShape<1, 4, 2, 4>;
-  return a.gated ? launch_kernel<Element, true, Shape>(a, dependent, stream)
-                 : launch_kernel<Element, false, Shape>(a, dependent, stream);
+  return a.gated ? launch_kernel<Element, true>(a, dependent, stream)
+                 : launch_kernel<Element, false>(a, dependent, stream);
 }
 
 }  // namespace

@@ -13,8 +13,8 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_
   if (!a.up_lora.rank) wait_for_stream();
   Tile tile = {static_cast<int>(blockIdx.y)};
   if (!find_expert<Shape>(a, &tile)) return;
-  const int warp = threadIdx.x / WARP, group = warp / Shape::SPLITS, g = threadIdx.x % WARP / 4;
-  const int column = (blockIdx.x * Shape::GROUPS + group) * COLUMNS, mine = column + g;
+  const int split = threadIdx.x / WARP, g = threadIdx.x % WARP / 4;
+  const int column = blockIdx.x * COLUMNS, mine = column + g;
   const int step = a.interleaved ? 2 : 1, to_up = a.interleaved ? 1 : a.intermediate;
   const int to_fragment = GATED ? to_up : FRAGMENT;
   LaneRows w;
@@ -32,9 +32,9 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_
   const auto locate = [&] { return find_token<Shape>(a, &tile, g); };
   float acc[2][4] = {};
   multiply_scaled_tile<Element, Shape>(w, a.up_scales, scale_rows, wanted, row_at<Element>(a.x, 0),
-                                       wanted[0] ? a.hidden / CODES : 0, warp % Shape::SPLITS, locate, acc);
+                                       a.hidden / CODES, split, locate, acc);
   if (a.up_lora.rank)
-    add_ranks_of_tile<Shape>(a, a.up_lora, tile, w.wanted, mine * step, HALF * step, to_fragment, warp % Shape::SPLITS,
+    add_ranks_of_tile<Shape>(a, a.up_lora, tile, w.wanted, mine * step, HALF * step, to_fragment, split,
                              acc);
   add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {
     store_act_row<Element, GATED>(a, tile, row, column, n, sums);

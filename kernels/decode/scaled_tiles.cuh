@@ -35,23 +35,24 @@ __device__ __forceinline__ void multiply_codes(const uint4 &w, const uint4 &w8, 
   }
 }
 
-// As `multiply_tile`, a block of scales at a time: two pieces of each row and lane. length counts pieces of codes,
-// locate those of Elements. scale_rows: the first scales of both fragments, each of which lies in one block of rows.
+// As `multiply_tile`, with a scale for every two pieces of a row that a lane has. length counts pieces of codes, locate
+// those of Elements. scale_rows: the first scales of both fragments, each of which lies in one block of rows.
 template <typename Element, typename Shape, typename Locate>
 __device__ __forceinline__ void multiply_scaled_tile(const LaneRows &w, const Scales &scales,
                                                      const char *const (&scale_rows)[2], const bool (&wanted)[2],
                                                      const uint4 *tokens, int length, int split, const Locate &locate,
                                                      float (&acc)[2][4]) {
-  constexpr int STEPS = Shape::STEPS, RUN = QUAD * STEPS;
-  static_assert(RUN * CODES == SCALE_BLOCK);
+  constexpr int STEPS = Shape::STEPS, RUN = QUAD * STEPS, SHARE = SCALE_BLOCK / CODES, BLOCKS = RUN / SHARE;
+  constexpr int STEPS_OF_BLOCK = STEPS / BLOCKS;
+  static_assert(BLOCKS * SHARE == RUN);
   int row = 0;
   bool located = false;
   for (int start = split * RUN; start < length; start += Shape::SPLITS * RUN) {
     const int mine = start + threadIdx.x % QUAD;
     uint4 pieces[2][2][STEPS], v[STEPS][2];
-    unsigned bits[2][1];
+    unsigned bits[2][BLOCKS];
     load_weights(w, mine, length, pieces);
-    load_scales<RUN>(scales, scale_rows, wanted, start, length, bits);
+    load_scales<SHARE>(scales, scale_rows, wanted, start, length, bits);
     if (!located) row = locate();
     located = true;
 #pragma unroll
@@ -62,17 +63,20 @@ __device__ __forceinline__ void multiply_scaled_tile(const LaneRows &w, const Sc
         v[s][j] = load_cached(tokens + row + 2 * at + j, row >= 0 && at < length);
       }
     let_next_start();  // here, where it keeps loads and sums apart as well
-    float sums[2][4] = {};
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-      for (int f = 0; f < 2; ++f) multiply_codes<Element>(pieces[f][0][s], pieces[f][1][s], v[s], sums[f]);
-    float factors[2][1];
+    float factors[2][BLOCKS];
     widen_scales(scales.type, bits, factors);
 #pragma unroll
-    for (int f = 0; f < 2; ++f)
+    for (int b = 0; b < BLOCKS; ++b) {
+      float sums[2][4] = {};
 #pragma unroll
-      for (int c = 0; c < 4; ++c) acc[f][c] = fmaf(factors[f][0], sums[f][c], acc[f][c]);
+      for (int s = b * STEPS_OF_BLOCK; s < (b + 1) * STEPS_OF_BLOCK; ++s)
+#pragma unroll
+        for (int f = 0; f < 2; ++f) multiply_codes<Element>(pieces[f][0][s], pieces[f][1][s], v[s], sums[f]);
+#pragma unroll
+      for (int f = 0; f < 2; ++f)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) acc[f][c] = fmaf(factors[f][b], sums[f][c], acc[f][c]);
+    }
   }
   if (!located) locate();
 }

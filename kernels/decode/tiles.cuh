@@ -8,15 +8,13 @@
 constexpr int FRAGMENT = 16;  // weight rows of an instruction, which has half as many rows of tokens
 constexpr int HALF = FRAGMENT / 2;
 static_assert(TILE_ROWS == HALF);
-constexpr int LONG_ROW = 4096;  // of the activation, in Elements: L1 does not hold a tile of them for all warps
 
-// What a block makes: GROUPS groups of two fragments of weight rows each, of SPLITS warps that share K, times a tile.
-// A warp has STEPS pieces of each row and lane under way at once. BLOCKS of them have room on a multiprocessor: that
-// bounds their registers.
-template <int GROUPS_, int SPLITS_, int STEPS_, int BLOCKS_>
+// What a block makes: two fragments of weight rows times a tile, by SPLITS warps that share K. A warp has STEPS pieces
+// of each row and lane under way at once. BLOCKS of them have room on a multiprocessor: that bounds their registers.
+template <int SPLITS_, int STEPS_, int BLOCKS_>
 struct TileShape {
-  static constexpr int GROUPS = GROUPS_, SPLITS = SPLITS_, STEPS = STEPS_, BLOCKS = BLOCKS_;
-  static constexpr int THREADS = GROUPS * SPLITS * WARP;
+  static constexpr int SPLITS = SPLITS_, STEPS = STEPS_, BLOCKS = BLOCKS_;
+  static constexpr int THREADS = SPLITS * WARP;
   static constexpr bool ALWAYS_ROUTED = true;  // else there may be no schedule: each slot is a tile and a row then
 };
 
@@ -128,17 +126,17 @@ __device__ __forceinline__ void multiply_tile(const LaneRows &w, const uint4 *to
   if (!located) locate();
 }
 
-// Adds up what the warps of a group have, in order, and calls store(n, row, sums) for each row of the tile: of weight
+// Adds up what the warps have, in order, and calls store(n, row, sums) for each row of the tile: of weight
 // row n of both fragments. All threads of the block call it.
 template <typename Shape, typename Store>
 __device__ __forceinline__ void add_up_splits(const float (&acc)[2][4], int rows, const Store &store) {
   constexpr int SPLITS = Shape::SPLITS;
-  __shared__ float parts[Shape::GROUPS][SPLITS][2][4][WARP + 1];  // no two of a warp's reads in one bank
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = warp / SPLITS, split = warp % SPLITS;
+  __shared__ float parts[SPLITS][2][4][WARP + 1];  // no two of a warp's reads in one bank
+  const int lane = threadIdx.x % WARP, split = threadIdx.x / WARP;
 #pragma unroll
   for (int f = 0; f < 2; ++f)
 #pragma unroll
-    for (int c = 0; c < 4; ++c) parts[group][split][f][c][lane] = acc[f][c];
+    for (int c = 0; c < 4; ++c) parts[split][f][c][lane] = acc[f][c];
   __syncthreads();
   for (int at = split * WARP + lane; at < rows * FRAGMENT; at += SPLITS * WARP) {
     // Sum c of lane 4 g + t is that of weight row g + 8 (c / 2) and token 2 t + c % 2.
@@ -147,7 +145,7 @@ __device__ __forceinline__ void add_up_splits(const float (&acc)[2][4], int rows
 #pragma unroll
     for (int s = 0; s < SPLITS; ++s)
 #pragma unroll
-      for (int f = 0; f < 2; ++f) sums[f] += parts[group][s][f][c][owner];
+      for (int f = 0; f < 2; ++f) sums[f] += parts[s][f][c][owner];
     store(n, row, sums);
   }
 }

@@ -182,7 +182,7 @@ def test_who_is_taken(native, grouped_moe, device, taken):
     with torch.no_grad():
         assert_bitwise("no_grad", call(grouped_moe, FEW, leaf), plain)
     assert taken == [(True, True)]
-    most = max(tokens for tokens in range(100) if native.groups_slots(tokens, FEW.top_k, FEW.E))
+    most = max(tokens for tokens in range(100) if native.groups_slots(tokens, FEW.top_k, FEW.E, False))
     assert most >= 30
     for tokens in (30, most, most + 1):
         del taken[:]
@@ -193,10 +193,10 @@ def test_who_is_taken(native, grouped_moe, device, taken):
         assert taken == [(True, True)] * (tokens <= most)
 
 
-@pytest.mark.parametrize("tokens", [2, 30])
-def test_scaled_weights_are_taken(grouped_moe, device, taken, tokens):
+@pytest.mark.parametrize("tokens, top_k", [(2, 3), (30, 3), (150, 1)])
+def test_scaled_weights_are_taken(grouped_moe, device, taken, tokens, top_k):
     """At once, and where the package's own op comes first; other blocks are handed over."""
-    case = FEW._replace(T=tokens, H=256, I=144)
+    case = FEW._replace(T=tokens, top_k=top_k, H=256, I=144)
     given = make_inputs(case, torch.bfloat16, device)
     _, inputs, wide = with_scales(grouped_moe, case, given, Blocks(apart=True))
     plain = call(grouped_moe, case, inputs)

@@ -163,7 +163,7 @@ def test_calls_that_a_native_op_takes(grouped_moe, compiles, monkeypatch):
     compiles.module("backends.native.routing")  # which looks its ops up as it is loaded
 
     def by_op(x, ids, *rest):
-        return torch.zeros_like(x) if not torch.is_grad_enabled() and groups_slots(*ids.shape, 64) else None
+        return torch.zeros_like(x) if not torch.is_grad_enabled() and groups_slots(*ids.shape, 64, False) else None
 
     monkeypatch.setattr(compiles.module("backends.native.fakes"), "IS_BUILT", True)
     monkeypatch.setattr(compiles.module("experts"), "IS_BUILT", True)

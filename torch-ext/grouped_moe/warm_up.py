@@ -269,7 +269,8 @@ def _experts_layer(
     interleaved, share = gated and not getattr(module, "is_concatenated", True), share_of(module)
     up, down = map(local_part, (module.gate_up_proj if gated else module.up_proj, module.down_proj))
     activation = fused_activation(module, interleaved) if post_expert(module) is None else None
-    own_dtype = _input_dtype(module.down_proj, has_scales(module, "down_proj"), target)
+    scaled = has_scales(module, "down_proj")
+    own_dtype = _input_dtype(module.down_proj, scaled, target)
     dtype = checks.autocast_dtype(up.device.type) or own_dtype
     e, h, i = up.shape[0], *down.shape[1:][:: -1 if transposed else 1]
     p = up.shape[2 if transposed else 1]
@@ -291,7 +292,7 @@ def _experts_layer(
         slots = num_tokens * top_k
         rows, decode = num_rows(slots), activation is not None and is_decode(block, num_tokens, top_k)
         routed = launches_of(slots), native and routing_pays(e) and takes_slots(slots, num_sms)
-        by_op = native and groups_slots(num_tokens, top_k, e)  # takes calls without gradients, and compiles nothing
+        by_op = native and groups_slots(num_tokens, top_k, e, scaled)  # without gradients, and compiles nothing
         routed += rows < slots, bool(loras) and rows >= e  # `pack_factor` copies factors
         return decode if decode and not trains else (decode, by_op, *routed, products(rows, slots))
 

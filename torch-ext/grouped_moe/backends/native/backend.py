@@ -5,6 +5,7 @@ from typing import Optional
 from torch import Tensor
 
 from ...block import Block
+from ...block_scaled import BlockScaled
 from .. import triton
 from ..triton import (
     bias_grads,
@@ -39,7 +40,8 @@ __all__ = [
 
 def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
     """Whether the op may take a call, or the Triton backend's kernels for a few tokens are for it."""
-    return groups_slots(num_tokens, top_k, block.num_experts) or triton.is_decode(block, num_tokens, top_k)
+    scaled = isinstance(block.up, BlockScaled)
+    return groups_slots(num_tokens, top_k, block.num_experts, scaled) or triton.is_decode(block, num_tokens, top_k)
 
 
 def decode(

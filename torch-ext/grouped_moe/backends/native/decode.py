@@ -19,7 +19,8 @@ from ...operands import LoRA
 from ...tuning.heuristic import decode_pays
 from .fakes import IS_BUILT
 
-_MAX_TOKENS, _MAX_SLOTS_OF_EXPERT = 64, 4  # up to which an expert's weights are read once for several slots
+# Up to which an expert's weights are read once for several slots; and how many tokens if they are scaled.
+_MAX_TOKENS, _MAX_SLOTS_OF_EXPERT, _MAX_TOKENS_SCALED = 64, 4, 256
 _CODE_BYTES = 2  # take as long to read as the op takes to widen an 8-bit code
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _requires_grad = attrgetter("requires_grad")
@@ -39,9 +40,10 @@ Kind = Tuple[Activation, bool, bool, bool]  # and whether gated, interleaved and
 Loras = Tuple[Optional[LoRA], Optional[LoRA], Optional[Tensor]]  # of up and down, and the adapter of each token
 
 
-def groups_slots(num_tokens: int, top_k: int, num_experts: int) -> bool:
+def groups_slots(num_tokens: int, top_k: int, num_experts: int, scaled: bool) -> bool:
     """Whether the op reads an expert's weights once for several slots in about the time that Triton's kernels take."""
-    return num_tokens <= _MAX_TOKENS and num_tokens * top_k <= _MAX_SLOTS_OF_EXPERT * num_experts
+    most = _MAX_TOKENS_SCALED if scaled else _MAX_TOKENS
+    return num_tokens <= most and num_tokens * top_k <= _MAX_SLOTS_OF_EXPERT * num_experts
 
 
 def takes_scales(up: Weight, down: Weight) -> bool:
@@ -96,7 +98,7 @@ def decode_experts(
     num_tokens, top_k = ids.shape
     if decode_pays(num_tokens, top_k, up, down, _CODE_BYTES):
         code += 8
-    elif not groups_slots(num_tokens, top_k, up.shape[0]):
+    elif not groups_slots(num_tokens, top_k, up.shape[0], up_scales is not None):
         return None
     is_plain = up_scales is None and up_bias is None and down_bias is None and activation[1:] == _NO_PARAMETERS
     if is_plain and loras is None:
@@ -140,7 +142,7 @@ def decode_directly(
             return None
     if torch.is_grad_enabled() and any(map(_requires_grad, tensors)) or torch.is_autocast_enabled("cuda"):
         return None
-    if ids.dim() != 2 or up.dim() != 3 or not groups_slots(*ids.shape, up.shape[0]):
+    if ids.dim() != 2 or up.dim() != 3 or not groups_slots(*ids.shape, up.shape[0], bool(scales)):
         return None
     try:
         return decode_experts(x, ids, weights, experts, kind, loras)

@@ -53,6 +53,22 @@ def test_wrong_checkpoints_are_refused(grouped_moe, form):
             module.load_state_dict(checkpoint)
 
 
+def test_extra_state_of_a_subclass(grouped_moe):
+    class Counting(grouped_moe.GroupedLinear):
+        count = 1
+
+        def get_extra_state(self):
+            return self.count
+
+        def set_extra_state(self, state):
+            self.count = state
+
+    source, module = Counting(2, 8, 8), Counting(2, 8, 8)
+    source.count = 7
+    module.load_state_dict(source.state_dict())
+    assert module.count == 7
+
+
 def _torch_save(module):
     file = io.BytesIO()
     torch.save(module, file)

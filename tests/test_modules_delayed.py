@@ -6,6 +6,7 @@ import layers
 import pytest
 import torch
 from layers import Form, assert_matches, form_of, make, make_batch, make_module, reference, run
+from torch.nn.utils import parametrize, prune
 
 SCALED = Form(kind="scaled")
 
@@ -94,6 +95,34 @@ def test_nothing_stored(grouped_moe, device):
     run(module, batch)
     module.backward_dw()
     with pytest.raises(RuntimeError, match="nothing is stored"):
+        module.backward_dw()
+
+
+class Half(torch.nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+COMPUTED = {
+    "parametrization": lambda module: parametrize.register_parametrization(module, "weight", Half()),
+    "pruning": lambda module: prune.random_unstructured(module, "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", COMPUTED.values(), ids=COMPUTED)
+def test_parameters_that_are_computed_are_refused(grouped_moe, device, change):
+    """Their gradients would have to go on from there, which no backward does any more."""
+    module, batch = make(grouped_moe, Form(), device, delay_wgrad=True)
+    change(module)
+    with pytest.raises(RuntimeError, match="^delay_wgrad: weight is computed from other tensors"):
+        module(*batch[:3])
+
+
+def test_other_parameters_than_the_forwards_are_refused(grouped_moe, device):
+    module, batch = make(grouped_moe, Form(), device, delay_wgrad=True)
+    others = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+    torch.func.functional_call(module, others, batch[:3]).backward(batch.dy)
+    with pytest.raises(RuntimeError, match="^backward_dw: the parameters are others"):
         module.backward_dw()
 
 

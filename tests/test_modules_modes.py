@@ -8,10 +8,21 @@ import layers
 import pytest
 import torch
 from compare import assert_bitwise
-from layers import HALF, Form, assert_matches, form_of, leaves, main_grads, make, make_with_main_grads, reference, step
+from layers import (
+    HALF,
+    Form,
+    assert_matches,
+    form_of,
+    leaves,
+    main_grads,
+    make,
+    make_with_main_grads,
+    reference,
+    step,
+)
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +60,18 @@ def offloaded(module, *args):
         return module(*args)
 
 
+def keep_our_ops(_, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if "grouped_moe" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(module, *args):
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep_our_ops)
+    return checkpoint(module, *args, use_reentrant=False, context_fn=contexts)
+
+
 CALLS = {
     "checkpoint": functools.partial(checkpoint, use_reentrant=False),
+    "checkpoint-selective": selective,
     "checkpoint-reentrant": functools.partial(checkpoint, use_reentrant=True),
     "offloaded": offloaded,
 }
@@ -104,6 +125,13 @@ def test_vmap(grouped_moe, device, single):
     call = functools.partial(torch.func.functional_call, module)
     y = torch.func.vmap(lambda state, x: call(state, (x, offsets)))(stacked, xs)
     assert_bitwise("ensemble", y, torch.stack([one(x, offsets) for one, x in zip(modules, xs)]))
+
+
+@pytest.mark.parametrize("option", ["accumulate_into_main_grad", "delay_wgrad"])
+def test_vmap_refuses_other_ways_for_gradients(grouped_moe, device, option):
+    module, batch, _ = layers.make_with_main_grads(grouped_moe, device, "single", option == "delay_wgrad")
+    with pytest.raises(NotImplementedError, match=f"^{option}: "):
+        torch.func.vmap(lambda x: module(x, *batch[1:3]))(batch.x[None])
 
 
 @layers.by_place

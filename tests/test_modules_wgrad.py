@@ -237,6 +237,27 @@ def test_main_grad_is_that_of_the_backward(grouped_moe, device, place):
     assert_bitwise("old", torch.stack(held).reshape(old.shape), old)
 
 
+@pytest.mark.parametrize("way", ["grad", "inputs"])
+@layers.by_two_places
+def test_a_backward_of_inputs_alone(grouped_moe, device, place, way):
+    """It adds nothing; one of weights alone, as the second of a zero-bubble schedule, adds their gradients once."""
+    module, batch, before = make_with_main_grads(grouped_moe, device, place, grad_added_to_main_grad=False)
+    weights, x = parameters(module, "weight"), batch.x.detach().requires_grad_()
+    y = module(x, *batch[1:3])
+    if way == "grad":
+        torch.autograd.grad(y, x, batch.dy, retain_graph=True)
+    else:
+        y.backward(batch.dy, retain_graph=True, inputs=[x])
+    assert_bitwise("main_grad", main_grads(module), before)
+    assert not any(weight.grad_added_to_main_grad or weight.grad is not None for weight in weights)
+    if way == "grad":
+        torch.autograd.grad(y, weights, batch.dy)
+    else:
+        y.backward(batch.dy, inputs=weights)
+    assert_matches({"weight": main_grads(module)}, reference(grouped_moe, module, batch, before))
+    assert all(weight.grad_added_to_main_grad for weight in weights)
+
+
 @pytest.mark.parametrize("curved", [False, True], ids=["linear-loss", "curved-loss"])
 @pytest.mark.parametrize("backward", [False, True], ids=["grad", "backward"])
 @pytest.mark.parametrize("option", ["accumulate_into_main_grad", "delay_wgrad"])

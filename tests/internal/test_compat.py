@@ -64,6 +64,11 @@ def without_current_modes(monkeypatch, compat):
         assert torch.ones(2).sum() == 2
 
 
+def without_nodes(monkeypatch, compat):
+    monkeypatch.setattr(compat, "torch", Without(torch, "_C", "_will_engine_execute_node"))
+    assert compat.goes_on_to([None])
+
+
 def without_versions(monkeypatch, compat):
     monkeypatch.setattr(compat, "version_of", lambda tensor: 0)
 
@@ -74,7 +79,7 @@ def with_unknown_triton(monkeypatch, compat):
 
 
 REMOVALS = (
-    *(without(*each) for each in NAMES), without_current_modes, without_versions, with_unknown_triton,
+    *(without(*each) for each in NAMES), without_current_modes, without_nodes, without_versions, with_unknown_triton,
 )  # fmt: skip
 
 
@@ -93,6 +98,10 @@ def results(package):
         found += [y, *torch.autograd.grad(y, x, torch.ones_like(y))]
         layer.backward_dw()
         found += [parameter.grad for parameter in layer.parameters()]
+    layer = package.GroupedLinear(3, 8, 5, accumulate_into_main_grad=True)
+    layer.weight.main_grad = torch.zeros(3, 5, 8)
+    layer(x, [4, 0, 7]).sum().backward()
+    found.append(layer.weight.main_grad)
     return [tensor.detach().clone() for tensor in found]
 
 

@@ -6,7 +6,7 @@ The docstring of each function says what is private, why nothing public does the
 import contextlib
 import importlib
 from functools import lru_cache
-from typing import Any, Tuple
+from typing import Any, Iterable, Tuple
 
 import torch
 
@@ -76,6 +76,19 @@ def keeps_graph() -> bool:
     """
     ask = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
     return True if ask is None else ask()
+
+
+def goes_on_to(nodes: Iterable[Any]) -> bool:
+    """Within a backward: whether it goes on to any of these nodes of its graph.
+
+    Nothing public tells: `needs_input_grad` says what required a gradient in the forward. Where this is not known, as
+    where `torch.autograd.grad` returns the gradient of such a node instead of accumulating it, the answer is yes.
+    """
+    ask = getattr(torch._C, "_will_engine_execute_node", None)
+    try:
+        return ask is None or any(map(ask, nodes))
+    except RuntimeError:
+        return True
 
 
 def in_transform(if_unknown: bool = True) -> bool:

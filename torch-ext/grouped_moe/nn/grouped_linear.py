@@ -17,7 +17,7 @@ from ..grouped_linear import grouped_linear, run_bias_backward
 from ..operands import LoRA
 from ..splits import Splits, as_splits
 from . import frozen
-from .main_grad import Delayed, Later, MainGrad, Wanted, WgradTap, accumulate, main_grads_of, mark_added
+from .main_grad import Delayed, Later, MainGrad, Wanted, WgradTap, accumulate, check_leaves, main_grads_of, mark_added
 from .packing import Pack, as_one
 from .parameters import FLAGS, check_arguments, translate
 
@@ -62,21 +62,11 @@ class GroupedLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        num_groups: int,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        scale_bias: bool = False,
-        single_grouped_weight: bool = True,
-        single_grouped_bias: bool = True,
-        device: Any = None,
-        dtype: Optional[torch.dtype] = None,
-        init_method: Optional[Callable[[Tensor], Any]] = None,
-        accumulate_into_main_grad: bool = False,
-        delay_wgrad: bool = False,
-    ) -> None:
+        self, num_groups: int, in_features: int, out_features: int, *, bias: bool = True, scale_bias: bool = False,
+        single_grouped_weight: bool = True, single_grouped_bias: bool = True, device: Any = None,
+        dtype: Optional[torch.dtype] = None, init_method: Optional[Callable[[Tensor], Any]] = None,
+        accumulate_into_main_grad: bool = False, delay_wgrad: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_arguments(num_groups, in_features, out_features, bias, scale_bias, dtype, init_method)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
@@ -219,6 +209,8 @@ class GroupedLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         state_dict = translate(state_dict, prefix, self._names, self.num_groups)
+        if type(self).get_extra_state is nn.Module.get_extra_state:
+            state_dict.pop(f"{prefix}_extra_state", None)  # TransformerEngine's
         frozen.replace_misfits(state_dict, prefix, self, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._settle()
@@ -279,18 +271,18 @@ class GroupedLinear(nn.Module):
         return grouped_linear(x, weight, splits, bias, bias_scales, **low_rank)
 
     def _forward_tapped(
-        self,
-        x: Tensor,
-        splits: Splits,
-        bias_scales: Optional[Tensor],
-        wants_weight: bool,
-        wants_bias: bool,
+        self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor], wants_weight: bool, wants_bias: bool,
         **low_rank: object,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The same with gradients, of which some take another way than autograd's."""
         delayed, compiling, watched = self.delay_wgrad, torch.compiler.is_compiling(), self._watched(x)
+        if not compiling and _compat.in_transform(if_unknown=False):
+            flag = "delay_wgrad" if delayed else "accumulate_into_main_grad"
+            raise NotImplementedError(f"{flag}: not with the transforms of torch.func")
         if delayed:
             self._check_delay()
+            parameters = self._of("weight") + self._of("bias")
+            check_leaves(self._names["weight"] + self._names["bias"], parameters)
         else:
             wanted = self._wanted()
             if compiling:
@@ -301,9 +293,12 @@ class GroupedLinear(nn.Module):
         splits = as_splits(splits, self.num_groups, x.shape[0], x.device)
         packed = self._packed("weight", x, True), self._packed("bias", x, delayed)
         y = grouped_linear(x, packed[0], splits, packed[1], bias_scales, **low_rank)
+        if not compiling and _compat.is_watched():
+            y = y.clone()  # a mode, as of selective checkpointing, may hold what the tap marks as modified
         if delayed:
             scales = bias_scales.contiguous() if wants_bias and self.scale_bias else None
-            leaf, later = torch.empty(0, requires_grad=True, device=x.device), Later(self._delayed, wants_bias)
+            leaf = torch.empty(0, requires_grad=True, device=x.device)
+            later = Later(self._delayed, wants_bias, parameters)
             return WgradTap.apply(y, x if wants_weight else None, splits, scales, later, watched, leaf)
         if compiling:
             mark_added(wanted.weights)
@@ -371,6 +366,8 @@ class GroupedLinear(nn.Module):
     @torch.no_grad()
     def _finish(self, delayed: Delayed) -> None:
         delayed.check()
+        if not all(map(operator.is_, delayed.parameters, self._of("weight") + self._of("bias"))):
+            raise RuntimeError("backward_dw: the parameters are others than in the forward, as by functional_call")
         dy, x, splits, bias_scales = delayed[:4]
         wanted = self._wanted()
         if x is not None and wanted.weights:

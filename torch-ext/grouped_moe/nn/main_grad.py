@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._ops import ops
 from ..backends import backend_of
-from ..common import checks
+from ..common import _compat, checks
 from ..common.autograd import define_op, once_differentiable
 from ..common.device import on_device
 from ..rows import unit_rows
@@ -131,7 +131,8 @@ def accumulate(
 class Delayed(NamedTuple):
     """What the gradients of the parameters are made of, for one microbatch.
 
-    check: raises RuntimeError if any of it was modified in place since the backward.
+    parameters: all of the forward, in whose `.grad` or main_grad they go. check: raises RuntimeError if any other of it
+    was modified in place since the backward.
     """
 
     dy: Tensor  # (rows, N)
@@ -139,21 +140,39 @@ class Delayed(NamedTuple):
     splits: Tensor  # (G,) sizes or (G + 1,) offsets
     bias_scales: Optional[Tensor]  # (rows,)
     wants_bias: bool
+    parameters: List[Tensor]
     check: Callable[[], None]
 
 
 class Later(NamedTuple):
-    """A backward appends a `Delayed` to the queue. wants_bias: whether a bias wants a gradient."""
+    """A backward appends a `Delayed` to the queue. wants_bias: whether a bias wants a gradient. parameters: all."""
 
     queue: Deque[Delayed]
     wants_bias: bool
+    parameters: List[Tensor]
+
+
+def check_leaves(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+    """Raises RuntimeError that names a parameter which requires a gradient and is computed itself."""
+    for name, parameter in zip(names, parameters):
+        if parameter.requires_grad and not parameter.is_leaf:
+            raise RuntimeError(
+                f"delay_wgrad: {name} is computed from other tensors (by a parametrization, pruning or FSDP), whose "
+                "gradients cannot wait for backward_dw()"
+            )
+
+
+def _leads_to_weights(ctx) -> bool:
+    """Within a backward of `WgradTap`: whether it leads to a wanted weight, not to the gradients of inputs alone."""
+    return _compat.goes_on_to(node for node, _ in ctx.next_functions[-len(ctx.how.weights) :])
 
 
 class WgradTap(torch.autograd.Function):
     """Returns y. Its backward adds the gradients of weights to main_grad, or keeps what `backward_dw` makes them of.
 
     y (rows, N) is of x (rows, K), in its dtype, and of weights that it is detached from. how: `Wanted`, whose
-    gradients go into main_grad in the backward, or `Later`. watched: weights that must not change before the backward.
+    gradients go into main_grad in a backward that leads to them, or `Later`, for any backward. watched: weights that
+    must not change before the backward.
     leaves: the wanted weights, which get dummies from autograd. For `Later` a tensor by which the output requires a
     gradient where y does not: hooks of parameters would run in this backward, without a gradient.
 
@@ -179,12 +198,14 @@ class WgradTap(torch.autograd.Function):
             # Detached, lest they keep the autograd graph that x hangs on.
             tensors = [None if tensor is None else tensor.detach() for tensor in (dy, *saved)]
             names = "the gradient of the output", "x", "splits", "bias_scales"
-            how.queue.append(Delayed(*tensors, how.wants_bias, unchanged(tensors, names.__getitem__)))
+            how.queue.append(Delayed(*tensors, how.wants_bias, how.parameters, unchanged(tensors, names.__getitem__)))
             dummies = [None]
-        else:
+        elif torch.compiler.is_compiling() or _leads_to_weights(ctx):
             targets = how.targets
             if targets is None:
                 targets = main_grads_of(how)
                 mark_added(how.weights)
             dummies = accumulate(how, targets, dy, *saved[:2])
+        else:
+            dummies = [None] * len(how.weights)
         return (dy, None, None, None, None, None, *dummies)

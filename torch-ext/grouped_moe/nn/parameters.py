@@ -37,7 +37,6 @@ def translate(state_dict: Dict[str, Any], prefix: str, names: Dict[str, Sequence
     names: of the module's parameters by their kind, "weight" or "bias".
     """
     state_dict = dict(state_dict)
-    state_dict.pop(f"{prefix}_extra_state", None)
     for kind, own in names.items():
         keys = [prefix + name for name in own]
         one, many = prefix + kind, [f"{prefix}{kind}{group}" for group in range(groups)]

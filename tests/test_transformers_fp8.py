@@ -54,7 +54,7 @@ def make_models(grouped_moe, implementation: str, device: str, per_expert: bool 
             n, k = weight.shape[1:]
             scaled = grouped_moe.quantize_blocks(weight, (n // own, k) if per_expert else (128, 128), own)
             for attribute, tensor in ((name, scaled.data), (f"{name}_scale_inv", scaled.scale_inv)):
-                assert getattr(experts, attribute).shape == tensor.shape or parts == 2
+                assert getattr(experts, attribute).shape == tensor.shape or per_expert or parts == 2
                 setattr(experts, attribute, nn.Parameter(tensor, requires_grad=False))
             weight.data = scaled.dequantize(torch.float64)
     return model.to(device), plain
@@ -64,9 +64,9 @@ def make_ids(device: str):
     return torch.randint(0, SIZES["vocab_size"], (2, 9)).to(device)
 
 
-@pytest.mark.parametrize("per_expert", [False, True], ids=["blocks", "per-expert"])
-def test_matches_eager(grouped_moe, implementation, device, per_expert):
-    model, plain = make_models(grouped_moe, implementation, device, per_expert, 1 + per_expert)
+@pytest.mark.parametrize("per_expert, parts", [(False, 1), (True, 2), (True, 1)], ids=["blocks", "halves", "whole"])
+def test_matches_eager(grouped_moe, implementation, device, per_expert, parts):
+    model, plain = make_models(grouped_moe, implementation, device, per_expert, parts)
     ids = make_ids(device)
     with torch.no_grad():
         logits = model(ids).logits
@@ -153,6 +153,37 @@ def test_weights_that_were_left_plain(grouped_moe, implementation, monkeypatch):
     experts.down_proj = nn.Parameter(torch.zeros(E, H, 256), requires_grad=False)
     with pytest.raises(ValueError, match="load it anew: the codes have lost their scales"), torch.no_grad():
         model(ids)
+
+
+def test_a_cast_of_codes_is_refused(grouped_moe, implementation, monkeypatch):
+    """Also of weights whose extents are no whole blocks, as those have that transformers leaves plain."""
+    monkeypatch.setitem(SIZES, "moe_intermediate_size", 200)
+    model, _ = make_models(grouped_moe, implementation, "cpu", parts=2)
+    model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match="gate_up_proj: .* the codes have lost their scales"), torch.no_grad():
+        model(make_ids("cpu"))
+
+
+@pytest.mark.parametrize("registered", ["before", "after"])
+def test_lora_on_a_weight_that_was_left_plain(grouped_moe, implementation, device, registered):
+    """The other one is in FP8. peft wraps experts that the package knows, or comes before it."""
+    peft = pytest.importorskip("peft", minversion="0.21")
+    model, plain = make_models(grouped_moe, implementation, device)
+    for layer, like in zip(model.model.layers, plain.model.layers):
+        weight = like.mlp.experts.down_proj.detach().float().to(device)
+        layer.mlp.experts.down_proj = nn.Parameter(weight, requires_grad=False)
+    options = {"r": 4, "target_modules": [], "init_lora_weights": False}
+    model, plain = (
+        peft.get_peft_model(each, peft.LoraConfig(target_parameters=["experts.down_proj"], **options))
+        for each in (model, plain)
+    )
+    for module in model.modules() if registered == "after" else ():
+        if isinstance(module, peft.tuners.lora.layer.ParamWrapper):
+            module.__class__ = peft.tuners.lora.layer.ParamWrapper
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if "lora_" in k}, strict=False)
+    ids = make_ids("cpu")
+    logits, want = model(ids.to(device)).logits.detach().cpu(), plain(ids).logits.detach()
+    assert_close("logits", logits, want, torch.float32, terms=2 * H * H)
 
 
 def test_parts_of_blocks_are_refused(grouped_moe, implementation):

@@ -1,11 +1,15 @@
 """transformers' FP8 experts: their weights as the block takes them."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..block_scaled import CODES, BlockScaled, check_scaled
-from .transformers_gate import local_parameter
+from .transformers_gate import local_parameter, local_part
+
+_PLAIN = "_grouped_moe_plain_weights"  # the attribute of a module that names those found to be no codes
 
 
 def is_fp8(experts: nn.Module) -> bool:
@@ -17,10 +21,26 @@ def has_scales(experts: nn.Module, name: str) -> bool:
     """Whether the weight of that name is in FP8: transformers leaves one as it is whose extents are no whole blocks."""
     if not is_fp8(experts):
         return False
-    if is_parametrized(experts, name) or getattr(experts, name).dtype.itemsize == 1:
-        return True
+    weight = experts.parametrizations[name].original if is_parametrized(experts, name) else getattr(experts, name)
     block = getattr(experts, "block_size", None)
-    return block is None or not any(extent % size for extent, size in zip(getattr(experts, name).shape[1:], block))
+    in_blocks = block is None or not any(extent % size for extent, size in zip(weight.shape[1:], block))
+    return weight.dtype.itemsize == 1 or in_blocks or _holds_codes(experts, name, weight)
+
+
+def _holds_codes(experts: nn.Module, name: str, weight: torch.Tensor) -> bool:
+    """Whether a weight that is wider than codes has their values, as after a cast of the module: the scales are lost.
+
+    Found out by some of the values, where they can be read, once for each module.
+    """
+    weight, plain = local_part(weight).detach(), experts.__dict__.setdefault(_PLAIN, set())
+    unknown = torch.compiler.is_compiling() or type(weight) is not torch.Tensor or weight.is_meta
+    if name in plain or unknown or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    some = weight[:1, :64, :64].float()
+    if bool(some.any()) and torch.equal(some.to(CODES).float(), some):
+        return True
+    plain.add(name)
+    return False
 
 
 def scaled_weight(experts: nn.Module, name: str) -> BlockScaled:
@@ -52,8 +72,8 @@ def scaled_weight(experts: nn.Module, name: str) -> BlockScaled:
             f"{name}: expected tensor-parallel parts of whole blocks, got {extent} of {whole} for blocks of {size}; "
             "choose a tp_size that leaves whole blocks, or ep_size instead"
         )
-    if scales.shape[1] != parts * -(-n // parts // block[0]):
-        parts = 1  # blocks that go on from gate to up
+    if scales.shape[1] != parts * -(-n // parts // block[0]):  # blocks go on from gate to up
+        parts, block = 1, (n, k) if getattr(experts, "block_size", None) is None else block
     return BlockScaled(data, scales, block, parts)
 
 
@@ -61,5 +81,5 @@ def check_supported(experts: nn.Module) -> None:
     """Raises ValueError for FP8 experts of a format that the block does not take."""
     names = ("gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj")
     rows = torch.empty((0, 0), device=experts.down_proj.device)
-    for name in names:
+    for name in filter(partial(has_scales, experts), names):
         check_scaled(name, scaled_weight(experts, name), rows, "hidden_states", False)

@@ -117,7 +117,9 @@ def replace_misfits(state_dict: Dict[str, Any], prefix: str, module: nn.Module, 
 def _wanted_dtype(name: str, given: Tensor, own: Tensor) -> Optional[str]:
     """What a tensor of a checkpoint has to be, None if it is that."""
     if name == SCALES:
-        return None if own.dtype == torch.float32 else f"scales in {own.dtype}"
+        if own.dtype != torch.float32:
+            return f"scales in {own.dtype}"
+        return None if given.dtype.is_floating_point else "floats, as bytes are with .view(torch.float8_e8m0fnu)"
     if own.dtype == CODES:
         return f"codes in {CODES}, as the weight is block-scaled"
     return f"a plain weight; quantize_blocks_() first makes it one of {CODES}" if given.dtype == CODES else None

@@ -22,9 +22,11 @@ def has_scales(experts: nn.Module, name: str) -> bool:
     if not is_fp8(experts):
         return False
     weight = experts.parametrizations[name].original if is_parametrized(experts, name) else getattr(experts, name)
+    if weight.dtype.itemsize == 1:
+        return True
     block = getattr(experts, "block_size", None)
     in_blocks = block is None or not any(extent % size for extent, size in zip(weight.shape[1:], block))
-    return weight.dtype.itemsize == 1 or in_blocks or _holds_codes(experts, name, weight)
+    return in_blocks or _holds_codes(experts, name, weight)
 
 
 def _holds_codes(experts: nn.Module, name: str, weight: torch.Tensor) -> bool:

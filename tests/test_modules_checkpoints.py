@@ -53,6 +53,25 @@ def test_wrong_checkpoints_are_refused(grouped_moe, form):
             module.load_state_dict(checkpoint)
 
 
+@by_layout
+def test_a_hook_renames_keys_of_either_form(grouped_moe, form):
+    source = make_module(grouped_moe, Form(not form.weight, not form.bias, "scaled"), "cpu")
+    module, seen = make_module(grouped_moe, form, "cpu"), []
+
+    def rename(_, state_dict, prefix, *args):
+        seen.append(prefix)
+        for key in [*state_dict]:
+            if key.startswith(f"{prefix}old."):
+                state_dict[prefix + key.removeprefix(f"{prefix}old.")] = state_dict.pop(key)
+
+    module.register_load_state_dict_pre_hook(rename)
+    given = {f"1.old.{name}": tensor for name, tensor in source.state_dict().items()}
+    torch.nn.Sequential(torch.nn.Identity(), module).load_state_dict(dict(given))
+    assert seen == ["1."]
+    for kind in ("weight", "bias"):
+        assert_bitwise(kind, packed(module, kind), packed(source, kind))
+
+
 def test_extra_state_of_a_subclass(grouped_moe):
     class Counting(grouped_moe.GroupedLinear):
         count = 1

@@ -1,12 +1,14 @@
 """transformers' FP8 experts: models of them, with LoRA by peft, against eager models on the same weights in fp64."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from compare import assert_close
 from test_transformers_load import QWEN3_MOE, build_model
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
 from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
@@ -162,6 +164,56 @@ def test_a_cast_of_codes_is_refused(grouped_moe, implementation, monkeypatch):
     model.to(torch.bfloat16)
     with pytest.raises(ValueError, match="gate_up_proj: .* the codes have lost their scales"), torch.no_grad():
         model(make_ids("cpu"))
+
+
+def plain_experts(grouped_moe, implementation, monkeypatch):
+    """Experts of a class for FP8, whose weights transformers left plain."""
+    monkeypatch.setitem(SIZES, "moe_intermediate_size", 200)
+    experts = make_models(grouped_moe, implementation, "cpu", parts=2)[0].model.layers[0].mlp.experts
+    for name in NAMES:
+        weight = torch.randn(getattr(experts, name).shape) / 20
+        setattr(experts, name, nn.Parameter(weight, requires_grad=False))
+    return experts
+
+
+def test_plain_weights_that_codes_take_the_place_of(grouped_moe, implementation, monkeypatch):
+    """What was found of the weight before is not said of the next one."""
+    experts = plain_experts(grouped_moe, implementation, monkeypatch)
+    inputs = torch.randn(5, H), torch.randint(0, E, (5, 2)), torch.rand(5, 2)
+    experts(*inputs)
+    for name, parts in zip(NAMES, (2, 1)):
+        scaled = grouped_moe.quantize_blocks(getattr(experts, name), parts=parts)
+        for attribute, tensor in ((name, scaled.data), (f"{name}_scale_inv", scaled.scale_inv)):
+            setattr(experts, attribute, nn.Parameter(tensor, requires_grad=False))
+    experts(*inputs)
+    experts.to(torch.bfloat16)
+    with pytest.raises(ValueError, match="the codes have lost their scales"):
+        experts(*inputs)
+
+
+def test_the_look_at_values_is_not_seen_by_selective_checkpoints(grouped_moe, implementation, monkeypatch):
+    """It comes in the first call alone, not in its recomputation."""
+    experts = plain_experts(grouped_moe, implementation, monkeypatch)
+    x = torch.randn(5, H, requires_grad=True)
+    ids, weights = torch.randint(0, E, (5, 2)), torch.rand(5, 2)
+
+    def keep_casts(_, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if "_to_copy" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep_casts)
+    grads = []
+    for _ in range(2):
+        y = checkpoint(lambda x: experts(x, ids, weights).double() ** 2, x, use_reentrant=False, context_fn=contexts)
+        grads += torch.autograd.grad(y.sum(), x)
+    assert torch.equal(*grads) and grads[0].any()
+
+
+def test_a_parametrization_of_several_tensors(grouped_moe, implementation):
+    experts = make_models(grouped_moe, implementation, "cpu")[0].model.layers[0].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.float(), requires_grad=False)
+    nn.utils.parametrizations.weight_norm(experts, "down_proj")
+    with pytest.raises(ValueError, match="down_proj: expected the codes of an FP8 weight, got a parametrization"):
+        experts(torch.randn(5, H), torch.randint(0, E, (5, 2)), torch.rand(5, 2))
 
 
 @pytest.mark.parametrize("registered", ["before", "after"])

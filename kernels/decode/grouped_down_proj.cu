@@ -3,7 +3,7 @@
 
 namespace {
 
-constexpr int SHORT_ROW = 1024;
+constexpr int SHORT_ROW = 1024;  // of the activation, in Elements
 
 template <typename Element, typename Shape>
 cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t stream) {

@@ -34,8 +34,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) scaled_grouped_
   multiply_scaled_tile<Element, Shape>(w, a.up_scales, scale_rows, wanted, row_at<Element>(a.x, 0),
                                        a.hidden / CODES, split, locate, acc);
   if (a.up_lora.rank)
-    add_ranks_of_tile<Shape>(a, a.up_lora, tile, w.wanted, mine * step, HALF * step, to_fragment, split,
-                             acc);
+    add_ranks_of_tile<Shape>(a, a.up_lora, tile, w.wanted, mine * step, HALF * step, to_fragment, split, acc);
   add_up_splits<Shape>(acc, tile.rows, [&](int n, int row, const float (&sums)[2]) {
     store_act_row<Element, GATED>(a, tile, row, column, n, sums);
   });

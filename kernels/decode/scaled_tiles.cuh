@@ -35,8 +35,9 @@ __device__ __forceinline__ void multiply_codes(const uint4 &w, const uint4 &w8, 
   }
 }
 
-// As `multiply_tile`, with a scale for every two pieces of a row that a lane has. length counts pieces of codes, locate
-// those of Elements. scale_rows: the first scales of both fragments, each of which lies in one block of rows.
+// As `multiply_tile`, with a scale for each block of K: two pieces of each of the four lanes of a row. length counts
+// pieces of codes, locate those of Elements. scale_rows: the first scales of both fragments, each of which lies in one
+// block of rows.
 template <typename Element, typename Shape, typename Locate>
 __device__ __forceinline__ void multiply_scaled_tile(const LaneRows &w, const Scales &scales,
                                                      const char *const (&scale_rows)[2], const bool (&wanted)[2],

@@ -126,8 +126,8 @@ __device__ __forceinline__ void multiply_tile(const LaneRows &w, const uint4 *to
   if (!located) locate();
 }
 
-// Adds up what the warps have, in order, and calls store(n, row, sums) for each row of the tile: of weight
-// row n of both fragments. All threads of the block call it.
+// Adds up what the warps have, in order, and calls store(n, row, sums) for each row of the tile: of weight row n of
+// both fragments. All threads of the block call it.
 template <typename Shape, typename Store>
 __device__ __forceinline__ void add_up_splits(const float (&acc)[2][4], int rows, const Store &store) {
   constexpr int SPLITS = Shape::SPLITS;

@@ -81,8 +81,8 @@ def keeps_graph() -> bool:
 def goes_on_to(nodes: Iterable[Any]) -> bool:
     """Within a backward: whether it goes on to any of these nodes of its graph.
 
-    Nothing public tells: `needs_input_grad` says what required a gradient in the forward. Where this is not known, as
-    where `torch.autograd.grad` returns the gradient of such a node instead of accumulating it, the answer is yes.
+    Nothing public tells: `needs_input_grad` says what required a gradient in the forward. PyTorch refuses the question
+    where `torch.autograd.grad` is to return the gradient of such a node. There, and where the name is gone, it is yes.
     """
     ask = getattr(torch._C, "_will_engine_execute_node", None)
     try:

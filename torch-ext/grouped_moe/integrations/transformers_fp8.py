@@ -3,13 +3,14 @@
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..block_scaled import CODES, BlockScaled, check_scaled
+from ..common import _compat
 from .transformers_gate import local_parameter, local_part
 
-_PLAIN = "_grouped_moe_plain_weights"  # the attribute of a module that names those found to be no codes
+_FOUND = "_grouped_moe_plain_dtype"  # the attribute of a weight that was found to be no codes
 
 
 def is_fp8(experts: nn.Module) -> bool:
@@ -21,27 +22,37 @@ def has_scales(experts: nn.Module, name: str) -> bool:
     """Whether the weight of that name is in FP8: transformers leaves one as it is whose extents are no whole blocks."""
     if not is_fp8(experts):
         return False
-    weight = experts.parametrizations[name].original if is_parametrized(experts, name) else getattr(experts, name)
-    if weight.dtype.itemsize == 1:
+    if is_parametrized(experts, name):
+        weight = getattr(experts.parametrizations[name], "original", None)  # None if it is made of several tensors
+    else:
+        weight = getattr(experts, name)
+    if weight is None or weight.dtype.itemsize == 1:
         return True
     block = getattr(experts, "block_size", None)
-    in_blocks = block is None or not any(extent % size for extent, size in zip(weight.shape[1:], block))
-    return in_blocks or _holds_codes(experts, name, weight)
+    if block is None or not any(extent % size for extent, size in zip(weight.shape[1:], block)):
+        return True
+    if torch.compiler.is_compiling() or getattr(weight, _FOUND, None) is weight.dtype:
+        return False
+    return _holds_codes(weight)
 
 
-def _holds_codes(experts: nn.Module, name: str, weight: torch.Tensor) -> bool:
+def _holds_codes(weight: Tensor) -> bool:
     """Whether a weight that is wider than codes has their values, as after a cast of the module: the scales are lost.
 
-    Found out by some of the values, where they can be read, once for each module.
+    Found out by some of the values, where they can be read. Codes are spread over the whole range of e4m3, up to 448;
+    weights are neither as large nor as coarse. That it has none is noted on the weight, with its dtype.
     """
-    weight, plain = local_part(weight).detach(), experts.__dict__.setdefault(_PLAIN, set())
-    unknown = torch.compiler.is_compiling() or type(weight) is not torch.Tensor or weight.is_meta
-    if name in plain or unknown or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+    part = local_part(weight).detach()
+    has_no_values = type(part) is not Tensor or part.is_meta
+    if has_no_values or (part.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
-    some = weight[:1, :64, :64].float()
-    if bool(some.any()) and torch.equal(some.to(CODES).float(), some):
-        return True
-    plain.add(name)
+    with _compat.real_values():  # a selective checkpoint would count what is asked once
+        some = part[:1, :64, :64].float()
+        largest = float(some.abs().amax()) if some.numel() else 0.0
+        if largest > 16.0 and torch.equal(some.to(CODES).float(), some):
+            return True
+    if largest:  # zeros are not loaded yet
+        setattr(weight, _FOUND, weight.dtype)
     return False
 
 

@@ -19,7 +19,7 @@ from ..splits import Splits, as_splits
 from . import frozen
 from .main_grad import Delayed, Later, MainGrad, Wanted, WgradTap, accumulate, check_leaves, main_grads_of, mark_added
 from .packing import Pack, as_one
-from .parameters import FLAGS, check_arguments, translate
+from .parameters import FLAGS, check_arguments, fit_checkpoint
 
 _MAX_DELAYED = 64  # microbatches: more than a pipeline has in flight
 
@@ -38,20 +38,21 @@ class GroupedLinear(nn.Module):
     `torch.func`, each forward copies the weights.
 
     The keys of `state_dict` are the names of the parameters; `load_state_dict` takes those of either form for either
-    form, nested as well. The discrete keys are TransformerEngine's; its `_extra_state`, of quantization, is dropped.
-    Of the two functions of safetensors only `save_file` writes discrete weights: `save_model` refuses views.
+    form, nested as well. The discrete keys are TransformerEngine's; its `_extra_state`, of quantization, is dropped
+    unless a subclass has one. Of the two functions of safetensors only `save_file` writes discrete weights:
+    `save_model` refuses views.
 
     accumulate_into_main_grad: the gradient of a weight is added to its attribute `main_grad`, or what its method
     `get_main_grad()` returns, in the backward: of the weight's shape, in bf16, fp16 or fp32. If its
     `overwrite_main_grad` is true, main_grad is overwritten. Autograd gets no gradient or, if the weight has
     `grad_added_to_main_grad`, which is set to True, a dummy, so that Megatron-LM's hooks run: unwritten memory or, if
-    its `zero_out_wgrad` is true, zeros. Biases have ordinary gradients. Under `torch.compile`, from PyTorch 2.11 on,
-    the forward reads and sets these attributes.
+    its `zero_out_wgrad` is true, zeros. A backward of inputs alone adds nothing. Biases have ordinary gradients. Under
+    `torch.compile`, from PyTorch 2.11 on, the forward reads and sets these attributes.
 
     delay_wgrad: a backward only stores what the gradients of the parameters are made of; `backward_dw()` computes
-    them. While 64 backwards wait for it, a forward raises RuntimeError: it was forgotten. The parameters get
-    `skip_backward_post_hook = True`. `torch.compile` can't do that: RuntimeError. Copies and pickles of the module have
-    nothing stored, and no hooks.
+    them. While 64 backwards wait for it, a forward raises RuntimeError: it was forgotten. So it does where parameters
+    are computed, and under `torch.compile`. The parameters get `skip_backward_post_hook = True`. Copies and pickles of
+    the module have nothing stored, and no hooks.
 
     `quantize_blocks_()` and `from_block_scaled` make layers whose weight is frozen and block-scaled: `weight` holds its
     codes, the parameter `weight_scale_inv` its scales. `to`, `half` and the like move both, but do not cast them.
@@ -207,12 +208,12 @@ class GroupedLinear(nn.Module):
         super().__setstate__(frozen.from_integers(state))
         self._settle()
 
-    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        state_dict = translate(state_dict, prefix, self._names, self.num_groups)
-        if type(self).get_extra_state is nn.Module.get_extra_state:
-            state_dict.pop(f"{prefix}_extra_state", None)  # TransformerEngine's
-        frozen.replace_misfits(state_dict, prefix, self, args[-1])
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _load_from_state_dict(self, state_dict, *args) -> None:
+        hook = self.register_load_state_dict_pre_hook(fit_checkpoint)  # the last one: others may rename entries
+        try:
+            super()._load_from_state_dict(dict(state_dict), *args)
+        finally:
+            hook.remove()
         self._settle()
 
     def extra_repr(self) -> str:
@@ -352,7 +353,7 @@ class GroupedLinear(nn.Module):
         biases always, they are added to `.grad`. One call per backward; what was stored lives until then, or until
         `discard_delayed_wgrad()` or the end of the module. Works on the current stream, which has to wait for that of
         the backward. Does nothing unless `need_backward_dw()`. Raises RuntimeError if no backward has stored anything,
-        or if what one stored was modified in place since.
+        if what one stored was modified in place since, or if the parameters are not those of the forward.
         """
         if not self.need_backward_dw():
             return
@@ -367,7 +368,8 @@ class GroupedLinear(nn.Module):
     def _finish(self, delayed: Delayed) -> None:
         delayed.check()
         if not all(map(operator.is_, delayed.parameters, self._of("weight") + self._of("bias"))):
-            raise RuntimeError("backward_dw: the parameters are others than in the forward, as by functional_call")
+            reason = "the parameters are others than in the forward, as by functional_call"
+            raise RuntimeError(f"backward_dw: {reason}; discard_delayed_wgrad() drops what is stored")
         dy, x, splits, bias_scales = delayed[:4]
         wanted = self._wanted()
         if x is not None and wanted.weights:

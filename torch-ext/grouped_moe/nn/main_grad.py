@@ -1,5 +1,6 @@
 """Weight gradients that take another way than autograd's: into `main_grad`, as Megatron-LM has it, or later."""
 
+from operator import attrgetter
 from typing import Callable, Deque, List, NamedTuple, Optional, Sequence
 
 import torch
@@ -131,8 +132,8 @@ def accumulate(
 class Delayed(NamedTuple):
     """What the gradients of the parameters are made of, for one microbatch.
 
-    parameters: all of the forward, in whose `.grad` or main_grad they go. check: raises RuntimeError if any other of it
-    was modified in place since the backward.
+    parameters: all that the module had in the forward. check: raises RuntimeError if anything but the parameters was
+    modified in place since the backward.
     """
 
     dy: Tensor  # (rows, N)
@@ -145,7 +146,10 @@ class Delayed(NamedTuple):
 
 
 class Later(NamedTuple):
-    """A backward appends a `Delayed` to the queue. wants_bias: whether a bias wants a gradient. parameters: all."""
+    """A backward appends a `Delayed` to the queue. wants_bias: whether a bias wants a gradient.
+
+    parameters: all of the module's.
+    """
 
     queue: Deque[Delayed]
     wants_bias: bool
@@ -154,6 +158,8 @@ class Later(NamedTuple):
 
 def check_leaves(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
     """Raises RuntimeError that names a parameter which requires a gradient and is computed itself."""
+    if all(map(attrgetter("is_leaf"), parameters)):  # in C, as there may be a thousand
+        return
     for name, parameter in zip(names, parameters):
         if parameter.requires_grad and not parameter.is_leaf:
             raise RuntimeError(

@@ -3,8 +3,10 @@
 from typing import Any, Dict, Sequence
 
 import torch
+from torch import nn
 
 from ..common import checks
+from . import frozen
 
 FLAGS = {  # of `GroupedLinear` but `bias`, and their defaults
     "scale_bias": False, "single_grouped_weight": True, "single_grouped_bias": True, "accumulate_into_main_grad": False,
@@ -31,12 +33,22 @@ def check_arguments(num_groups, in_features, out_features, bias, scale_bias, dty
         raise TypeError(f"init_method: expected a callable, got {type(init_method).__name__}")
 
 
-def translate(state_dict: Dict[str, Any], prefix: str, names: Dict[str, Sequence[str]], groups: int) -> Dict[str, Any]:
-    """A copy with keys of a module's form. What fits neither form is left for torch to complain about.
+def fit_checkpoint(module: nn.Module, state_dict: Dict[str, Any], prefix: str, *rest: Any) -> None:
+    """A hook before `load_state_dict`: gives entries of either form the keys and dtypes of the module's.
+
+    rest: as PyTorch calls the hook, with the list of errors at last.
+    """
+    _translate(state_dict, prefix, module._names, module.num_groups)
+    if type(module).get_extra_state is nn.Module.get_extra_state:
+        state_dict.pop(f"{prefix}_extra_state", None)  # TransformerEngine's
+    frozen.replace_misfits(state_dict, prefix, module, rest[-1])
+
+
+def _translate(state_dict: Dict[str, Any], prefix: str, names: Dict[str, Sequence[str]], groups: int) -> None:
+    """Gives entries the keys of a module's form. What fits neither form is left for torch to complain about.
 
     names: of the module's parameters by their kind, "weight" or "bias".
     """
-    state_dict = dict(state_dict)
     for kind, own in names.items():
         keys = [prefix + name for name in own]
         one, many = prefix + kind, [f"{prefix}{kind}{group}" for group in range(groups)]
@@ -47,4 +59,3 @@ def translate(state_dict: Dict[str, Any], prefix: str, names: Dict[str, Sequence
             if state_dict[one].dim() and len(state_dict[one]) == groups:
                 whole = state_dict.pop(one)  # of a DTensor that is sharded by groups one can be taken, not all at once
                 state_dict.update((key, whole[group]) for group, key in enumerate(many))
-    return state_dict

@@ -19,7 +19,8 @@ from ...operands import LoRA
 from ...tuning.heuristic import decode_pays
 from .fakes import IS_BUILT
 
-# Up to which an expert's weights are read once for several slots; and how many tokens if they are scaled.
+# An expert's weights are read once for several slots in calls of at most so many tokens, more if they are scaled, and
+# so many slots per expert on average.
 _MAX_TOKENS, _MAX_SLOTS_OF_EXPERT, _MAX_TOKENS_SCALED = 64, 4, 256
 _CODE_BYTES = 2  # take as long to read as the op takes to widen an 8-bit code
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -41,7 +42,10 @@ Loras = Tuple[Optional[LoRA], Optional[LoRA], Optional[Tensor]]  # of up and dow
 
 
 def groups_slots(num_tokens: int, top_k: int, num_experts: int, scaled: bool) -> bool:
-    """Whether the op reads an expert's weights once for several slots in about the time that Triton's kernels take."""
+    """Whether the op reads an expert's weights once for several slots in about the time that Triton's kernels take.
+
+    scaled: whether both weights are in 8-bit floats.
+    """
     most = _MAX_TOKENS_SCALED if scaled else _MAX_TOKENS
     return num_tokens <= most and num_tokens * top_k <= _MAX_SLOTS_OF_EXPERT * num_experts
 

@@ -115,7 +115,7 @@ def test_without_transformers(hub):
     code = WITHOUT_TRANSFORMERS.format(hub.repo_id, hub.version)
     result = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0 and result.stdout.startswith("False\n"), result.stderr
-    assert "register_experts_implementation" in result.stdout and "pip install 'transformers>=5.9'" in result.stdout
+    assert "register_experts_implementation" in result.stdout and "pip install 'transformers>=5.13'" in result.stdout
 
 
 def test_hub_layer_computes_the_same(grouped_moe, implementation, device):

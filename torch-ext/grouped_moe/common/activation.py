@@ -1,12 +1,4 @@
-"""Activations of the experts block: their names, parameters and formulas, and the torch implementation of both passes.
-
-With `name` one of silu, gelu (exact, by erf), gelu_tanh, relu, relu2 (relu squared):
-    gated:     a = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
-    not gated: a = act(min(x, limit))
-where act(x) = x * sigmoid(alpha * x) for silu; alpha is 1 and unused for the others. A limit of None clamps nothing.
-transformers' names for the same functions are taken, too: swish, quick_gelu (silu with an alpha of 1.702), gelu_python
-for gelu, and gelu_pytorch_tanh, gelu_python_tanh, gelu_new, gelu_fast, gelu_accurate for gelu_tanh.
-"""
+"""Activations of the experts block: their names and parameters, and the torch implementation of both passes."""
 
 import math
 import sys
@@ -19,8 +11,14 @@ ACTIVATION_NAMES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
 class Activation(NamedTuple):
-    """An activation with parameters; see the module's docstring for the formula.
+    """An activation with parameters. With `name` one of silu, gelu (exact, by erf), gelu_tanh, relu, relu2 (squared):
 
+        gated:     a = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
+        not gated: a = act(min(x, limit))
+
+    where act(x) = x * sigmoid(alpha * x) for silu; alpha is 1 and unused for the others. A limit of None clamps
+    nothing. transformers' names for the same functions are taken, too: swish, quick_gelu (silu with an alpha of 1.702),
+    gelu_python for gelu, and gelu_pytorch_tanh, gelu_python_tanh, gelu_new, gelu_fast, gelu_accurate for gelu_tanh.
     The clamped SwiGLU of gpt-oss is `Activation("silu", alpha=1.702, limit=7.0, up_offset=1.0)`.
     """
 

@@ -118,8 +118,8 @@ def _experts_registries() -> List[Any]:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
         raise ImportError(
-            "register_experts_implementation: expected transformers 5.9 or later to be installed "
-            "(pip install 'transformers>=5.9')"
+            "register_experts_implementation: expected transformers 5.13 or later to be installed "
+            "(pip install 'transformers>=5.13')"
         ) from error
     try:
         from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS

@@ -239,6 +239,9 @@ def check_ranks_that_disagree():
         f"ep_max_tokens: expected the same on all ranks {list(range(size()))}, got from {MOST} to {MOST + size() - 1}"
     )
     assert raised(ValueError, lambda: make_module(WITH_MOST)) == message
+    tiny = None if rank() else 1e-9
+    grouped_moe.register_experts_implementation(WITH_MOST, ep_max_tokens=MOST, ep_capacity_factor=tiny)
+    assert "ep_capacity_factor: expected the same" in raised(ValueError, lambda: make_module(WITH_MOST))
     grouped_moe.register_experts_implementation(WITH_MOST, ep_max_tokens=MOST)
     shim = sys.modules[f"{grouped_moe.__name__}.integrations.transformers_ep"]
     shim.FORMAT += rank()

@@ -64,8 +64,8 @@ class Limits(NamedTuple):
 
 @torch.compiler.assume_constant_result  # a compiler cannot trace fractions
 def _as_fraction(factor: float) -> Tuple[int, int]:
-    """(numerator, denominator) of the capacity factor as ranks use it."""
-    fraction = Fraction(factor).limit_denominator(_EXACT)
+    """(numerator, denominator) of the capacity factor as ranks use it, above 0."""
+    fraction = max(Fraction(factor).limit_denominator(_EXACT), Fraction(1, _EXACT))
     return fraction.numerator, fraction.denominator
 
 
@@ -112,7 +112,8 @@ class FixedSizeExchange:
 
     def _agree_on_limits(self) -> None:
         """Raises ValueError on all ranks of the expert group unless they have the same ones."""
-        numerator, denominator = _as_fraction(min(self.limits.capacity_factor or 0, 1e6))
+        factor = self.limits.capacity_factor
+        numerator, denominator = (0, 1) if factor is None else _as_fraction(min(factor, 1e6))
         same = {
             "format of grouped_moe's exchange": FORMAT,
             "experts of a rank": self.num_local_experts,

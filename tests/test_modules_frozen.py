@@ -254,7 +254,7 @@ def test_checkpoints_of_other_values_are_refused(grouped_moe, strict, assign):
         (
             layer,
             {**layer.state_dict(), "weight_scale_inv": bytes_},
-            "weight_scale_inv: expected floats, .* got torch.uint8",
+            "weight_scale_inv: expected floating-point scales .* got torch.uint8",
         ),
     ):
         before = {name: module.state_dict()[name].clone() for name in module.state_dict() if name != "bias"}

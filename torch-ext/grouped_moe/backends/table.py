@@ -7,10 +7,10 @@ from typing import Any, Callable, NamedTuple, Optional
 
 @lru_cache(maxsize=None)
 def launcher_of(product: str, problem: NamedTuple) -> Optional[Callable[..., Any]]:
-    """The launcher for a problem of a product, None if no kernel takes it: of products of rows of 8-bit floats alone.
+    """The launcher for a problem of a product. None if no kernel takes it; only of rows of 8-bit floats is that so.
 
-    A product's module has the class `Launcher`, made of the problem and called with tensors, and `supports(problem)`
-    unless it takes whatever comes to it: Hopper's kernels are asked first, then those for plain or for scaled weights.
+    Kernels for Hopper are asked first, then those for plain or for scaled weights. A product's module has the class
+    `Launcher`, made of the problem and called with tensors. It has `supports(problem)` unless it takes every problem.
     """
     any_device = "triton" if getattr(problem, "scales", None) is None else "block_scaled"
     for backend in ("hopper", any_device) if problem.spec.hopper else (any_device,):

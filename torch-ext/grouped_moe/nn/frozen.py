@@ -119,7 +119,9 @@ def _wanted_dtype(name: str, given: Tensor, own: Tensor) -> Optional[str]:
     if name == SCALES:
         if own.dtype != torch.float32:
             return f"scales in {own.dtype}"
-        return None if given.dtype.is_floating_point else "floats, as bytes are with .view(torch.float8_e8m0fnu)"
+        return (
+            None if given.dtype.is_floating_point else "floating-point scales (exponents: .view(torch.float8_e8m0fnu))"
+        )
     if own.dtype == CODES:
         return f"codes in {CODES}, as the weight is block-scaled"
     return f"a plain weight; quantize_blocks_() first makes it one of {CODES}" if given.dtype == CODES else None

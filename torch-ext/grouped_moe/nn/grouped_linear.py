@@ -253,7 +253,8 @@ class GroupedLinear(nn.Module):
         come in the backward, into `.grad`, also with main_grads and delayed weight gradients.
 
         Returns (rows, N); rows of no group are 0. Gradients, autocast, dtypes and errors are those of
-        `grouped_linear`. Raises AttributeError if a weight lacks its main_grad.
+        `grouped_linear`. Raises AttributeError if a weight lacks its main_grad, and NotImplementedError under
+        transforms of torch.func with main_grads or delayed gradients.
         """
         if self.scale_bias and bias_scales is None:
             raise ValueError("bias_scales: expected with scale_bias=True, got None")

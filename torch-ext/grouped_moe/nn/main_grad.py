@@ -169,8 +169,13 @@ def check_leaves(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
 
 
 def _leads_to_weights(ctx) -> bool:
-    """Within a backward of `WgradTap`: whether it leads to a wanted weight, not to the gradients of inputs alone."""
-    return _compat.goes_on_to(node for node, _ in ctx.next_functions[-len(ctx.how.weights) :])
+    """Within a backward of `WgradTap`: whether it leads to a wanted weight, not to the gradients of inputs alone.
+
+    A compiler cannot ask, and takes it for granted.
+    """
+    return torch.compiler.is_compiling() or _compat.goes_on_to(
+        node for node, _ in ctx.next_functions[-len(ctx.how.weights) :]
+    )
 
 
 class WgradTap(torch.autograd.Function):
@@ -178,9 +183,9 @@ class WgradTap(torch.autograd.Function):
 
     y (rows, N) is of x (rows, K), in its dtype, and of weights that it is detached from. how: `Wanted`, whose
     gradients go into main_grad in a backward that leads to them, or `Later`, for any backward. watched: weights that
-    must not change before the backward.
-    leaves: the wanted weights, which get dummies from autograd. For `Later` a tensor by which the output requires a
-    gradient where y does not: hooks of parameters would run in this backward, without a gradient.
+    must not change before the backward. leaves: the wanted weights, which get dummies from autograd. For `Later` a
+    tensor by which the output requires a gradient where y does not: hooks of parameters would run in this backward,
+    without a gradient.
 
     torch.compile traces this function. An op with a backward, in its place, would fail with two microbatches in
     flight: what a compiled graph saves for it must not change until then, but main_grad does. What a traced function
@@ -206,7 +211,7 @@ class WgradTap(torch.autograd.Function):
             names = "the gradient of the output", "x", "splits", "bias_scales"
             how.queue.append(Delayed(*tensors, how.wants_bias, how.parameters, unchanged(tensors, names.__getitem__)))
             dummies = [None]
-        elif torch.compiler.is_compiling() or _leads_to_weights(ctx):
+        elif _leads_to_weights(ctx):
             targets = how.targets
             if targets is None:
                 targets = main_grads_of(how)

@@ -34,9 +34,9 @@ def check_arguments(num_groups, in_features, out_features, bias, scale_bias, dty
 
 
 def fit_checkpoint(module: nn.Module, state_dict: Dict[str, Any], prefix: str, *rest: Any) -> None:
-    """A hook before `load_state_dict`: gives entries of either form the keys and dtypes of the module's.
+    """A hook before `load_state_dict`: gives entries of either form the module's keys, and refuses other dtypes.
 
-    rest: as PyTorch calls the hook, with the list of errors at last.
+    rest: what else PyTorch calls a hook with. The last is the list of errors.
     """
     _translate(state_dict, prefix, module._names, module.num_groups)
     if type(module).get_extra_state is nn.Module.get_extra_state:

@@ -114,6 +114,30 @@ def test_weights_need_not_agree(grouped_moe, device, delay):
     assert [weight.grad is None for weight in parameters(module, "weight")] == [True, True, True, False]
 
 
+@pytest.mark.parametrize("there", [False, True], ids=["missing", "there"])
+@layers.by_main
+@layers.by_delay
+def test_groups_that_share_a_weight(grouped_moe, device, delay, main, there):
+    """It gets the sum of their gradients, added to what is there, or in the place of a main_grad."""
+    options = {"delay_wgrad": delay, "accumulate_into_main_grad": main}
+    module, batch = layers.make(grouped_moe, layers.Form(False, False, "scaled"), device, **options)
+    shared = module.weight0
+    with torch.no_grad():
+        module.weight2.copy_(shared)
+    want = reference(grouped_moe, module, batch)["weight"]
+    module.weight2 = shared
+    start = torch.randn_like(shared)
+    if main:
+        for weight in parameters(module, "weight"):
+            weight.main_grad, weight.overwrite_main_grad = start.clone(), not there
+    elif there:
+        shared.grad = start.clone()
+    run(module, batch)
+    module.backward_dw()
+    expected = want[0] + want[2] + (start.double() if there else 0)
+    assert_matches({"weight": shared.main_grad if main else shared.grad}, {"weight": expected})
+
+
 class MegatronHooks:
     """What Megatron-LM's data-parallel wrapper does with gradients, as far as a layer sees it."""
 

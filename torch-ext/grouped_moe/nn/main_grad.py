@@ -124,6 +124,11 @@ def accumulate(
     Not differentiable; arguments are not checked. Returns the dummies for autograd.
     """
     buffers, overwrite = [target.buffer for target in targets], [target.overwrite for target in targets]
+    if any(overwrite):  # of groups that share a weight the first one overwrites, others add
+        seen = set()
+        for i, weight in enumerate(wanted.weights):
+            overwrite[i] = overwrite[i] and id(weight) not in seen
+            seen.add(id(weight))
     ops.accumulate_wgrad.default(buffers, dy, x, splits, wanted.num_groups, wanted.groups, overwrite)
     make = {"none": lambda weight: None, "empty": torch.empty_like, "zeros": torch.zeros_like}
     return [make[target.dummy](weight) for weight, target in zip(wanted.weights, targets)]

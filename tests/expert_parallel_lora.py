@@ -76,12 +76,19 @@ def check_logits_and_gradients_of_adapters():
 
 
 def check_saved_adapters():
-    """By all ranks, as the gathering of sharded weights asks for; one process loads what the first one wrote."""
+    """By all ranks, as the gathering of sharded weights asks for; one process loads and merges what the first wrote."""
     folder, ids, saved = save_model(), next(batches(1)), shared_folder()
     model = add_adapters(load(folder, OURS, own()), BOTH)
     model.save_pretrained(saved, is_main_process=rank() == 0)
     dist.barrier()
-    one = peft.PeftModel.from_pretrained(load_whole(folder), saved)
+    try:
+        model.merge_adapter()
+    except RuntimeError as error:
+        assert "mixed torch.Tensor and DTensor" in str(error)
+    else:
+        raise AssertionError("peft now merges sharded weights")
+    model = add_adapters(load(folder, OURS, own()), BOTH)
+    one = peft.PeftModel.from_pretrained(load_whole(folder), saved).merge_and_unload()
     with torch.no_grad():
         got, want = model(input_ids=ids[rank()]).logits, one(input_ids=torch.cat(ids)).logits
     assert_near("logits", got, want[rank() * len(ids[0]) : (rank() + 1) * len(ids[0])])

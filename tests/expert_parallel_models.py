@@ -120,13 +120,17 @@ def check_logits_and_gradients():
             assert torch.equal(tokens, right)
 
 
-def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, data: Sequence[List[Tensor]]) -> List[float]:
-    """The losses of all ranks' batches, as means. One process takes them as one."""
+def train(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, data: Sequence[List[Tensor]], max_norm: float = math.inf
+) -> List[float]:
+    """The losses of all ranks' batches, as means. One process takes them as one, and may clip gradients."""
     losses, spread = [], isinstance(next(model.parameters()), DTensor)
     for ids in data:
         mine = ids[rank()] if spread else torch.cat(ids)
         loss = model(input_ids=mine, labels=mine).loss
         loss.backward()
+        if max_norm < math.inf:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach().clone()
@@ -217,11 +221,11 @@ class Recording(transformers.Trainer):
 
 def check_trainer():
     """The losses that the Trainer reports are those of a loop in one process over the same batches."""
-    folder, steps, rate, epsilon = save_model(), 6, 1e-3, 1e-4
+    folder, steps, rate, epsilon, max_norm = save_model(), 6, 1e-3, 1e-4, 0.1
     rows = [{"input_ids": row, "labels": row} for ids in batches(steps) for row in torch.cat(ids)]
     arguments = transformers.TrainingArguments(
         shared_folder(), max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=rate, adam_epsilon=epsilon,
-        lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to=[],
+        lr_scheduler_type="constant", max_grad_norm=max_norm, logging_steps=1, save_strategy="no", report_to=[],
         use_cpu=device() == "cpu", dataloader_pin_memory=False, disable_tqdm=True,
     )  # fmt: skip
     trainer = Recording(load(folder, WITH_MOST, own()), arguments, train_dataset=rows)
@@ -230,6 +234,6 @@ def check_trainer():
     dist.all_gather_object(seen, seen[0])
     one = load_whole(folder)
     optimizer = torch.optim.AdamW(one.parameters(), lr=rate, eps=epsilon, weight_decay=0.0)
-    want = train(one, optimizer, [[ids.to(device()) for ids in step] for step in zip(*seen)])
+    want = train(one, optimizer, [[ids.to(device()) for ids in step] for step in zip(*seen)], max_norm)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == steps and max(abs(a - b) / b for a, b in zip(losses, want)) <= BOUNDS[torch.float32]

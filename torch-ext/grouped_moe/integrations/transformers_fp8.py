@@ -71,8 +71,8 @@ def scaled_weight(experts: nn.Module, name: str) -> BlockScaled:
     data, scales = (local_parameter(experts, each).detach() for each in (name, f"{name}_scale_inv"))
     if data.dtype is not CODES:
         raise ValueError(
-            f"{name}: expected FP8 experts in {CODES}, got {data.dtype}; choose another experts_implementation, such "
-            "as 'grouped_mm', or, if the model was cast to that dtype, load it anew: the codes have lost their scales"
+            f"{name}: expected FP8 experts in {CODES}, got {data.dtype}; if the model was cast to that dtype, load it "
+            "anew: the codes have lost their scales; else choose another experts_implementation, such as 'grouped_mm'"
         )
     n, k = data.shape[1:]
     parts = 2 if name == "gate_up_proj" else 1

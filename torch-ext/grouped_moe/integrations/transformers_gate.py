@@ -86,7 +86,7 @@ def local_parameter(experts: torch.nn.Module, name: str) -> Tensor:
         raise TypeError(
             f"{name}: expected a plain tensor or a DTensor, got {kind.__name__}, whose own operations (quantization, "
             "FP8 training) are not supported; leave this parameter out of the conversion, dequantize it, or choose "
-            "another experts_implementation, such as 'grouped_mm'"
+            "another experts_implementation, such as 'eager'"
         )
     return parameter
 
@@ -138,7 +138,7 @@ def check_known(experts: torch.nn.Module) -> None:
 def _refusal(experts: torch.nn.Module, unknown: Sequence[str]) -> ValueError:
     return ValueError(
         f"{type(experts).__name__}: expected an experts module of a kind that this version of grouped_moe knows, "
-        f"got one with {' and '.join(unknown)}; choose another experts_implementation, such as 'grouped_mm'"
+        f"got one with {' and '.join(unknown)}; choose another experts_implementation, such as 'eager'"
     )
 
 

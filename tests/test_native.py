@@ -182,7 +182,7 @@ def test_who_is_taken(native, grouped_moe, device, taken):
     with torch.no_grad():
         assert_bitwise("no_grad", call(grouped_moe, FEW, leaf), plain)
     assert taken == [(True, True)]
-    most = max(tokens for tokens in range(100) if native.groups_slots(tokens, FEW.top_k, FEW.E, False, False))
+    most = max(tokens for tokens in range(100) if native.groups_slots(tokens, FEW.top_k, FEW.E, False))
     assert most >= 30
     for tokens in (30, most, most + 1):
         del taken[:]

@@ -66,7 +66,7 @@ BLOCKS = (
     Block("few tokens, gpt-oss", 16, Layer(top_k=4, E=40, H=1048, I=264, **GPT_OSS), BIASES, options=NO_GRAD),
     Block("few tokens, transposed, LoRA", 9, Layer(top_k=4, E=40, **TRANSPOSED), options={**NO_GRAD, **PAIRS}),
     Block("one token, LoRA", 1, Layer(top_k=8, E=40, H=392, I=264), BIASES, options={**NO_GRAD, **PAIRS}),
-    Block("few tokens, LoRA", 9, Layer(top_k=4, E=40, H=136, I=72), options={**NO_GRAD, **PAIRS}),
+    Block("few tokens, LoRA", 9, Layer(top_k=4, E=40, H=136, I=72), options={**NO_GRAD, **FEW_RANKS}),
     Block("one token, FP8", 1, Layer(top_k=8, E=40, H=392, I=264), BIASES, options={**NO_GRAD, **FP8}),
     Block("few tokens, FP8", 16, Layer(top_k=8, E=40, H=1040, I=272), BIASES, options={**NO_GRAD, **FP8}),
     Block("few tokens, FP8, LoRA", 16, Layer(top_k=8, E=40, H=144, I=272), options={**NO_GRAD, **FP8, **PAIRS}),

@@ -46,6 +46,7 @@ struct Factor {
 struct LowRank {
   Factor a;  // (L, E, r, K), with rows as those of a weight
   Factor b;  // (L, E, N, r)
+  bool b_in_runs;  // whether each four neighbours of a row of b lie side by side, from a multiple of their size on
   float scaling;
   int rank;  // r; 0 for no pair
 };

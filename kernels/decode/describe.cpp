@@ -167,11 +167,11 @@ bool describe_factor(const Tensor &factor, const Tensor &x, int64_t adapters, in
   return true;
 }
 
-// Whether rows of a factor begin at multiples of 16 bytes, with their elements side by side.
-bool has_pieces(const Factor &f) {
+// Whether rows of a factor begin at multiples of so many bytes, with their elements side by side.
+bool is_aligned(const Factor &f, int64_t alignment) {
   const int64_t bytes = f.dtype == Scalar::float32 ? 4 : 2;
-  return f.stride_k == bytes && reinterpret_cast<uintptr_t>(f.data) % 16 == 0 && f.stride_l % 16 == 0 &&
-         f.stride_e % 16 == 0 && f.stride_n % 16 == 0;
+  return f.stride_k == bytes && reinterpret_cast<uintptr_t>(f.data) % alignment == 0 && f.stride_l % alignment == 0 &&
+         f.stride_e % alignment == 0 && f.stride_n % alignment == 0;
 }
 
 // The pair of a weight (E, n, k); false as well if there is only one factor.
@@ -182,8 +182,11 @@ bool describe_pair(const Tensor &x, const std::optional<Tensor> &a, const std::o
   const int64_t rank = a->dim() < 3 ? 0 : a->size(a->dim() - 2);
   pair->rank = static_cast<int>(rank);
   pair->scaling = static_cast<float>(scaling);
-  return rank >= 1 && rank <= MAX_RANK && describe_factor(*a, x, adapters, experts, rank, k, &pair->a) &&
-         describe_factor(*b, x, adapters, experts, n, rank, &pair->b) && has_pieces(pair->a);
+  if (rank < 1 || rank > MAX_RANK || !describe_factor(*a, x, adapters, experts, rank, k, &pair->a) ||
+      !describe_factor(*b, x, adapters, experts, n, rank, &pair->b))
+    return false;
+  pair->b_in_runs = rank % 4 == 0 && is_aligned(pair->b, pair->b.dtype == Scalar::float32 ? 16 : 8);
+  return is_aligned(pair->a, 16);
 }
 
 }  // namespace

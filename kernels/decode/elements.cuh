@@ -116,6 +116,15 @@ __device__ __forceinline__ uint4 load_cached(const uint4 *address, bool wanted) 
   return v;
 }
 
+__device__ __forceinline__ uint2 load_cached(const uint2 *address, bool wanted) {
+  uint2 v = make_uint2(0, 0);
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.v2.u32 {%0, %1}, [%2]; }"
+               : "+r"(v.x), "+r"(v.y)
+               : "l"(address), "r"(static_cast<unsigned>(wanted))
+               : "memory");
+  return v;
+}
+
 // A number of 4, 2 or 1 bytes in the same way, through L1.
 template <int BYTES>
 __device__ __forceinline__ unsigned load_bits(const char *address, bool wanted) {

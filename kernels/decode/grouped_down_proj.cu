@@ -17,7 +17,7 @@ cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t str
 // Many pieces under way in few warps, or many small blocks where rows are short.
 template <typename Element>
 cudaError_t choose_shape(const GroupedArgs &a, bool dependent, cudaStream_t stream) {
-  return a.intermediate > SHORT_ROW ? launch_kernel<Element, TileShape<3, 5, 4>>(a, dependent, stream)
+  return a.intermediate > SHORT_ROW ? launch_kernel<Element, TileShape<4, 6, 3>>(a, dependent, stream)
                                     : launch_kernel<Element, TileShape<2, 4, 8>>(a, dependent, stream);
 }
 

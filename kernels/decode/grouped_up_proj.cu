@@ -3,7 +3,7 @@
 
 namespace {
 
-using Shape = TileShape<3, 5, 4>;  // many pieces under way in few warps
+using Shape = TileShape<4, 6, 3>;  // many pieces under way in few warps
 
 template <typename Element, bool GATED>
 cudaError_t launch_kernel(const GroupedArgs &a, bool dependent, cudaStream_t stream) {

@@ -4,10 +4,16 @@
 
 namespace {
 
+constexpr int MANY_RANKS = 1024;  // of all slots: a block for each would be more than run at once
+
+// Few ranks are shared by the threads of a block each, many by those of a warp.
 template <typename Element, typename FactorElement, bool OF_TOKENS>
 cudaError_t launch_kernel(const DecodeArgs &a, const int *slot_to_row, bool dependent, cudaStream_t stream) {
-  const dim3 grid((OF_TOKENS ? a.up_lora : a.down_lora).rank, a.num_tokens * a.top_k);
-  const auto kernel = project_kernel<Element, FactorElement, OF_TOKENS>;
+  const int rank = (OF_TOKENS ? a.up_lora : a.down_lora).rank, slots = a.num_tokens * a.top_k;
+  const bool many = rank * slots > MANY_RANKS;
+  const dim3 grid(many ? (rank * WARP + PROJECT_THREADS - 1) / PROJECT_THREADS : rank, slots);
+  const auto kernel = many ? project_kernel<Element, FactorElement, OF_TOKENS, WARP, 8, 4>
+                           : project_kernel<Element, FactorElement, OF_TOKENS, PROJECT_THREADS, 4, 8>;
   return launch(kernel, grid, PROJECT_THREADS, 0, stream, {dependent}, a, slot_to_row);
 }
 

@@ -27,12 +27,14 @@ __device__ __forceinline__ float dot_values(const float2 (&a)[PIECE / 2], const 
   return acc;
 }
 
-// The sum over the threads of a block; thread 0 gets it.
-__device__ __forceinline__ float block_sum(float value) {
-  constexpr int WARPS = PROJECT_THREADS / WARP;
-  __shared__ float parts[WARPS];
+// The sum over THREADS threads, a warp or a block; the first of them gets it.
+template <int THREADS>
+__device__ __forceinline__ float sum_over(float value) {
   float values[] = {value}, sum = 0.f;
   value = warp_sums(values);
+  if constexpr (THREADS == WARP) return value;
+  constexpr int WARPS = THREADS / WARP;
+  __shared__ float parts[WARPS];
   if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = value;
   __syncthreads();
 #pragma unroll
@@ -43,21 +45,22 @@ __device__ __forceinline__ float block_sum(float value) {
 // z[s] = scaling a[l, e] v for every slot s with an expert e and an adapter l; others stay unwritten. OF_TOKENS: the
 // pair is that of up, and v is x[t] of the slot's token. Else it is that of down, and v is act[slot_to_row[s]], where
 // slot_to_row is null act[s].
-// A block makes one rank. Its threads go along K, STEPS pieces of v of each at a time; without OF_TOKENS the first ones
-// of a are on their way before the wait for act.
-// Grid: (r, S). The next kernel may start once all blocks that have a z to make have begun and the others have ended.
+// THREADS of a block, a warp or all, make one rank. They go along K, STEPS pieces of v of each at a time; without
+// OF_TOKENS the first ones of a are on their way before the wait for act.
+// Grid: (r / ranks of a block, S). The next kernel may start once all blocks that have a z to make have begun and the others have ended.
 // With OF_TOKENS it finds what came before this kernel complete, but has to wait for z. Without, the caller guarantees
 // that it launches this after the up-projection, which the next kernel's wait covers as well: all blocks wait for act.
-// The bound of 8 blocks leaves 64 registers: to save some the compiler would mix loads with sums.
-template <typename Element, typename FactorElement, bool OF_TOKENS>
-__global__ void __launch_bounds__(PROJECT_THREADS, 8) project_kernel(const DecodeArgs a, const int *slot_to_row) {
-  constexpr int STEPS = 4, WIDTH = sizeof(FactorElement) / sizeof(Element);  // pieces of as many numbers as one of v
+// The bound of BLOCKS leaves registers enough: to save some the compiler would mix loads with sums.
+template <typename Element, typename FactorElement, bool OF_TOKENS, int THREADS, int STEPS, int BLOCKS>
+__global__ void __launch_bounds__(PROJECT_THREADS, BLOCKS) project_kernel(const DecodeArgs a, const int *slot_to_row) {
+  constexpr int WIDTH = sizeof(FactorElement) / sizeof(Element);  // pieces of as many numbers as one of v
   if (OF_TOKENS) wait_for_stream();
   const LowRank &pair = OF_TOKENS ? a.up_lora : a.down_lora;
-  const int rank = blockIdx.x, slot = blockIdx.y, token = slot / a.top_k, thread = threadIdx.x;
+  const int rank = blockIdx.x * (PROJECT_THREADS / THREADS) + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
+  const int slot = blockIdx.y, token = slot / a.top_k;
   const int expert = load_expert(a, token, slot - token * a.top_k);
   const int adapter = expert < 0 ? -1 : load_adapter(a, token);
-  if (adapter < 0) {
+  if (adapter < 0 || rank >= pair.rank) {
     wait_for_stream();
     return;
   }
@@ -69,20 +72,20 @@ __global__ void __launch_bounds__(PROJECT_THREADS, 8) project_kernel(const Decod
   const uint4 *factor = row_at<char>(factor_at(pair.a, adapter, expert), rank * pair.a.stride_n);
   float sum = 0.f;
   bool waits = !OF_TOKENS;
-  for (int start = thread; start < length + thread; start += STEPS * PROJECT_THREADS) {
+  for (int start = thread; start < length + thread; start += STEPS * THREADS) {
     uint4 pieces[STEPS][WIDTH], rows[STEPS][1];
 #pragma unroll
     for (int s = 0; s < STEPS; ++s)
 #pragma unroll
       for (int i = 0; i < WIDTH; ++i) {
-        const int at = start + s * PROJECT_THREADS;
+        const int at = start + s * THREADS;
         pieces[s][i] = load_cached(factor + at * WIDTH + i, at < length);
       }
     if (waits) wait_for_stream();
     waits = false;
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
-      const int at = start + s * PROJECT_THREADS;
+      const int at = start + s * THREADS;
       rows[s][0] = load_cached(v + at, at < length);
     }
     let_next_start();  // again: here it keeps loads and sums apart
@@ -94,6 +97,6 @@ __global__ void __launch_bounds__(PROJECT_THREADS, 8) project_kernel(const Decod
       sum = dot_values(factors, values, sum);
     }
   }
-  sum = block_sum(sum);
+  sum = sum_over<THREADS>(sum);
   if (thread == 0) a.z[int64_t(slot) * pair.rank + rank] = pair.scaling * sum;
 }

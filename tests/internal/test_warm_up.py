@@ -158,11 +158,11 @@ def test_loras_behind_an_exchange(grouped_moe, compiles, monkeypatch):
 
 
 def test_how_many_tokens_a_native_op_takes(compiles):
-    """As far as it was measured: with FP8 weights more, but not with LoRA on them."""
+    """As far as it was measured: with FP8 weights more."""
     takes = compiles.module("backends.native.decode").groups_slots
-    for most, scaled, has_lora in ((64, False, False), (64, False, True), (256, True, False), (64, True, True)):
-        assert takes(most, 8, 512, scaled, has_lora) and not takes(most + 1, 8, 512, scaled, has_lora)
-        assert takes(32, 8, 64, scaled, has_lora) and not takes(33, 8, 64, scaled, has_lora)
+    for most, scaled in ((64, False), (256, True)):
+        assert takes(most, 8, 512, scaled) and not takes(most + 1, 8, 512, scaled)
+        assert takes(32, 8, 64, scaled) and not takes(33, 8, 64, scaled)
 
 
 def test_calls_that_a_native_op_takes(grouped_moe, compiles, monkeypatch):
@@ -171,9 +171,7 @@ def test_calls_that_a_native_op_takes(grouped_moe, compiles, monkeypatch):
     compiles.module("backends.native.routing")  # which looks its ops up as it is loaded
 
     def by_op(x, ids, *rest):
-        return (
-            torch.zeros_like(x) if not torch.is_grad_enabled() and groups_slots(*ids.shape, 64, False, False) else None
-        )
+        return torch.zeros_like(x) if not torch.is_grad_enabled() and groups_slots(*ids.shape, 64, False) else None
 
     monkeypatch.setattr(compiles.module("backends.native.fakes"), "IS_BUILT", True)
     monkeypatch.setattr(compiles.module("experts"), "IS_BUILT", True)

@@ -293,7 +293,7 @@ def _experts_layer(
         rows, decode = num_rows(slots), activation is not None and is_decode(block, num_tokens, top_k)
         routed = launches_of(slots), native and routing_pays(e) and takes_slots(slots, num_sms)
         # Takes calls without gradients, and compiles nothing.
-        by_op = native and groups_slots(num_tokens, top_k, e, scaled, bool(loras))
+        by_op = native and groups_slots(num_tokens, top_k, e, scaled)
         routed += rows < slots, bool(loras) and rows >= e  # `pack_factor` copies factors
         return decode if decode and not trains else (decode, by_op, *routed, products(rows, slots))
 

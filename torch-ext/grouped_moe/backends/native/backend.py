@@ -40,8 +40,7 @@ __all__ = [
 
 def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
     """Whether the op may take a call, or the Triton backend's kernels for a few tokens are for it."""
-    scaled, has_lora = isinstance(block.up, BlockScaled), block.up_lora is not None or block.down_lora is not None
-    if groups_slots(num_tokens, top_k, block.num_experts, scaled, has_lora):
+    if groups_slots(num_tokens, top_k, block.num_experts, isinstance(block.up, BlockScaled)):
         return True
     return triton.is_decode(block, num_tokens, top_k)
 

@@ -21,7 +21,7 @@ from .fakes import IS_BUILT
 
 # An expert's weights are read once for several slots in calls of at most so many tokens and slots per expert.
 _MAX_TOKENS, _MAX_SLOTS_OF_EXPERT = 64, 4
-_MAX_TOKENS_SCALED = 256  # of scaled weights without LoRA
+_MAX_TOKENS_SCALED = 256
 _CODE_BYTES = 2  # take as long to read as the op takes to widen an 8-bit code
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _requires_grad = attrgetter("requires_grad")
@@ -41,12 +41,12 @@ Kind = Tuple[Activation, bool, bool, bool]  # and whether gated, interleaved and
 Loras = Tuple[Optional[LoRA], Optional[LoRA], Optional[Tensor]]  # of up and down, and the adapter of each token
 
 
-def groups_slots(num_tokens: int, top_k: int, num_experts: int, scaled: bool, has_lora: bool) -> bool:
+def groups_slots(num_tokens: int, top_k: int, num_experts: int, scaled: bool) -> bool:
     """Whether the op reads an expert's weights once for several slots in about the time that Triton's kernels take.
 
-    scaled: whether both weights are in 8-bit floats. has_lora: whether one of them has a low-rank pair.
+    scaled: whether both weights are in 8-bit floats.
     """
-    most = _MAX_TOKENS_SCALED if scaled and not has_lora else _MAX_TOKENS
+    most = _MAX_TOKENS_SCALED if scaled else _MAX_TOKENS
     return num_tokens <= most and num_tokens * top_k <= _MAX_SLOTS_OF_EXPERT * num_experts
 
 
@@ -102,7 +102,7 @@ def decode_experts(
     num_tokens, top_k = ids.shape
     if decode_pays(num_tokens, top_k, up, down, _CODE_BYTES):
         code += 8
-    elif not groups_slots(num_tokens, top_k, up.shape[0], up_scales is not None, loras is not None):
+    elif not groups_slots(num_tokens, top_k, up.shape[0], up_scales is not None):
         return None
     is_plain = up_scales is None and up_bias is None and down_bias is None and activation[1:] == _NO_PARAMETERS
     if is_plain and loras is None:
@@ -146,7 +146,7 @@ def decode_directly(
             return None
     if torch.is_grad_enabled() and any(map(_requires_grad, tensors)) or torch.is_autocast_enabled("cuda"):
         return None
-    if ids.dim() != 2 or up.dim() != 3 or not groups_slots(*ids.shape, up.shape[0], bool(scales), loras is not None):
+    if ids.dim() != 2 or up.dim() != 3 or not groups_slots(*ids.shape, up.shape[0], bool(scales)):
         return None
     try:
         return decode_experts(x, ids, weights, experts, kind, loras)

@@ -79,19 +79,27 @@ def run(grouped_moe, case: Case, inputs: Inputs, frozen=(), around: Optional[Cal
     return Result(out.detach(), {name: t.grad for name, t in leaves.floating().items()})
 
 
+def call_reference(grouped_moe, case: Case, ids: Tensor, tensors: Dict[str, Tensor]) -> Tensor:
+    """The reference's block of the kind of a case. tensors: the floating ones by name."""
+    name, alpha, limit, up_offset = case.activation
+    return grouped_moe.reference.grouped_mm_experts(
+        top_k_index=ids, transposed=case.transposed, name=name, alpha=alpha, limit=limit, up_offset=up_offset,
+        gated=case.gated, interleaved=case.interleaved, **tensors,
+    )  # fmt: skip
+
+
+def differentiate(out: Tensor, leaves: Dict[str, Tensor], dout: Tensor) -> Result:
+    """What the reference computed, with its gradients, zeros for what takes no part."""
+    if not out.requires_grad:  # no row is routed
+        return Result(out, {name: torch.zeros_like(t) for name, t in leaves.items()})
+    grads = torch.autograd.grad(out, [*leaves.values()], dout.double(), allow_unused=True, materialize_grads=True)
+    return Result(out.detach(), dict(zip(leaves, grads)))
+
+
 def run_reference(grouped_moe, case: Case, inputs: Inputs) -> Result:
     """Forward and backward of the reference, in fp64, from the rounded inputs."""
     wide = {name: t.detach().double().requires_grad_() for name, t in inputs.floating().items()}
-    name, alpha, limit, up_offset = case.activation
-    out = grouped_moe.reference.grouped_mm_experts(
-        top_k_index=inputs.top_k_index, transposed=case.transposed, name=name, alpha=alpha, limit=limit,
-        up_offset=up_offset, gated=case.gated, interleaved=case.interleaved, **wide,
-    )  # fmt: skip
-    if not out.requires_grad:  # No row is routed: nothing in its loop takes part.
-        return Result(out, {name: torch.zeros_like(t) for name, t in wide.items()})
-    leaves, dout = list(wide.values()), inputs.dout.double()
-    grads = torch.autograd.grad(out, leaves, dout, allow_unused=True, materialize_grads=True)
-    return Result(out.detach(), dict(zip(wide, grads)))
+    return differentiate(call_reference(grouped_moe, case, inputs.top_k_index, wide), wide, inputs.dout)
 
 
 def assert_matches(got: Result, want: Result, dtype: torch.dtype, weights_dtype: Optional[torch.dtype] = None) -> None:

@@ -120,9 +120,9 @@ class Inputs(NamedTuple):
     dout: Tensor
 
     def floating(self) -> Dict[str, Tensor]:
-        """The differentiable inputs that are there."""
+        """The differentiable inputs that are there; block-scaled weights are not."""
         tensors = {name: t for name, t in self._asdict().items() if name not in ("top_k_index", "dout")}
-        return {name: t for name, t in tensors.items() if t is not None}
+        return {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
 
     def take(self, tokens: Tensor) -> "Inputs":
         """The inputs of these tokens alone."""

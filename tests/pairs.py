@@ -3,9 +3,10 @@
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
-from block import Result
+from block import Result, call, call_reference, differentiate, with_leaves
 from cases import Case, Inputs
-from poison import guarded
+from compare import assert_close
+from poison import LAYOUTS as VIEWS
 from torch import Tensor
 
 WEIGHTS = {"gate_up_lora": "gate_up_proj", "down_lora": "down_proj"}
@@ -55,16 +56,11 @@ def _as_peft(factor: Tensor) -> Tensor:
     return factor.movedim(-3, -1).contiguous().movedim(-1, -3)
 
 
-def _apart(factor: Tensor) -> Tensor:
-    """Each value with a NaN behind it."""
-    return torch.stack((factor, torch.full_like(factor, float("nan"))), -1)[..., 0]
-
-
 LAYOUTS = {
     "peft": _as_peft,
-    "transposed": lambda factor: factor.mT.contiguous().mT,
-    "apart": _apart,
-    "guarded": guarded,
+    "transposed": VIEWS["transposed"],
+    "apart": VIEWS["columns-apart"],
+    "guarded": VIEWS["guarded"],
 }
 
 
@@ -114,21 +110,32 @@ def run_merged(grouped_moe, case: Case, inputs: Inputs, arguments: Dict) -> Resu
     }
     loras = with_factors(arguments, wide)
     tensors = {name: wide[name] for name in inputs.floating()}
-    name, alpha, limit, up_offset = case.activation
 
     def part(adapter, chosen):
         ids = inputs.top_k_index if chosen is None else inputs.top_k_index.masked_fill(~chosen[:, None], -1)
         weights = {
             weight: merged(wide[weight], loras.get(lora), adapter, case.transposed) for lora, weight in WEIGHTS.items()
         }
-        return grouped_moe.reference.grouped_mm_experts(
-            top_k_index=ids, transposed=case.transposed, name=name, alpha=alpha, limit=limit, up_offset=up_offset,
-            gated=case.gated, interleaved=case.interleaved, **{**tensors, **weights},
-        )  # fmt: skip
+        return call_reference(grouped_moe, case, ids, {**tensors, **weights})
 
-    out = over_adapters(part, arguments)
-    if not out.requires_grad:  # no row is routed
-        return Result(out, {name: torch.zeros_like(t) for name, t in wide.items()})
-    leaves, dout = list(wide.values()), inputs.dout.double()
-    grads = torch.autograd.grad(out, leaves, dout, allow_unused=True, materialize_grads=True)
-    return Result(out.detach(), dict(zip(wide, grads)))
+    return differentiate(over_adapters(part, arguments), wide, inputs.dout)
+
+
+def run(grouped_moe, case: Case, inputs: Inputs, arguments: Dict, frozen=(), **changes) -> Result:
+    """Forward and backward of the package: the gradients of inputs and factors."""
+    leaves = with_leaves(inputs, frozen)
+    named = {name: t.detach().requires_grad_(name not in frozen) for name, t in factors(arguments).items()}
+    out = call(grouped_moe, case, leaves, **with_factors(arguments, named), **changes)
+    out.backward(inputs.dout)
+    return Result(out.detach(), {name: t.grad for name, t in {**leaves.floating(), **named}.items()})
+
+
+def assert_matches(got: Result, want: Result, dtype: torch.dtype, factor_dtype: torch.dtype) -> None:
+    """Output and every gradient in its own dtype and within the tolerances of dtype."""
+    assert got.out.dtype == dtype
+    assert_close("out", got.out, want.out, dtype)
+    assert got.grads.keys() == want.grads.keys()
+    for name, grad in got.grads.items():
+        assert grad.dtype == (factor_dtype if "lora" in name else dtype), name
+        single = name == "top_k_weights" or grad[0].numel() <= 2  # rows of so few inner products may cancel
+        assert_close(f"grad of {name}", grad, want.grads[name], dtype, inner_products=single)

@@ -1,13 +1,14 @@
 """Block-scaled weights: what they are, and blocks and layers with them against the reference on the same values."""
 
+import pairs as pairs_of_blocks
 import pytest
 import torch
-from block import assert_same, call, make, run_reference
+from block import assert_same, call, make, run, run_reference
 from cases import BY_ID, make_inputs
 from compare import assert_bitwise, assert_close
-from pairs import Pairs, factors, make_loras, merged, with_factors
+from pairs import Pairs, make_loras
 from poison import poisoned_allocations
-from scaled import WEIGHTS, Blocks, check, run, scale, with_scales
+from scaled import WEIGHTS, Blocks, check, scale, with_scales
 from test_errors import raises
 
 FP32, BF16, E8M0 = torch.float32, torch.bfloat16, torch.float8_e8m0fnu
@@ -109,35 +110,15 @@ def test_every_code(grouped_moe, device):
 @pytest.mark.parametrize("pairs", [Pairs(rank=3), Pairs(rank=8, adapters=3), Pairs(shared="a")], ids=str)
 @by_dtype
 def test_lora_on_top(grouped_moe, device, pairs, dtype):
-    """Gradients of factors, hidden states and routing weights, as of the sum of both weights."""
+    """Gradients of factors and of all but the weights, as of the sum of both weights."""
     case, inputs = make("silu-bias", device, dtype)
     arguments = make_loras(grouped_moe, case, inputs, pairs, FP32)
     case, given, wide = with_scales(grouped_moe, case, inputs, SMALL)
-    leaves = {name: factor.requires_grad_() for name, factor in factors(arguments).items()}
-    got = run(grouped_moe, case, given, **with_factors(arguments, leaves))
-    wide_leaves = {name: factor.detach().double().requires_grad_() for name, factor in leaves.items()}
-    doubles, index = with_factors(arguments, wide_leaves), arguments.get("adapter_index")
-    x = wide.hidden_states.double().requires_grad_()
-    parts = []
-    for adapter in (None,) if index is None else sorted(set(index.tolist())):
-        weights = [
-            merged(getattr(wide, name), doubles.get(lora), adapter, False)
-            for name, lora in zip(WEIGHTS, ("gate_up_lora", "down_lora"))
-        ]
-        name, alpha, limit, up_offset = case.activation
-        y = grouped_moe.reference.grouped_mm_experts(
-            x, wide.top_k_index, wide.top_k_weights.double(), *weights, wide.gate_up_proj_bias.double(),
-            wide.down_proj_bias.double(), name=name, alpha=alpha, limit=limit, up_offset=up_offset, gated=case.gated,
-            interleaved=case.interleaved,
-        )  # fmt: skip
-        parts.append(y if index is None else torch.where((index == adapter)[:, None], y, 0.0))
-    out = sum(parts)
-    grads = torch.autograd.grad(out, [x, *wide_leaves.values()], wide.dout.double(), materialize_grads=True)
-    assert_close("out", got.out, out.detach(), dtype)
-    assert_close("grad of hidden_states", got.grads["hidden_states"], grads[0], dtype)
-    for (name, leaf), want in zip(leaves.items(), grads[1:]):
-        assert leaf.grad.dtype == FP32
-        assert_close(f"grad of {name}", leaf.grad, want, dtype)
+    want = pairs_of_blocks.run_merged(grouped_moe, case, wide, arguments)
+    for name in WEIGHTS:
+        del want.grads[name]
+    got = pairs_of_blocks.run(grouped_moe, case, given, arguments)
+    pairs_of_blocks.assert_matches(got, want, dtype, FP32)
 
 
 @by_dtype

@@ -32,7 +32,8 @@ by_case = pytest.mark.parametrize("case_id, sizes, blocks", CASES.values(), ids=
 @by_case
 def test_matches_reference(grouped_moe, case_id, sizes, blocks, dtype):
     case = BY_ID[case_id]._replace(**sizes)
-    check(grouped_moe, case, make_inputs(case, dtype, "cpu"), blocks)
+    with torch.enable_grad():
+        check(grouped_moe, case, make_inputs(case, dtype, "cpu"), blocks)
 
 
 FEW = {

@@ -8,6 +8,8 @@ sqrt(terms) u each: 64 u in norm, 256 u in the worst row. Where the terms are gi
 Entries of a row may be off by two subnormal numbers besides: a row of fp16 that is scaled by 1e-6 has no more digits.
 """
 
+from typing import Dict
+
 import pytest
 import torch
 from torch import Tensor
@@ -74,6 +76,12 @@ def assert_bitwise(name: str, got: Tensor, want: Tensor) -> None:
     if not torch.equal(got, want):
         where = (got != want).nonzero()[:4].tolist()
         raise AssertionError(f"{name}: differs at {int((got != want).sum())} of {got.numel()} places, first {where}")
+
+
+def assert_same(got: Dict[str, Tensor], want: Dict[str, Tensor]) -> None:
+    """Bitwise, what got has."""
+    for name, tensor in got.items():
+        assert_bitwise(name, tensor, want[name])
 
 
 def assert_differentiable_once(out, x, curved: bool, backward: bool) -> None:

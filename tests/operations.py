@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 SIZES = (5, 0, 12)  # rows of each group of the linear layer; there are more
 
@@ -100,6 +101,12 @@ def make_operation(package, name: str, device: str, only: str = "") -> Operation
     leaves = {key: tensor.detach().requires_grad_(only in ("", key)) for key, tensor in tensors.items()}
     out = function(*tensors.values())
     return Operation(function, leaves, torch.randn(out.shape).to(out))
+
+
+def count_flops(function: Callable) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
 
 
 class Log(TorchDispatchMode):

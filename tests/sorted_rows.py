@@ -8,7 +8,7 @@ from typing import Dict, NamedTuple, Optional
 
 import pytest
 import torch
-from compare import assert_bitwise, assert_close
+from compare import assert_close
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -87,9 +87,3 @@ def assert_matches(got, want, dtype: torch.dtype, scales_dtype: Optional[torch.d
         scale = name in SCALES
         assert tensor.dtype == (scales_dtype or dtype if scale else dtype), name
         assert_close(name, tensor, want[name], coarse if scale else dtype, inner_products=scale)
-
-
-def assert_same(got, want) -> None:
-    """Bitwise, what got has."""
-    for name, tensor in got.items():
-        assert_bitwise(name, tensor, want[name])

@@ -5,19 +5,12 @@ import contextlib
 import pytest
 import torch
 from block import checkpointed
-from compare import assert_bitwise, assert_differentiable_once
-from operations import MADE_OF, OPERATIONS, SEEN, SIZES, Log, kind_of, make_operation
-from torch.utils.flop_counter import FlopCounterMode
+from compare import assert_bitwise, assert_differentiable_once, assert_same
+from operations import MADE_OF, OPERATIONS, SEEN, SIZES, Log, count_flops, kind_of, make_operation
 
 by_loss = pytest.mark.parametrize("curved", [False, True], ids=["linear-loss", "curved-loss"])
 by_entry = pytest.mark.parametrize("backward", [False, True], ids=["grad", "backward"])
 by_operation = pytest.mark.parametrize("name", OPERATIONS)
-
-
-def assert_same(got, want):
-    assert got.keys() == want.keys()
-    for name, tensor in got.items():
-        assert_bitwise(name, tensor, want[name])
 
 
 @by_operation
@@ -103,12 +96,6 @@ def test_a_default_device_changes_nothing(grouped_moe, device):
     with torch.device("meta"):
         got = list(results())
     assert_same(dict(enumerate(got)), dict(enumerate(want)))
-
-
-def count_flops(function) -> int:
-    with FlopCounterMode(display=False) as counter:
-        function()
-    return counter.get_total_flops()
 
 
 @by_operation

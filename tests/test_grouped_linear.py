@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from compare import assert_bitwise
+from compare import assert_bitwise, assert_same
 from linears import BY_LINEAR, Linear
 from poison import guarded, poisoned_allocations
-from sorted_rows import assert_matches, assert_same, run, run_reference, with_leaves
+from sorted_rows import assert_matches, run, run_reference, with_leaves
 
 SCALED = BY_LINEAR["bias-scales"]
 NAMES = ("x", "weight", "bias", "bias_scales")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from cases import BY_ID
-from compare import assert_bitwise, assert_close
+from compare import assert_bitwise, assert_close, assert_same
 from mlps import BY_MLP, NAMES, PER_GROUP, Mlp, call, make
-from sorted_rows import SCALES, assert_same, by_dtype, run, run_reference, with_leaves
+from sorted_rows import SCALES, by_dtype, run, run_reference, with_leaves
 from test_errors import raises
 
 by_recompute = pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])

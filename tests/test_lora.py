@@ -8,10 +8,10 @@ import torch
 from block import assert_same, call, count_routed, with_leaves
 from cases import BY_ID, Case, make_inputs
 from compare import assert_bitwise, assert_close, assert_differentiable_once
+from operations import count_flops
 from pairs import LAYOUTS, Pairs, assert_matches, factors, make_loras, run, run_merged, with_factors
 from poison import dirty_allocator, poison_sentinels, poisoned_allocations
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.flop_counter import FlopCounterMode
 
 NAN = float("nan")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -343,15 +343,14 @@ def test_flops(grouped_moe, device, recompute, adapters):
     rank, width = 4 * max(1, adapters), case.preact_width
     up, down = width * case.H, case.I * case.H
     up_pair, down_pair = rank * (width + case.H), rank * (case.I + case.H)
-    with FlopCounterMode(display=False) as counter:
-        out = call(grouped_moe, case, inputs, **with_factors(arguments, named))
-        torch.autograd.grad(out.sum(), [x, *named.values()])
+
+    def step(x, factors, leaves):
+        out = call(grouped_moe, case, inputs._replace(hidden_states=x), **with_factors(arguments, factors))
+        torch.autograd.grad(out.sum(), leaves)
+
     products = 2 * (up + down) + 3 * (up_pair + down_pair) + recompute * (up + up_pair)
-    assert counter.get_total_flops() == 2 * case.T * case.top_k * products
-    b = named["down_lora.b"].detach().requires_grad_()
-    with FlopCounterMode(display=False) as counter:
-        others = {name: t.detach() for name, t in named.items()}
-        pairs = with_factors(arguments, {**others, "down_lora.b": b})
-        torch.autograd.grad(call(grouped_moe, case, inputs._replace(hidden_states=x.detach()), **pairs).sum(), b)
+    assert count_flops(lambda: step(x, named, [x, *named.values()])) == 2 * case.T * case.top_k * products
+    frozen = {name: t.detach() for name, t in named.items()}
+    b = frozen["down_lora.b"].requires_grad_()
     products = up + down + up_pair + down_pair + 2 * rank * case.H
-    assert counter.get_total_flops() == 2 * case.T * case.top_k * products
+    assert count_flops(lambda: step(x.detach(), frozen, b)) == 2 * case.T * case.top_k * products

@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from compare import assert_bitwise, assert_close
+from compare import assert_bitwise, assert_close, assert_same
+from operations import count_flops
 from pairs import Pairs, factors, make_index, make_lora, merged, over_adapters, with_factors
 from poison import poisoned_allocations
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from test_errors import raises
 
 NAN = float("nan")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -84,11 +84,6 @@ def assert_matches(got, want, dtype, factor_dtype):
         assert_close(name, tensor, want[name], dtype, inner_products=single)
 
 
-def assert_same(got, want):
-    for name, tensor in got.items():
-        assert_bitwise(name, tensor, want[name])
-
-
 @by_dtype
 @by_transposed
 @by_pairs
@@ -142,21 +137,15 @@ def test_linear_opcheck(grouped_moe, module, device, pairs, needs):
 
 @pytest.mark.parametrize("adapters", [0, 2])
 def test_linear_flops(grouped_moe, device, adapters):
-    tensors, arguments, splits, dy = given = make(grouped_moe, Pairs(rank=4, adapters=adapters), FP32, device)
-    pair = 4 * max(1, adapters) * (N + K)
-    with FlopCounterMode(display=False) as counter:
-        run(grouped_moe, *given)
-    assert counter.get_total_flops() == 2 * ROWS * 3 * (N * K + pair)
-    with FlopCounterMode(display=False) as counter:
-        run(grouped_moe, *given, frozen=("weight", "x"))
-    ranks = pair // (N + K)
-    assert counter.get_total_flops() == 2 * ROWS * (N * K + 2 * pair + ranks * N)
-    with FlopCounterMode(display=False) as counter:  # b alone: its rows are projected all the same
-        run(grouped_moe, *given, frozen=("weight", "x", "lora.a"))
-    assert counter.get_total_flops() == 2 * ROWS * (N * K + pair + 2 * ranks * N)
-    with FlopCounterMode(display=False) as counter:
-        run(grouped_moe, *given, frozen=("x", "lora.a", "lora.b"))
-    assert counter.get_total_flops() == 2 * ROWS * (2 * N * K + pair)
+    given, ranks = make(grouped_moe, Pairs(rank=4, adapters=adapters), FP32, device), 4 * max(1, adapters)
+    pair = ranks * (N + K)
+    for frozen, products in (
+        ((), 3 * (N * K + pair)),
+        (("weight", "x"), N * K + 2 * pair + ranks * N),
+        (("weight", "x", "lora.a"), N * K + pair + 2 * ranks * N),  # b alone: its rows are projected all the same
+        (("x", "lora.a", "lora.b"), 2 * N * K + pair),
+    ):
+        assert count_flops(lambda: run(grouped_moe, *given, frozen=frozen)) == 2 * ROWS * products
 
 
 MODES = {
@@ -231,33 +220,26 @@ def test_mlp_is_two_linear_layers(grouped_moe, device, pairs, gated, recompute):
         assert_close(name, tensor, want[name].double(), dtype, inner_products=name == "scales")
 
 
-class Nothing(TorchDispatchMode):
-    """Fails on any operation that reaches a device."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        raise AssertionError(f"{function} was launched before the error")
-
-
 T, H, I, L = 6, 16, 8, 3  # noqa: E741
-# What of a valid call is changed, the error, and its message after the argument's name.
+# What becomes of a valid LoRA, the error, and its message after the argument's name.
 ERRORS = {
-    "no-lora": (lambda a, b, s: (a, b, s), None, TypeError, ": expected a LoRA or None, got tuple"),
-    "scaling": (lambda a, b, s: (a, b, a), "index", TypeError, ".scaling: expected a number, got Tensor"),
-    "huge-scaling": (lambda a, b, s: (a, b, 10**400), "index", ValueError, ".scaling: expected a finite number"),
-    "nan-as-scaling": (lambda a, b, s: (a, b, float("nan")), "index", ValueError, ".scaling: expected a finite number"),
-    "flag-as-scaling": (lambda a, b, s: (a, b, True), "index", TypeError, ".scaling: expected a number, got bool"),
-    "a-no-tensor": (lambda a, b, s: (None, b, s), "index", TypeError, ".a: expected a tensor, got NoneType"),
-    "b-of-ints": (lambda a, b, s: (a, b.int(), s), "index", TypeError, ".b: expected one of torch.bfloat16, "),
-    "a-elsewhere": (lambda a, b, s: (a.to("meta"), b, s), "index", ValueError, ".a: expected on .*, got meta"),
-    "a-of-two": (lambda a, b, s: (a[0, 0], b, s), "index", ValueError, r".a: expected shape \(E, r, K\) or \(L, E, r"),
-    "rank-0": (lambda a, b, s: (a[:, :, :0], b, s), "index", ValueError, ".a: expected a rank from 1 to 256, got 0"),
-    "rank-257": (lambda a, b, s: (a.expand(-1, -1, 257, -1), b, s), "index", ValueError, ".a: expected a rank .* 257"),
-    "a-columns": (lambda a, b, s: (a[..., :-1], b, s), "index", ValueError, r".a: .* \(L, E or 1, r, K\)"),
-    "a-experts": (lambda a, b, s: (a[:, :2], b, s), "index", ValueError, r".a: expected shape .*got \(3, 2, 1, "),
-    "b-rows": (lambda a, b, s: (a, b[:, :, :-1], s), "index", ValueError, r".b: .* \(L, E or 1, N, r\)"),
-    "b-rank": (lambda a, b, s: (a, b.expand(-1, -1, -1, 2), s), "index", ValueError, r".b: .* \(L, E or 1, N, r\)"),
-    "b-of-one": (lambda a, b, s: (a, b[0], s), "index", ValueError, r".b: expected shape \(L, E or 1, N, r\)"),
-    "b-of-fewer": (lambda a, b, s: (a, b[:2], s), "index", ValueError, r".b: expected shape \(L, E or 1, N, r\)"),
+    "no-lora": (tuple, TypeError, ": expected a LoRA or None, got tuple"),
+    "scaling": (lambda p: p._replace(scaling=p.a), TypeError, ".scaling: expected a number, got Tensor"),
+    "huge-scaling": (lambda p: p._replace(scaling=10**400), ValueError, ".scaling: expected a finite number"),
+    "nan-as-scaling": (lambda p: p._replace(scaling=NAN), ValueError, ".scaling: expected a finite number"),
+    "flag-as-scaling": (lambda p: p._replace(scaling=True), TypeError, ".scaling: expected a number, got bool"),
+    "a-no-tensor": (lambda p: p._replace(a=None), TypeError, ".a: expected a tensor, got NoneType"),
+    "b-of-ints": (lambda p: p._replace(b=p.b.int()), TypeError, ".b: expected one of torch.bfloat16, "),
+    "a-elsewhere": (lambda p: p._replace(a=p.a.to("meta")), ValueError, ".a: expected on .*, got meta"),
+    "a-of-two": (lambda p: p._replace(a=p.a[0, 0]), ValueError, r".a: expected shape \(E, r, K\) or \(L, E, r"),
+    "rank-0": (lambda p: p._replace(a=p.a[:, :, :0]), ValueError, ".a: expected a rank from 1 to 256, got 0"),
+    "rank-257": (lambda p: p._replace(a=p.a.expand(-1, -1, 257, -1)), ValueError, ".a: expected a rank .* 257"),
+    "a-columns": (lambda p: p._replace(a=p.a[..., :-1]), ValueError, r".a: .* \(L, E or 1, r, K\)"),
+    "a-experts": (lambda p: p._replace(a=p.a[:, :2]), ValueError, r".a: expected shape .*got \(3, 2, 1, "),
+    "b-rows": (lambda p: p._replace(b=p.b[:, :, :-1]), ValueError, r".b: .* \(L, E or 1, N, r\)"),
+    "b-rank": (lambda p: p._replace(b=p.b.expand(-1, -1, -1, 2)), ValueError, r".b: .* \(L, E or 1, N, r\)"),
+    "b-of-one": (lambda p: p._replace(b=p.b[0]), ValueError, r".b: expected shape \(L, E or 1, N, r\)"),
+    "b-of-fewer": (lambda p: p._replace(b=p.b[:2]), ValueError, r".b: expected shape \(L, E or 1, N, r\)"),
 }
 INDICES = {
     "of-one-adapter": (lambda lora, index: (lora._replace(a=lora.a[0], b=lora.b[0]), index), ValueError, "or as many"),
@@ -272,50 +254,34 @@ INDICES = {
 
 @pytest.fixture(params=["experts-up", "experts-down", "linear", "module", "mlp"])
 def target(request, grouped_moe, device):
-    """(function of a LoRA and an index, the LoRA's name in errors, its N, its K)."""
+    """(function of a LoRA and an index, the LoRA's argument; valid ones of three adapters)."""
     x, up, down = (torch.zeros(s, device=device) for s in ((T, H), (G, 2 * I, H), (G, H, I)))
     sizes = torch.ones(G, dtype=torch.int64, device=device)
     ids, scales = torch.zeros(T, 2, dtype=torch.int64, device=device), torch.zeros(T, 2, device=device)
     layer = grouped_moe.GroupedLinear(G, H, 2 * I, device=device)
     experts = partial(grouped_moe.grouped_mm_experts, x, ids, scales, up, down)
-    return {
-        "experts-up": (lambda p, i: experts(gate_up_lora=p, adapter_index=i), "gate_up_lora", 2 * I, H),
-        "experts-down": (lambda p, i: experts(down_lora=p, adapter_index=i), "down_lora", H, I),
-        "linear": (lambda p, i: grouped_moe.grouped_linear(x, up, sizes, lora=p, adapter_index=i), "lora", 2 * I, H),
-        "module": (lambda p, i: layer(x, sizes, lora=p, adapter_index=i), "lora", 2 * I, H),
-        "mlp": (
-            lambda p, i: grouped_moe.grouped_mlp(x, sizes, None, up, down, down_lora=p, adapter_index=i),
-            "down_lora", H, I,
-        ),
-    }[request.param]  # fmt: skip
+    function, name, weight = {
+        "experts-up": (experts, "gate_up_lora", up),
+        "experts-down": (experts, "down_lora", down),
+        "linear": (partial(grouped_moe.grouped_linear, x, up, sizes), "lora", up),
+        "module": (partial(layer, x, sizes), "lora", up),
+        "mlp": (partial(grouped_moe.grouped_mlp, x, sizes, None, up, down), "down_lora", down),
+    }[request.param]
+    lora = make_lora(grouped_moe, Pairs(rank=1, adapters=L), weight, False, 1.0, FP32)
+    return function, name, lora, torch.zeros(T, dtype=torch.int64, device=device)
 
 
-def parts(target, device):
-    """Valid: a, b and the index of three adapters of rank 1."""
-    _, _, n, k = target
-    return (
-        torch.zeros(L, G, 1, k, device=device),
-        torch.zeros(L, G, n, 1, device=device),
-        torch.zeros(T, dtype=torch.int64, device=device),
-    )
-
-
-@pytest.mark.parametrize("change, wrap, error, message", ERRORS.values(), ids=ERRORS)
-def test_errors_name_the_factor(grouped_moe, target, device, change, wrap, error, message):
-    function, name, *_ = target
-    a, b, index = parts(target, device)
-    changed = change(a, b, 1.0)
-    lora = changed if wrap is None else grouped_moe.LoRA(*changed)
-    with pytest.raises(error, match=f"^{name}{message}"), Nothing():
-        function(lora, index)
+@pytest.mark.parametrize("change, error, message", ERRORS.values(), ids=ERRORS)
+def test_errors_name_the_factor(target, change, error, message):
+    function, name, lora, index = target
+    raises(error, f"^{name}{message}", function, **{name: change(lora)}, adapter_index=index)
 
 
 @pytest.mark.parametrize("change, error, message", INDICES.values(), ids=INDICES)
-def test_errors_name_the_index(grouped_moe, target, device, change, error, message):
-    a, b, index = parts(target, device)
-    lora, index = change(grouped_moe.LoRA(a, b), index)
-    with pytest.raises(error, match=f"^adapter_index: .*{message}"), Nothing():
-        target[0](lora, index)
+def test_errors_name_the_index(target, change, error, message):
+    function, name, *given = target
+    lora, index = change(*given)
+    raises(error, f"^adapter_index: .*{message}", function, **{name: lora}, adapter_index=index)
 
 
 def test_both_loras_have_as_many_adapters(grouped_moe, device):
@@ -328,10 +294,9 @@ def test_both_loras_have_as_many_adapters(grouped_moe, device):
             grouped_moe.grouped_mm_experts(x, ids, scales, up, down, **loras, adapter_index=ids[:, 0])
 
 
-def test_no_forward_mode(target, grouped_moe, device):
-    function, *_ = target
-    a, b, index = parts(target, device)
+def test_no_forward_mode(target):
+    function, name, lora, index = target
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(b, torch.ones_like(b))
+        dual = lora._replace(b=torch.autograd.forward_ad.make_dual(lora.b, torch.ones_like(lora.b)))
         with pytest.raises(NotImplementedError, match="no forward-mode differentiation"):
-            function(grouped_moe.LoRA(a, dual), index)
+            function(**{name: dual}, adapter_index=index)

@@ -6,7 +6,7 @@ import layers
 import pytest
 import test_lora_layers as pairs_of_layers
 import torch
-from compare import assert_bitwise
+from compare import assert_bitwise, assert_same
 from layers import FLOAT, HALF, ROWS, Form, G, K, N, assert_matches
 from pairs import Pairs
 from poison import poisoned_allocations
@@ -64,8 +64,7 @@ def state_of(layer):
 def assert_state(layer, want):
     got = layer.state_dict()
     assert got.keys() == want.keys()
-    for name, tensor in want.items():
-        assert_bitwise(name, got[name], tensor)
+    assert_same(got, want)
 
 
 def integers(tensor):
@@ -89,8 +88,7 @@ def test_matches_the_dequantized_weight(grouped_moe, device, blocks, kind, dtype
         again = step(layer, batch)
         with torch.no_grad():
             again["y"] = layer(*batch[:3])
-    for name, tensor in got.items():
-        assert_bitwise(name, again[name], tensor)
+    assert_same(again, got)
 
 
 @pytest.mark.parametrize("adapters", [0, 3])
@@ -272,9 +270,7 @@ def test_compiles_in_one_graph(grouped_moe, device):
     want = step(layer, batch)
     layer.zero_grad()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    got = step(layer, batch, function=lambda *args: compiled(*args))
-    for name, tensor in want.items():
-        assert_bitwise(name, got[name], tensor)
+    assert_same(step(layer, batch, function=lambda *args: compiled(*args)), want)
     torch.compiler.reset()
 
 

@@ -7,7 +7,7 @@ import functools
 import layers
 import pytest
 import torch
-from compare import assert_bitwise
+from compare import assert_bitwise, assert_same
 from layers import (
     HALF,
     Form,
@@ -20,8 +20,8 @@ from layers import (
     reference,
     step,
 )
+from operations import Log
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
@@ -48,10 +48,8 @@ def test_compiles_once(grouped_moe, device, place, how):
         batch = layers.make_batch(form, device, rows)
         want = step(module, batch)
         module.zero_grad()
-        got = step(module, batch, function=function)
+        assert_same(step(module, batch, function=function), want)
         module.zero_grad()
-        for name, tensor in want.items():
-            assert_bitwise(name, got[name], tensor)
     assert counter.frame_count == {"marked": 1, "automatic": 2}[how]
 
 
@@ -93,8 +91,7 @@ def test_activations_that_are_not_kept(grouped_moe, device, place, main, delay, 
         assert module.discard_delayed_wgrad() == 0
     want, got = results
     assert got.keys() == want.keys()
-    for name, tensor in got.items():
-        assert_bitwise(name, tensor, want[name])
+    assert_same(got, want)
 
 
 @layers.by_two_places
@@ -205,24 +202,12 @@ def test_compile_refuses_to_delay(grouped_moe, device):
     assert_matches({"weight": module.weight.grad}, reference(grouped_moe, module, batch))
 
 
-class Watch(TorchDispatchMode):
-    """Keeps the names of the ops that it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 @layers.by_delay
 @layers.by_place
 def test_main_grad_changes_in_place(grouped_moe, device, place, delay):
     """As autograd counts it, too; by an op, with the same result where a mode watches."""
-    watch, results = Watch(), []
-    for context in (contextlib.nullcontext(), watch):
+    log, results = Log(), []
+    for context in (contextlib.nullcontext(), log):
         torch.manual_seed(3)
         module, batch, _ = make_with_main_grads(grouped_moe, device, place, delay)
         weights = layers.parameters(module, "weight")
@@ -233,4 +218,4 @@ def test_main_grad_changes_in_place(grouped_moe, device, place, delay):
         assert all(weight.main_grad._version > version for weight, version in zip(weights, versions))
         results.append(main_grads(module))
     assert_bitwise("main_grad", *results)
-    assert any("accumulate_wgrad" in name for name in watch.seen)
+    assert "accumulate_wgrad" in log.names

@@ -3,11 +3,11 @@
 import group_splits
 import pytest
 import torch
-from compare import assert_bitwise
+from compare import assert_bitwise, assert_same
 from linears import BY_LINEAR, LINEARS, SCALED
 from mlps import BY_MLP, MLPS
 from poison import dirty_allocator, guarded, poisoned_allocations
-from sorted_rows import DTYPES, PER_ROW, SCALES, assert_matches, assert_same, by_dtype, run, run_reference, with_leaves
+from sorted_rows import DTYPES, PER_ROW, SCALES, assert_matches, by_dtype, run, run_reference, with_leaves
 
 
 def by_case(linears, mlps, marks=()):

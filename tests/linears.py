@@ -23,10 +23,16 @@ class Linear(NamedTuple):
     scales: bool = False
 
     def make(self, dtype: torch.dtype, device: str, scales_dtype: Optional[torch.dtype] = None) -> Inputs:
-        """Those of `make`; scales are in [-0.5, 0.5], in dtype unless theirs is given."""
-        x, weight, offsets, bias, dy = make(self, dtype, device)
-        scales = (torch.rand(x.shape[0]) - 0.5).to(device, scales_dtype or dtype) if self.scales else None
-        return Inputs({"x": x, "weight": weight, "bias": bias, "bias_scales": scales}, offsets, dy)
+        """At unit scale, made on the CPU; scales are in [-0.5, 0.5], in dtype unless theirs is given."""
+        groups, rows = len(self.sizes), self.head + sum(self.sizes) + self.tail
+        shape = (groups, self.K, self.N) if self.transposed else (groups, self.N, self.K)
+        tensors = {"x": torch.randn(rows, self.K), "weight": torch.randn(shape) / self.K**0.5}
+        tensors["bias"], dy = torch.randn(groups, self.N), torch.randn(rows, self.N)
+        tensors = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+        tensors["bias"] = tensors["bias"] if self.bias else None
+        scales = (torch.rand(rows) - 0.5).to(device, scales_dtype or dtype) if self.scales else None
+        offsets = torch.tensor((self.head, *self.sizes)).cumsum(0).to(device)
+        return Inputs({**tensors, "bias_scales": scales}, offsets, dy.to(device, dtype))
 
     def call(self, grouped_moe, inputs: Inputs, splits) -> torch.Tensor:
         return grouped_moe.grouped_linear(splits=splits, transposed=self.transposed, **inputs.tensors)
@@ -59,14 +65,3 @@ LINEARS = [
 # Not a single column: a row of y is then one number, of two that may cancel.
 SCALED = [linear._replace(id=f"{linear.id}-scales", scales=True) for linear in LINEARS if linear.bias and linear.N > 1]
 BY_LINEAR = {linear.id: linear for linear in LINEARS + SCALED}
-
-
-def make(linear: Linear, dtype: torch.dtype, device: str):
-    """(x, weight, offsets, bias or None, dy) at unit scale, made on the CPU."""
-    groups, rows = len(linear.sizes), linear.head + sum(linear.sizes) + linear.tail
-    shape = (groups, linear.K, linear.N) if linear.transposed else (groups, linear.N, linear.K)
-    x, weight = torch.randn(rows, linear.K), torch.randn(shape) / linear.K**0.5
-    bias, dy = torch.randn(groups, linear.N), torch.randn(rows, linear.N)
-    offsets = torch.tensor((linear.head, *linear.sizes)).cumsum(0).to(device)
-    x, weight, bias, dy = (t.to(device, dtype) for t in (x, weight, bias, dy))
-    return x, weight, offsets, bias if linear.bias else None, dy

@@ -106,9 +106,5 @@ BY_MLP = {mlp.id: mlp for mlp in MLPS}
 assert len(BY_MLP) == len(MLPS), "two cases of one id"
 
 
-def make(mlp: Mlp, dtype: torch.dtype, device: str) -> Inputs:
-    return mlp.make(dtype, device)
-
-
 def call(grouped_moe, mlp: Mlp, inputs: Inputs, **changes) -> Tensor:
     return mlp.call(grouped_moe, inputs, grouped_moe.GroupOffsets(inputs.offsets), **changes)

@@ -53,7 +53,7 @@ def _experts(case_id, recompute, package, device):
 
 def _mlp(recompute, package, device):
     mlp = mlps.BY_MLP["no-tail"]
-    inputs = mlps.make(mlp, torch.float32, device)
+    inputs = mlp.make(torch.float32, device)
     leaves = inputs.given()
 
     def function(*tensors):

@@ -9,6 +9,7 @@ from typing import Dict, NamedTuple, Optional
 import pytest
 import torch
 from compare import assert_close
+from poison import guarded
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -49,6 +50,10 @@ class Inputs(NamedTuple):
             return tensor
 
         return self.map(poison)._replace(dy=poison("x", self.dy))
+
+    def guarded(self) -> "Inputs":
+        """Each tensor in the middle of NaN."""
+        return self.map(lambda _, tensor: guarded(tensor))._replace(dy=guarded(self.dy))
 
     def outside(self) -> Tensor:
         """Which rows are of no group."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import BY_ID
 from compare import assert_bitwise, assert_close, assert_same
-from mlps import BY_MLP, NAMES, PER_GROUP, Mlp, call, make
+from mlps import BY_MLP, NAMES, PER_GROUP, Mlp, call
 from sorted_rows import SCALES, by_dtype, run, run_reference, with_leaves
 from test_errors import raises
 
@@ -18,7 +18,7 @@ some = pytest.mark.parametrize("mlp", SOME, ids=lambda mlp: mlp.id)
 def test_gradcheck(grouped_moe, kind, scales):
     """Finite differences in fp64, independent of the reference's autograd."""
     mlp = Mlp("gradcheck", BY_ID[kind]._replace(H=4, I=3), scales, sizes=(2, 0, 3), tail=2, head=1)
-    inputs = with_leaves(make(mlp, torch.float64, "cpu"))
+    inputs = with_leaves(mlp.make(torch.float64, "cpu"))
 
     def function(*leaves):
         changed = dict(zip(inputs.given(), leaves))
@@ -43,7 +43,7 @@ def test_scales_are_not_rounded(grouped_moe, device, name, recompute):
 
 
 def test_scales_of_two_dtypes(grouped_moe, device):
-    inputs = make(BY_MLP["two-scales"], torch.bfloat16, device)
+    inputs = BY_MLP["two-scales"].make(torch.bfloat16, device)
     wide = inputs.replace(bias_scales=inputs.tensors["bias_scales"].float())
     got, same = run(grouped_moe, BY_MLP["two-scales"], wide), run(grouped_moe, BY_MLP["two-scales"], inputs)
     assert got["bias_scales"].dtype == torch.float32
@@ -54,7 +54,7 @@ def test_scales_of_two_dtypes(grouped_moe, device):
 @by_recompute
 def test_one_tensor_twice_gets_the_sum(grouped_moe, device, recompute):
     """Of what two tensors of its values get, each for its own use; neither gradient goes to the other one."""
-    same = make(BY_MLP["same-scales"], torch.float32, device)
+    same = BY_MLP["same-scales"].make(torch.float32, device)
     two = same.replace(bias_scales=same.tensors["bias_scales"].clone())
     once = run(grouped_moe, BY_MLP["same-scales"], same, recompute=recompute)
     apart = run(grouped_moe, BY_MLP["two-scales"], two, recompute=recompute)
@@ -67,7 +67,7 @@ def test_one_tensor_twice_gets_the_sum(grouped_moe, device, recompute):
 def test_scales_of_a_router(grouped_moe, device):
     """Scales that are views of a non-leaf, as a router makes them: the gradient reaches the logits."""
     mlp = BY_MLP["two-scales"]
-    inputs = make(mlp, torch.float32, device)
+    inputs = mlp.make(torch.float32, device)
 
     def logits_grad(function, tensors, dtype):
         logits = torch.linspace(-2, 2, 2 * mlp.rows, device=device, dtype=dtype).view(mlp.rows, 2).requires_grad_()
@@ -90,7 +90,7 @@ FROZEN += [SCALES, PER_GROUP, PER_GROUP[:2], PER_GROUP[2:], ("x", "gate_up_proj"
 def test_only_gradients_asked_for(grouped_moe, device, frozen, recompute):
     """A gradient does not depend on which others are asked for; what is frozen gets none."""
     mlp = BY_MLP["gpt-oss"]
-    inputs = make(mlp, torch.float32, device)
+    inputs = mlp.make(torch.float32, device)
     want = run(grouped_moe, mlp, inputs, recompute=recompute)
     got = run(grouped_moe, mlp, inputs, frozen=frozen, recompute=recompute)
     assert want.keys() - got.keys() == set(frozen)
@@ -100,13 +100,13 @@ def test_only_gradients_asked_for(grouped_moe, device, frozen, recompute):
 @by_dtype
 @some
 def test_recompute_changes_nothing(grouped_moe, device, mlp, dtype):
-    inputs = make(mlp, dtype, device)
+    inputs = mlp.make(dtype, device)
     assert_same(run(grouped_moe, mlp, inputs, recompute=True), run(grouped_moe, mlp, inputs, recompute=False))
 
 
 @some
 def test_recompute_saves_inputs_alone(grouped_moe, device, mlp):
-    inputs, saved = with_leaves(make(mlp, torch.float32, device)), []
+    inputs, saved = with_leaves(mlp.make(torch.float32, device)), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         call(grouped_moe, mlp, inputs, recompute=True)
     given = {tensor.data_ptr() for tensor in inputs.given().values()}

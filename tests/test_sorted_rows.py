@@ -117,8 +117,7 @@ QUICK = pytest.param(*PAIRS[0], marks=pytest.mark.kernels_ci)
 @pytest.mark.parametrize("case, dtype", [QUICK, *PAIRS[1:]], ids=lambda value: getattr(value, "id", str(value)))
 def test_wrong_splits_are_clamped(grouped_moe, device, case, dtype, kind):
     """And what surrounds the tensors in memory, NaN here, is never reached."""
-    inputs = case.make(dtype, device)
-    inputs = inputs.map(lambda _, tensor: guarded(tensor))._replace(dy=guarded(inputs.dy))
+    inputs = case.make(dtype, device).guarded()
     wrong = torch.tensor(group_splits.WRONG[kind], device=device)
     right = torch.tensor(group_splits.clamped(group_splits.WRONG[kind], len(inputs.dy)), device=device)
     want = run(grouped_moe, case, inputs, splits=right)

@@ -4,11 +4,10 @@ import contextlib
 
 import pytest
 import torch
-from compare import assert_bitwise, assert_close
+from compare import assert_close, assert_same
 from group_splits import WRONG_OFFSETS as WRONG
-from linears import LINEARS, Linear, make
+from linears import LINEARS, Linear
 from mlps import BY_MLP, NAMES, PER_GROUP
-from mlps import make as make_mlp
 from poison import guarded
 from sorted_rows import PER_ROW, assert_matches, run_reference
 
@@ -42,12 +41,13 @@ def descriptors(module, monkeypatch):
     return made
 
 
-def run_linear(module, linear, x, weight, offsets, bias, dy, scales=None, needs=None, guard=True):
-    """{"y", "x", "weight", "bias", "scales"} by what the ops call. Needs the fixture `accelerated`."""
-    functions, tensors = module("grouped_linear"), (x, weight, offsets, bias, dy, scales)
-    needs = needs or (True, True, bias is not None, scales is not None)
+def run_linear(module, linear, inputs, needs=None, guard=True):
+    """{"y", name: gradient} by what the ops call. Needs the fixture `accelerated`."""
+    functions, (tensors, offsets, dy) = module("grouped_linear"), inputs
+    x, weight, bias, scales = tensors.values()
+    needs = needs or [tensor is not None for tensor in tensors.values()]
     needs_x, needs_weight, needs_bias, needs_scales = needs
-    with GuardedAllocations(*tensors) if guard else contextlib.nullcontext():
+    with GuardedAllocations(*tensors.values(), offsets, dy) if guard else contextlib.nullcontext():
         no_pair, kind = (None, None, None), (None, (), 0.0, linear.transposed)
         y, schedule, _ = functions._forward(x, weight, offsets, bias, scales, *no_pair, *kind)
         wanted = [needs_x, needs_weight, False, False]
@@ -55,7 +55,7 @@ def run_linear(module, linear, x, weight, offsets, bias, dy, scales=None, needs=
         if needs_bias or needs_scales:
             given = dy, schedule, weight.shape[0], bias if needs_scales else None, scales, needs_bias
             grads = *grads, *functions._bias_backward(*given)
-        named = zip(("y", "x", "weight", "bias", "scales"), (y, *grads), (True, *needs))
+        named = zip(("y", *tensors), (y, *grads), (True, *needs))
         return {name: tensor.clone() for name, tensor, need in named if need}
 
 
@@ -64,28 +64,11 @@ def check_linear(module, grouped_moe, linear, dtype, scales_dtype=None, guard=Tr
 
     guard: NaN around every operand as well, which then lies at an address that descriptors do not take.
     """
-    x, weight, offsets, bias, dy = make(linear, dtype, "cpu")
-    scales = None if scales_dtype is None else (torch.rand(x.shape[0]) - 0.5).to(scales_dtype)
-    leaves = [t if t is None else t.double().requires_grad_() for t in (x, weight, bias, scales)]
+    inputs = linear.make(dtype, "cpu", scales_dtype)
     with torch.enable_grad():
-        y = grouped_moe.reference.grouped_linear(*leaves[:2], offsets, *leaves[2:], transposed=linear.transposed)
-        y.backward(dy.double())
-    rows = torch.arange(x.shape[0])
-    outside, empty = (rows < offsets[0]) | (rows >= offsets[-1]), offsets.diff() == 0
-    for tensor, unread in ((x, outside), (dy, outside), (scales, outside), (weight, empty), (bias, empty)):
-        if tensor is not None:
-            tensor[unread] = NAN
-    if guard:
-        x, weight, bias, dy, scales = (t if t is None else guarded(t) for t in (x, weight, bias, dy, scales))
-    got = run_linear(module, linear, x, weight, offsets, bias, dy, scales, guard=guard)
-    assert_close("y", got.pop("y"), y.detach(), dtype)
-    want = {name: leaf for name, leaf in zip(("x", "weight", "bias", "scales"), leaves) if leaf is not None}
-    assert got.keys() == want.keys()
-    for name, grad in got.items():
-        own = scales_dtype if name == "scales" else dtype
-        coarser = max(dtype, own, key=lambda d: torch.finfo(d).eps)
-        assert grad.dtype == own
-        assert_close(name, grad, want[name].grad, coarser, inner_products=name == "scales")
+        want = run_reference(grouped_moe, linear, inputs)
+    given = inputs.poisoned().guarded() if guard else inputs.poisoned()
+    assert_matches(run_linear(module, linear, given, guard=guard), want, dtype, scales_dtype)
 
 
 @by_dtype
@@ -105,30 +88,25 @@ def test_reads_by_descriptor(module, grouped_moe, accelerated, descriptors, line
 @pytest.mark.parametrize("scales_dtype", [torch.float32, torch.float16], ids=["fp32-scales", "fp16-scales"])
 @by_dtype
 def test_scaled_bias(module, grouped_moe, accelerated, dtype, scales_dtype):
-    linear = Linear("scaled", sizes=(7, 0, 119, 5), tail=6, head=3, N=70, bias=True)
+    linear = Linear("scaled", sizes=(7, 0, 119, 5), tail=6, head=3, N=70, bias=True, scales=True)
     check_linear(module, grouped_moe, linear, dtype, scales_dtype)
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_wrong_offsets_stay_in_bounds(module, accelerated, kind):
     """And the result is that of the offsets that they are clamped to."""
-    x, weight, _, bias, dy = make(LINEARS[1], torch.float32, "cpu")
-    x, weight, bias, dy = (guarded(t) for t in (x, weight, bias, dy))
-    wrong = torch.tensor(WRONG[kind])
-    clamped = wrong.clamp(0, x.shape[0]).cummax(0).values
-    got, want = (run_linear(module, LINEARS[1], x, weight, offsets, bias, dy) for offsets in (wrong, clamped))
-    for name, tensor in got.items():
-        assert_bitwise(name, tensor, want[name])
+    inputs, wrong = LINEARS[1].make(torch.float32, "cpu").guarded(), torch.tensor(WRONG[kind])
+    clamped = wrong.clamp(0, len(inputs.dy)).cummax(0).values
+    assert_same(*(run_linear(module, LINEARS[1], inputs._replace(offsets=each)) for each in (wrong, clamped)))
 
 
 @pytest.mark.parametrize("only", [0, 1, 2])
 def test_only_gradients_asked_for(module, accelerated, only):
-    inputs = make(LINEARS[3], torch.float32, "cpu")
-    full = run_linear(module, LINEARS[3], *inputs)
-    got = run_linear(module, LINEARS[3], *inputs, needs=[number == only for number in range(4)])
+    inputs = LINEARS[3].make(torch.float32, "cpu")
+    full = run_linear(module, LINEARS[3], inputs)
+    got = run_linear(module, LINEARS[3], inputs, needs=[number == only for number in range(4)])
     assert list(got) == ["y", list(full)[1 + only]]
-    for name, tensor in got.items():
-        assert_bitwise(name, tensor, full[name])
+    assert_same(got, full)
 
 
 def test_strides_beyond_int32(kernels):
@@ -189,24 +167,16 @@ MLPS += ["relu2-not-gated", "head-and-tail", "no-rows", "tail-only", "odd-extent
 @pytest.mark.parametrize("mlp_id", MLPS)
 def test_grouped_mlp(module, grouped_moe, kernels, mlp_id, dtype):
     mlp, pipeline = BY_MLP[mlp_id], module("pipeline")
-    inputs, case = make_mlp(mlp, dtype, "cpu"), mlp.case
+    inputs, case = mlp.make(dtype, "cpu"), mlp.case
     with torch.enable_grad():
         want = run_reference(grouped_moe, mlp, inputs)
-    rows = torch.arange(mlp.rows)
-    outside = (rows < inputs.offsets[0]) | (rows >= inputs.offsets[-1])
-
-    def poisoned(name, tensor):
-        if name in PER_ROW:
-            tensor = tensor.masked_fill(outside.view(-1, *[1] * (tensor.dim() - 1)), NAN)
-        return guarded(tensor)
-
-    dy, given = poisoned("x", inputs.dy), inputs.map(poisoned).tensors
+    given, offsets, dy = inputs.poisoned().guarded()
     kind = grouped_moe.Activation(*case.activation), case.gated, case.interleaved, case.transposed, case.recompute
     block = module("block").Block(*(given[name] for name in PER_GROUP), None, None, *kind)
     x, *scales = (given[name] for name in PER_ROW)
     needs = module("block").Needs(*(given[name] is not None for name in NAMES))
-    with GuardedAllocations(*given.values(), inputs.offsets, dy):
-        split = kernels.split_rows(inputs.offsets, block.num_experts, mlp.rows, dtype)
+    with GuardedAllocations(*given.values(), offsets, dy):
+        split = kernels.split_rows(offsets, block.num_experts, mlp.rows, dtype)
         y, saved = pipeline.forward(kernels, block, x, split, *scales, save=True)
         grads = pipeline.backward(kernels, block, dy, x, split, *scales, saved, needs)
         got = {name: tensor.clone() for name, tensor in zip(("y", *NAMES), (y, *grads)) if tensor is not None}

@@ -33,7 +33,8 @@ VALID = {
         "down_proj": (E, H, I), "gate_up_proj_bias": (E, 2 * I), "down_proj_bias": (E, H),
     },
     "grouped_mlp": {
-        "x": (T, H), "splits": (E,), "activation_scales": (T,), "gate_up_proj": (E, 2 * I, H), "down_proj": (E, H, I),
+        "splits": (E,), "x": (T, H), "activation_scales": (T,), "bias_scales": (T,), "gate_up_proj": (E, 2 * I, H),
+        "down_proj": (E, H, I), "gate_up_proj_bias": (E, 2 * I), "down_proj_bias": (E, H),
     },
     "grouped_linear": {"x": (ROWS, K), "weight": (G, N, K), "splits": (G + 1,), "bias": (G, N)},
     "route": {"top_k_index": (T, TOP_K), "num_experts": E},
@@ -41,6 +42,7 @@ VALID = {
     "combine_rows": {"y": (T * TOP_K, H), "top_k_weights": (T, TOP_K), "routing": None},
 }  # fmt: skip
 NAMES = list(VALID["grouped_mm_experts"])
+MLP = list(VALID["grouped_mlp"])
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
 NOT_GATED = {"gated": False, "gate_up_proj": (E, I, H), "gate_up_proj_bias": (E, I)}
 FLAGS = ("gated", "interleaved", "transposed", "recompute")
@@ -156,7 +158,28 @@ BAD = {
         (["splits"], [torch.float32, torch.bool], "expected torch.int32 or torch.int64, got {value}$"),
         (["transposed"], NO_BOOLS, "expected True or False, got "),
     ],
-    ("grouped_mlp", TypeError): [(FLAGS, NO_BOOLS, "expected True or False, got ")],
+    ("grouped_mlp", ValueError): [
+        (["x"], [(H,), (1, T, H)], "got {value}"),
+        (["activation_scales", "bias_scales"], [(T + 1,), (T - 1,), (T, 1), (1,), ()], "got {value}"),
+        (["gate_up_proj"], [(2 * I, H), (E, 2 * I - 1, H), (E, 2 * I, H + 1), (0, 2 * I, H), (1025, 2 * I, H)], "got "),
+        (["down_proj"], [(H, I), (E + 1, H, I), (E, H, I + 1), (E, H + 1, I), (E, I, H)], "got {value}"),
+        (["gate_up_proj_bias"], [(2 * I,), (E, I), (E + 1, 2 * I)], "got {value}"),
+        (["down_proj_bias"], [(H,), (E, I), (E + 1, H)], "got {value}"),
+        (["splits", *MLP[2:]], [META], "expected on .* like x, got meta"),
+        (["splits"], [(E + 2,), (E - 1,), (1, E)], r"shape \(G,\) sizes or \(G \+ 1,\) offsets = \(4\), got {value}"),
+        (["splits"], [[1, 1, 1, 1, 1], [2, T, 0, 0], [2, -1, 3, 0]], "expected .*sizes"),
+        (["bias_scales"], [{"gate_up_proj_bias": None, "down_proj_bias": None}], "expected None without"),
+        (["gated"], [{**NOT_GATED, "interleaved": True}], "expected True .*, got False"),
+        (["activation"], ["mish"], "expected one of .*, got 'mish'"),
+    ],
+    ("grouped_mlp", TypeError): [
+        (MLP[1:], [1.0, [1.0]], "expected a tensor, got {type}$"),
+        (MLP[1:], [torch.int64], "got {value}$"),
+        (MLP[4:], [torch.float16], "expected torch.float32 like x, got {value}$"),
+        (["splits"], [torch.float32, torch.int16], "expected torch.int32 or torch.int64, got {value}$"),
+        (["splits"], [None, [2.0, 3.0, 1.0, 0.0]], "expected "),
+        (FLAGS, NO_BOOLS, "expected True or False, got "),
+    ],
     ("route", ValueError): [
         (["top_k_index"], [(4,), (4, 0)], r"expected shape \(T, top_k\) with top_k > 0, got {value}"),
         (["num_experts"], [0, -1, 1025], "expected 1 to 1024 experts, got {value}$"),
@@ -211,7 +234,7 @@ def test_bad_input(grouped_moe, device, op, error, name, value, message):
     changed, *named = name.split(" > ")
     changes = value if isinstance(value, dict) else {changed: value}
     message = message.format(value=re.escape(str(value)), type=type(value).__name__)
-    for without in ((), ("gate_up_proj_bias", "down_proj_bias", "bias")):
+    for without in ((), ("gate_up_proj_bias", "down_proj_bias", "bias", "bias_scales")):
         given = {key: each for key, each in arguments(grouped_moe, op, device).items() if key not in without}
         if changes.keys().isdisjoint(without) or not without:
             for key, each in changes.items():

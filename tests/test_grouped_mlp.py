@@ -1,4 +1,4 @@
-"""grouped_mlp: each scale's gradient, gradients that are not asked for, recompute, errors; see test_sorted_rows.py."""
+"""grouped_mlp: each scale's gradient, gradients that are not asked for, recompute; see test_sorted_rows.py."""
 
 import pytest
 import torch
@@ -113,63 +113,11 @@ def test_recompute_saves_inputs_alone(grouped_moe, device, mlp):
     assert not [t.shape for t in saved if t.data_ptr() not in given and t.is_floating_point() and t.numel()]
 
 
-ROWS, G, H, I = 10, 3, 8, 6  # noqa: E741
-
-
-def arguments(device):
-    """Valid arguments by name."""
-    shapes = {"x": (ROWS, H), "activation_scales": (ROWS,), "bias_scales": (ROWS,), "gate_up_proj": (G, 2 * I, H)}
-    shapes.update(down_proj=(G, H, I), gate_up_proj_bias=(G, 2 * I), down_proj_bias=(G, H))
-    given = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
-    return {**given, "splits": torch.tensor([2, 3, 4], device=device)}
-
-
-BAD_SCALES = [(ROWS + 1,), (ROWS - 1,), (ROWS, 1), (1,), ()]
-BAD_SHAPES = {
-    "x": [(H,), (1, ROWS, H)],
-    "activation_scales": BAD_SCALES,
-    "bias_scales": BAD_SCALES,
-    "gate_up_proj": [(2 * I, H), (G, 2 * I - 1, H), (G, 2 * I, H + 1), (0, 2 * I, H), (1025, 2 * I, H)],
-    "down_proj": [(H, I), (G + 1, H, I), (G, H, I + 1), (G, H + 1, I), (G, I, H)],
-    "gate_up_proj_bias": [(2 * I,), (G, I), (G + 1, 2 * I)],
-    "down_proj_bias": [(H,), (G, I), (G + 1, H)],
-}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_wrong_tensors(grouped_moe, device, name):
-    """Of another shape, type, dtype or on another device."""
-    given = arguments(device)
-    wrong = [(ValueError, torch.zeros(shape, device=device)) for shape in BAD_SHAPES[name]]
-    wrong += [(TypeError, value) for value in (1.0, [1.0], given[name].long())]
-    wrong += [(TypeError, given[name].half())] if name in PER_GROUP else []
-    wrong += [(ValueError, given[name].to("meta"))] if name != "x" else []
-    for error, value in wrong:
-        raises(error, f"^{name}: .*got ", grouped_moe.grouped_mlp, **{**given, name: value})
-
-
-def test_wrong_splits_and_flags(grouped_moe, device):
-    given = arguments(device)
-    sizes = given["splits"]
-    wrong = (
-        (ValueError, torch.cat([sizes, sizes])[: G + 2]),
-        (ValueError, sizes[:-1]),
-        (ValueError, sizes[None]),
-        (TypeError, sizes.float()),
-        (TypeError, sizes.short()),
-        (TypeError, None),
-        (ValueError, [2, 3, 4, 1]),
-        (ValueError, [2, ROWS - 4, 3]),
-        (ValueError, [2, -1, 4]),
-        (TypeError, [2.0, 3.0, 4.0]),
-        (ValueError, grouped_moe.GroupOffsets(sizes)),
-        (ValueError, grouped_moe.GroupSizes(sizes.new_zeros(G + 1))),
-        (TypeError, grouped_moe.GroupSizes([2, 3, 4])),
-        (ValueError, sizes.to("meta")),
-    )
-    for error, splits in wrong:
-        raises(error, "^splits: ", grouped_moe.grouped_mlp, **{**given, "splits": splits})
-    without = {"down_proj_bias": None, "gate_up_proj_bias": None}
-    raises(ValueError, "^bias_scales: ", grouped_moe.grouped_mlp, **{**given, **without})
-    raises(ValueError, "^gated: ", grouped_moe.grouped_mlp, **given, gated=False, interleaved=True)
-    raises(ValueError, "^activation: ", grouped_moe.grouped_mlp, **given, activation="mish")
+def test_splits_of_another_type(grouped_moe, device):
+    """Sizes as offsets and the opposite, and a list as sizes of a device; other errors are in test_errors.py."""
+    mlp = BY_MLP["two-scales"]
+    inputs = mlp.make(torch.float32, device)
+    sizes, offsets = grouped_moe.GroupSizes, grouped_moe.GroupOffsets
+    raises(ValueError, "^splits: ", mlp.call, grouped_moe, inputs, offsets(inputs.offsets.diff()))
+    raises(ValueError, "^splits: ", mlp.call, grouped_moe, inputs, sizes(inputs.offsets))
+    raises(TypeError, "^splits: ", mlp.call, grouped_moe, inputs, sizes([*mlp.sizes]))

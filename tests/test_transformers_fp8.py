@@ -23,11 +23,6 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def implementation(grouped_moe):
-    return grouped_moe.register_experts_implementation()
-
-
 def empty_model(implementation: str, **options) -> nn.Module:
     """With FP8 experts and plain linear layers."""
     config = Qwen3MoeConfig(**SIZES)
@@ -36,6 +31,16 @@ def empty_model(implementation: str, **options) -> nn.Module:
     others = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     finegrained.replace_with_fp8_linear(model, others, FineGrainedFP8Config(**options))
     return model
+
+
+def freeze(module: nn.Module, **tensors: torch.Tensor) -> None:
+    """Gives the module these as parameters without gradients."""
+    for name, tensor in tensors.items():
+        setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+
+
+def set_scaled(experts: nn.Module, name: str, scaled) -> None:
+    freeze(experts, **{name: scaled.data, f"{name}_scale_inv": scaled.scale_inv})
 
 
 def make_models(grouped_moe, implementation: str, device: str, per_expert: bool = False, parts: int = 1):
@@ -55,9 +60,9 @@ def make_models(grouped_moe, implementation: str, device: str, per_expert: bool 
             weight, own = getattr(like.mlp.experts, name), parts if name == "gate_up_proj" else 1
             n, k = weight.shape[1:]
             scaled = grouped_moe.quantize_blocks(weight, (n // own, k) if per_expert else (128, 128), own)
-            for attribute, tensor in ((name, scaled.data), (f"{name}_scale_inv", scaled.scale_inv)):
-                assert getattr(experts, attribute).shape == tensor.shape or per_expert or parts == 2
-                setattr(experts, attribute, nn.Parameter(tensor, requires_grad=False))
+            shapes = getattr(experts, name).shape, getattr(experts, f"{name}_scale_inv").shape
+            assert shapes == (scaled.data.shape, scaled.scale_inv.shape) or per_expert or parts == 2
+            set_scaled(experts, name, scaled)
             weight.data = scaled.dequantize(torch.float64)
     return model.to(device), plain
 
@@ -66,77 +71,67 @@ def make_ids(device: str):
     return torch.randint(0, SIZES["vocab_size"], (2, 9)).to(device)
 
 
-@pytest.mark.parametrize("per_expert, parts", [(False, 1), (True, 2), (True, 1)], ids=["blocks", "halves", "whole"])
-def test_matches_eager(grouped_moe, implementation, device, per_expert, parts):
-    model, plain = make_models(grouped_moe, implementation, device, per_expert, parts)
+def with_lora(models: tuple, names: tuple = NAMES, modules: tuple = ()) -> tuple:
+    """Both models under peft, with the same adapters on these weights of experts. Skips the test without peft."""
+    peft = pytest.importorskip("peft", minversion="0.21")
+    options = {"r": 4, "target_modules": [*modules], "target_parameters": [f"experts.{name}" for name in names]}
+    config = peft.LoraConfig(**options, init_lora_weights=False)
+    model, plain = (peft.get_peft_model(each, copy.deepcopy(config)) for each in models)
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if "lora_" in k}, strict=False)
+    return model, plain
+
+
+def assert_logits(model: nn.Module, plain: nn.Module, device: str, trains: bool = False) -> None:
+    """The eager model's. trains: where autograd records."""
     ids = make_ids(device)
-    with torch.no_grad():
-        logits = model(ids).logits
-    assert_close("logits", logits.cpu(), plain(ids.cpu()).logits.detach(), torch.float32, terms=2 * H * H)
+    with torch.set_grad_enabled(trains):
+        got, want = model(ids).logits.detach().cpu(), plain(ids.cpu()).logits.detach()
+    assert_close("logits", got, want, torch.float32, terms=2 * H * H)
 
 
-def test_trains_what_is_not_scaled(grouped_moe, implementation, device):
-    """Gradients pass through FP8 experts to all other parameters."""
-    model, plain = make_models(grouped_moe, implementation, device)
+def assert_gradients(model: nn.Module, plain: nn.Module, device: str) -> list:
+    """The eager model's, of all that is trained. Returns the names."""
     ids = make_ids(device)
     model(ids, labels=ids).loss.backward()
     plain(ids.cpu(), labels=ids.cpu()).loss.backward()
     want = dict(plain.named_parameters())
-    checked = 0
-    for name, parameter in model.named_parameters():
-        if "experts." in name:
-            assert parameter.grad is None
-            continue
-        error = (parameter.grad.cpu().double() - want[name].grad).norm() / want[name].grad.norm()
+    trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, grad in trained.items():
+        error = (grad.cpu().double() - want[name].grad).norm() / want[name].grad.norm()
         assert error < TOLERANCE, name
-        checked += 1
-    assert checked > 10
+    return [*trained]
+
+
+# Of 200 intermediate columns the scales of gate and of up are as many as those of both together: those of checkpoints.
+@pytest.mark.parametrize(
+    "per_expert, parts, width",
+    [(False, 1, I), (True, 2, I), (True, 1, I), (False, 2, 200)],
+    ids=["blocks", "halves", "whole", "blocks-apart"],
+)
+def test_matches_eager(grouped_moe, implementation, device, monkeypatch, per_expert, parts, width):
+    monkeypatch.setitem(SIZES, "moe_intermediate_size", width)
+    assert_logits(*make_models(grouped_moe, implementation, device, per_expert, parts), device)
+
+
+def test_trains_what_is_not_scaled(grouped_moe, implementation, device):
+    """Gradients pass through FP8 experts to all other parameters."""
+    trained = assert_gradients(*make_models(grouped_moe, implementation, device), device)
+    assert len(trained) > 10 and not any("experts." in name for name in trained)
 
 
 def test_lora_by_peft(grouped_moe, implementation, device):
     """The gradients of adapters on FP8 experts, of which peft alone has none; without a warning."""
-    peft = pytest.importorskip("peft", minversion="0.21")
-    models = make_models(grouped_moe, implementation, device)
-    options = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False}
-    targets = [f"experts.{name}" for name in NAMES]
-    model, plain = (
-        peft.get_peft_model(each, peft.LoraConfig(target_parameters=list(targets), **options)) for each in models
-    )
-    adapters = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
-    theirs = {name: parameter for name, parameter in plain.named_parameters() if "lora_" in name}
-    for name, parameter in adapters.items():
-        theirs[name].data.copy_(parameter.data)
-    ids = make_ids(device)
-    model(ids, labels=ids).loss.backward()
-    plain(ids.cpu(), labels=ids.cpu()).loss.backward()
-    assert len(adapters) == LAYERS * 6
-    for name, parameter in adapters.items():
-        want = theirs[name].grad
-        assert (parameter.grad.cpu().double() - want).norm() / want.norm() < TOLERANCE, name
+    models = with_lora(make_models(grouped_moe, implementation, device), modules=("q_proj",))
+    assert len(assert_gradients(*models, device)) == LAYERS * 6
 
 
 def test_what_peft_puts_in_their_place_is_refused(grouped_moe, implementation, device):
     """Sums of codes and adapters, as of two active ones, mean nothing."""
-    peft = pytest.importorskip("peft", minversion="0.21")
-    model, _ = make_models(grouped_moe, implementation, device)
-    options = {"r": 4, "target_modules": [], "init_lora_weights": False}
-    config = peft.LoraConfig(target_parameters=["experts.down_proj"], **options)
-    model = peft.get_peft_model(model, config)
-    model.add_adapter("second", copy.deepcopy(config))
+    model, _ = with_lora(make_models(grouped_moe, implementation, device), ("down_proj",))
+    model.add_adapter("second", copy.deepcopy(model.peft_config["default"]))
     model.base_model.set_adapter(["default", "second"])
     with pytest.raises(ValueError, match="down_proj: expected the codes of an FP8 weight, got a parametrization"):
         model(make_ids(device))
-
-
-def test_gate_and_up_scaled_apart(grouped_moe, implementation, monkeypatch):
-    """Where the scales of gate and of up are as many as those of both together, they are those of checkpoints."""
-    monkeypatch.setitem(SIZES, "moe_intermediate_size", 200)
-    model, plain = make_models(grouped_moe, implementation, "cpu", parts=2)
-    assert model.model.layers[0].mlp.experts.gate_up_proj_scale_inv.shape == (E, 4, 2)
-    ids = make_ids("cpu")
-    with torch.no_grad():
-        logits = model(ids).logits
-    assert_close("logits", logits, plain(ids).logits.detach(), torch.float32, terms=2 * H * H)
 
 
 def test_weights_that_were_left_plain(grouped_moe, implementation, monkeypatch):
@@ -144,17 +139,11 @@ def test_weights_that_were_left_plain(grouped_moe, implementation, monkeypatch):
     monkeypatch.setitem(SIZES, "moe_intermediate_size", 200)
     model, plain = make_models(grouped_moe, implementation, "cpu", parts=2)
     for layer, like in zip(model.model.layers, plain.model.layers):
-        for name in NAMES:
-            weight = getattr(like.mlp.experts, name).detach().float()
-            setattr(layer.mlp.experts, name, nn.Parameter(weight, requires_grad=False))
-    ids = make_ids("cpu")
-    with torch.no_grad():
-        logits = model(ids).logits
-    assert_close("logits", logits, plain(ids).logits.detach(), torch.float32, terms=2 * H * H)
-    experts = model.model.layers[0].mlp.experts
-    experts.down_proj = nn.Parameter(torch.zeros(E, H, 256), requires_grad=False)
+        freeze(layer.mlp.experts, **{name: getattr(like.mlp.experts, name).detach().float() for name in NAMES})
+    assert_logits(model, plain, "cpu")
+    freeze(model.model.layers[0].mlp.experts, down_proj=torch.zeros(E, H, 256))
     with pytest.raises(ValueError, match="load it anew: the codes have lost their scales"), torch.no_grad():
-        model(ids)
+        model(make_ids("cpu"))
 
 
 def test_a_cast_of_codes_is_refused(grouped_moe, implementation, monkeypatch):
@@ -170,9 +159,7 @@ def plain_experts(grouped_moe, implementation, monkeypatch):
     """Experts of a class for FP8, whose weights transformers left plain."""
     monkeypatch.setitem(SIZES, "moe_intermediate_size", 200)
     experts = make_models(grouped_moe, implementation, "cpu", parts=2)[0].model.layers[0].mlp.experts
-    for name in NAMES:
-        weight = torch.randn(getattr(experts, name).shape) / 20
-        setattr(experts, name, nn.Parameter(weight, requires_grad=False))
+    freeze(experts, **{name: torch.randn(getattr(experts, name).shape) / 20 for name in NAMES})
     return experts
 
 
@@ -182,9 +169,7 @@ def test_plain_weights_that_codes_take_the_place_of(grouped_moe, implementation,
     inputs = torch.randn(5, H), torch.randint(0, E, (5, 2)), torch.rand(5, 2)
     experts(*inputs)
     for name, parts in zip(NAMES, (2, 1)):
-        scaled = grouped_moe.quantize_blocks(getattr(experts, name), parts=parts)
-        for attribute, tensor in ((name, scaled.data), (f"{name}_scale_inv", scaled.scale_inv)):
-            setattr(experts, attribute, nn.Parameter(tensor, requires_grad=False))
+        set_scaled(experts, name, grouped_moe.quantize_blocks(getattr(experts, name), parts=parts))
     experts(*inputs)
     experts.to(torch.bfloat16)
     with pytest.raises(ValueError, match="the codes have lost their scales"):
@@ -210,7 +195,7 @@ def test_the_look_at_values_is_not_seen_by_selective_checkpoints(grouped_moe, im
 
 def test_a_parametrization_of_several_tensors(grouped_moe, implementation):
     experts = make_models(grouped_moe, implementation, "cpu")[0].model.layers[0].mlp.experts
-    experts.down_proj = nn.Parameter(experts.down_proj.float(), requires_grad=False)
+    freeze(experts, down_proj=experts.down_proj.float())
     nn.utils.parametrizations.weight_norm(experts, "down_proj")
     with pytest.raises(ValueError, match="down_proj: expected the codes of an FP8 weight, got a parametrization"):
         experts(torch.randn(5, H), torch.randint(0, E, (5, 2)), torch.rand(5, 2))
@@ -222,20 +207,12 @@ def test_lora_on_a_weight_that_was_left_plain(grouped_moe, implementation, devic
     peft = pytest.importorskip("peft", minversion="0.21")
     model, plain = make_models(grouped_moe, implementation, device)
     for layer, like in zip(model.model.layers, plain.model.layers):
-        weight = like.mlp.experts.down_proj.detach().float().to(device)
-        layer.mlp.experts.down_proj = nn.Parameter(weight, requires_grad=False)
-    options = {"r": 4, "target_modules": [], "init_lora_weights": False}
-    model, plain = (
-        peft.get_peft_model(each, peft.LoraConfig(target_parameters=["experts.down_proj"], **options))
-        for each in (model, plain)
-    )
+        freeze(layer.mlp.experts, down_proj=like.mlp.experts.down_proj.detach().float().to(device))
+    model, plain = with_lora((model, plain), ("down_proj",))
     for module in model.modules() if registered == "after" else ():
         if isinstance(module, peft.tuners.lora.layer.ParamWrapper):
             module.__class__ = peft.tuners.lora.layer.ParamWrapper
-    plain.load_state_dict({k: v for k, v in model.state_dict().items() if "lora_" in k}, strict=False)
-    ids = make_ids("cpu")
-    logits, want = model(ids.to(device)).logits.detach().cpu(), plain(ids).logits.detach()
-    assert_close("logits", logits, want, torch.float32, terms=2 * H * H)
+    assert_logits(model, plain, device, trains=True)
 
 
 def test_parts_of_blocks_are_refused(grouped_moe, implementation):
@@ -250,8 +227,7 @@ def test_parts_of_blocks_are_refused(grouped_moe, implementation):
     experts.block_size = (64, 64)
     for name in NAMES:
         n, k = getattr(experts, name).shape[1:]
-        scales = torch.ones(E, -(-n // 64), -(-k // 64))
-        setattr(experts, f"{name}_scale_inv", nn.Parameter(scales, requires_grad=False))
+        freeze(experts, **{f"{name}_scale_inv": torch.ones(E, -(-n // 64), -(-k // 64))})
     assert experts(hidden, ids, weights).shape == hidden.shape
 
 

@@ -1,8 +1,9 @@
 """Steps through products with rows of 8-bit floats, with low-rank pairs beside them, in fp64 on the same codes."""
 
-from typing import Dict, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch
+from pairs import factors, with_factors
 from quantized import BF16, Case, Inputs, rounded
 from torch import Tensor
 from torch.nn.functional import silu
@@ -130,3 +131,14 @@ def gradients(out: Tensor, given: Inputs, pairs: dict, dout: Tensor) -> Dict[str
         if name != "adapter_index":
             leaves.update({f"{name}.a": lora.a, f"{name}.b": lora.b})
     return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), dout)))
+
+
+def references(case: Case, given: Inputs, pairs: dict, dout: Tensor) -> List[Dict[str, Tensor]]:
+    """Output and gradients in fp64: where rows and their gradients become codes, and of rows as they are."""
+    wide = with_factors(pairs, {name: t.detach().double().requires_grad_() for name, t in factors(pairs).items()})
+    found = []
+    for quantizes in (True, False):
+        leaves = given._replace(x=given.x.double().requires_grad_(), weights=given.weights.double().requires_grad_())
+        out = reference(case, leaves, wide, pairs.get("adapter_index"), quantizes)
+        found.append({"out": out.detach(), **gradients(out, leaves, wide, dout.double())})
+    return found

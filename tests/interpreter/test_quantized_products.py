@@ -6,7 +6,7 @@ import pytest
 import torch
 from compare import assert_bitwise, assert_close
 from quantized import ROWS, SAME_CODES, Case, error, make, rounded, run
-from quantized_steps import Ranks, gradients, make_pairs, reference
+from quantized_steps import Ranks, gradients, make_pairs, references
 from torch.nn.functional import silu
 
 from interpreter.guard import GuardedAllocations
@@ -40,23 +40,13 @@ def test_steps(grouped_moe, case, ranks):
     given, pairs = make(grouped_moe, case, device="cpu"), make_pairs(grouped_moe, case, ranks, "cpu")
     given.ids[3] = case.E
     unread, dout = (given.ids >= case.E).all(1)[:, None], torch.randn_like(given.x)
-    wide = {
-        key: value if key == "adapter_index" else value._replace(
-            a=value.a.detach().double().requires_grad_(), b=value.b.detach().double().requires_grad_()
-        )
-        for key, value in pairs.items()
-    }  # fmt: skip
     with torch.enable_grad():
         leaves = given._replace(
             x=torch.where(unread, NAN, given.x).requires_grad_(), weights=given.weights.clone().requires_grad_()
         )
         out = run(grouped_moe, case, leaves, **pairs)
         got = gradients(out, leaves, pairs, torch.where(unread, NAN, dout))
-        wants = []
-        for quantizes in (True, False):
-            exact = given._replace(x=given.x.double().requires_grad_(), weights=given.weights.double().requires_grad_())
-            want = reference(case, exact, wide, pairs.get("adapter_index"), quantizes)
-            wants.append({"out": want.detach(), **gradients(want, exact, wide, dout.double())})
+        wants = references(case, given, pairs, dout)
     assert error(out.detach(), wants[0]["out"]) < SAME_CODES
     assert error(out.detach(), wants[1]["out"]) > 1e-2  # rows were quantized, indeed
     assert (got["dx"][unread[:, 0]] == 0).all()

@@ -80,6 +80,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """What a test compiles is not there before, nor after it."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
 @pytest.fixture(scope="session")
 def hub() -> Hub:
     return read_hub()
@@ -133,6 +141,22 @@ def fused_calls(grouped_moe, monkeypatch) -> list:
     fused, calls = shim.grouped_mm_experts, []
     monkeypatch.setattr(shim, "grouped_mm_experts", lambda *a, **k: calls.append(1) or fused(*a, **k))
     return calls
+
+
+@pytest.fixture
+def calls(module, monkeypatch) -> list:
+    """Grows by one entry for each call of experts by the package: the LoRAs that it was given."""
+    from peft_experts import watch
+
+    return watch(module("integrations.transformers"), monkeypatch)
+
+
+@pytest.fixture
+def fresh_peft(module, implementation, fresh_compiler) -> None:
+    """Warnings about peft come once for each reason: in each test again."""
+    from peft_experts import warn_again
+
+    warn_again(module("integrations.peft"))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from typing import Dict, List, NamedTuple, Optional
 
 import pytest
 import torch
+from experts_modules import initialized
 from test_transformers_models import FP32_TOLERANCE, make_model
 from torch import Tensor, nn
 
@@ -105,9 +106,7 @@ def make_experts(name: str, device: str, num_experts: int = E, **attributes) -> 
     if name == "muse_spark":
         sizes["moe_hidden_size"] = H
     experts = getattr(modeling, kind)(getattr(transformers, config)(**sizes))
-    for parameter in experts.parameters():
-        fan_in = parameter.shape[1 if experts.is_transposed else 2] if parameter.dim() == 3 else 1
-        nn.init.normal_(parameter, std=fan_in**-0.5)
+    experts = initialized(experts, device)
     for attribute, value in attributes.items():
         setattr(experts, attribute, value)
     return Holder(experts).to(device)

@@ -16,14 +16,8 @@ from poison import poisoned_allocations
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_map_only
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 by_operation = pytest.mark.parametrize("name", OPERATIONS)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def opcheck(step, kind: str = "") -> set:

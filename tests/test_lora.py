@@ -305,10 +305,9 @@ def test_opcheck(grouped_moe, module, device, pairs, recompute):
 
 
 @pytest.mark.parametrize("adapters", [0, 2])
-def test_compiles_once_for_all_token_counts(grouped_moe, device, adapters):
+def test_compiles_once_for_all_token_counts(grouped_moe, device, adapters, fresh_compiler):
     case, inputs, arguments = make(grouped_moe, "silu", Pairs(rank=3, adapters=adapters), FP32, device)
     index, counter = arguments.pop("adapter_index", None), CompileCounterWithBackend("aot_eager")
-    torch.compiler.reset()
 
     def block(x, ids, scales, loras, index):
         cut = inputs._replace(hidden_states=x, top_k_index=ids, top_k_weights=scales, dout=None)
@@ -329,7 +328,6 @@ def test_compiles_once_for_all_token_counts(grouped_moe, device, adapters):
         for number, (got, want) in enumerate(zip(*results)):
             assert_bitwise(str(number), got, want)
     assert counter.frame_count == 1
-    torch.compiler.reset()
 
 
 @by_recompute

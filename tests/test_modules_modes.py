@@ -24,11 +24,7 @@ from operations import Log
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.mark.parametrize("how", ["marked", "automatic"])

@@ -34,24 +34,12 @@ from peft_experts import (
     run,
     set_implementation,
     train_step,
-    warn_again,
-    watch,
     wrappers,
 )  # fmt: skip
+from test_transformers_models import generate
 from torch import nn
 
-
-@pytest.fixture
-def calls(module, monkeypatch) -> list:
-    """Grows by one entry for each call of experts by the package: the LoRAs that it was given."""
-    return watch(module("integrations.transformers"), monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def fresh(module, implementation):
-    warn_again(module("integrations.peft"))
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_peft")
 
 
 @pytest.mark.parametrize("way", ["plain", "reentrant-checkpoint", "checkpoint", "compiled"])
@@ -230,12 +218,8 @@ def test_registered_late(name, attributes, implementation, calls, device):
 @by_model
 def test_generates_the_tokens_of_eager(name, implementation, calls, device):
     model, ids = make_peft_model(name, device)
-    found = []
-    for each in ("eager", implementation):
-        set_implementation(model, each)
-        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-        found.append(model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options).tolist())
-    assert found[0] == found[1] and calls and set(calls) == {BOTH}
+    assert generate(model, ids, implementation) == generate(model, ids, "eager")
+    assert calls and set(calls) == {BOTH}
 
 
 @pytest.fixture(params=["transformers", "trl"])

@@ -3,9 +3,7 @@
 A warning says why, once.
 """
 
-import copy
 import gc
-import io
 import warnings
 import weakref
 from functools import partial, partialmethod
@@ -32,24 +30,12 @@ from peft_experts import (
     peft,
     run,
     set_implementation,
-    warn_again,
-    watch,
     wrappers,
 )  # fmt: skip
+from test_modules_checkpoints import COPIES
 from torch import Tensor, nn
 
-
-@pytest.fixture
-def calls(module, monkeypatch) -> list:
-    """Grows by one entry for each call of experts by the package: the LoRAs that it was given."""
-    return watch(module("integrations.transformers"), monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def fresh(module, implementation):
-    warn_again(module("integrations.peft"))
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_peft")
 
 
 def assert_as_eager(model: nn.Module, inputs: tuple, implementation: str, calls: list, fused: Optional[Call]) -> Tensor:
@@ -60,23 +46,12 @@ def assert_as_eager(model: nn.Module, inputs: tuple, implementation: str, calls:
     return got
 
 
-def copied(model):
-    return copy.deepcopy(model)
-
-
-def pickled(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("again", [copied, pickled])
+@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
 @by_model
-def test_copies_are_fused(name, again, implementation, calls, device):
+def test_copies_are_fused(name, how, implementation, calls, device):
     model, inputs = add_lora(make_experts(name, device), name), make_inputs(device)
     want = assert_as_eager(model, inputs, implementation, calls, BOTH)
-    twin = again(model)
+    twin = COPIES[how](model)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
     assert torch.equal(assert_as_eager(twin, inputs, implementation, calls, BOTH), want)

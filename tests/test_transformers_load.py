@@ -45,7 +45,7 @@ def test_errors_of_registration(grouped_moe, given, error, message):
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_compiled_code_may_put_modules_into_modules(implementation, device, fullgraph):
+def test_compiled_code_may_put_modules_into_modules(implementation, device, fullgraph, fresh_compiler):
     """Of which PyTorch tells the package, who looks at them: a compiler knows them in part."""
 
     class Wraps(torch.nn.Module):
@@ -64,12 +64,10 @@ def test_compiled_code_may_put_modules_into_modules(implementation, device, full
         warnings.warn("which the compiler leaves to Python", stacklevel=1)
         return torch.compile(module, backend="aot_eager", dynamic=True)
 
-    torch.compiler.reset()
     model, x = Wraps().to(device), torch.randn(4, 8, device=device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.testing.assert_close(torch.compile(model, fullgraph=fullgraph, backend="aot_eager")(x), model.inner(x))
-    torch.compiler.reset()
 
 
 def test_capacity_as_a_share_of_the_slots(grouped_moe, device):

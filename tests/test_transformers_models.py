@@ -6,7 +6,7 @@ import pytest
 import torch
 from poison import poisoned_allocations
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
 
 SEQUENCE, NEW_TOKENS = 9, 6
 
@@ -45,12 +45,6 @@ MODELS = {  # the class, the name of its config, and that config's own fields fo
 }  # fmt: skip
 WITH_STATIC_CACHE = ("qwen3_moe", "gpt_oss")  # transformers 5.9 builds no masks for it with nemotron_h, eager neither
 by_name = pytest.mark.parametrize("name", MODELS)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    yield
-    torch.compiler.reset()
 
 
 def make_model(name: str, device: str, num_layers: int = 2):

@@ -90,7 +90,7 @@ def test_dtypes_and_numbers_of_experts(implementation, device):
 
 
 @pytest.mark.parametrize("way", ["compile", "export", "functional", "vmap", "subclass"])
-def test_tracing_functorch_and_plain_subclasses_pass(implementation, device, way):
+def test_tracing_functorch_and_plain_subclasses_pass(implementation, device, way, fresh_compiler):
     """FakeTensor, FunctionalTensor and what functorch wraps are the compiler's and not the user's.
 
     Cold: the gate of a class that was not seen before is probed on real values all the same.
@@ -115,4 +115,3 @@ def test_tracing_functorch_and_plain_subclasses_pass(implementation, device, way
             call = torch.vmap(lambda given: torch.func.functional_call(experts, given, tuple(inputs)))
             actual = call(parameters)[1]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-    torch.compiler.reset()

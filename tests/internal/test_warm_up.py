@@ -87,20 +87,30 @@ MODELS = {
 }  # fmt: skip
 
 
-def test_later_exchanges_compile_nothing(grouped_moe, compiles, monkeypatch):
-    """Experts with `ep_loras` are those that an exchange reaches."""
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "lora"])
+def test_calls_behind_an_exchange(grouped_moe, compiles, monkeypatch, adapted):
+    """Experts with `ep_loras` are those that an exchange reaches. Parts of factors are contiguous, not so peft's."""
     exchange, model = compiles.module("exchange"), qwen3()
     experts, forward = experts_of(model), compiles.module("integrations.transformers").experts_forward
-    experts.ep_loras = {}
+    experts.ep_loras, factors = {}, []
     monkeypatch.setattr(exchange, "all_to_all", lambda rows, group: rows.clone(memory_format=torch.contiguous_format))
+    if adapted:
+        peft = pytest.importorskip("peft")
+        experts.config._experts_implementation = grouped_moe.register_experts_implementation("grouped_moe_lora")
+        peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=[], target_parameters=["experts.gate_up_proj"]))
+        (loras,) = compiles.module("integrations.peft").loras_of(model).values()
+        factors = loras["gate_up_lora"][:2]
     count = grouped_moe.warm_up(model, (1, 600), backward=True, progress=False)
-    for tokens, grad in ((1, False), (7, True), (150, False), (150, True)):
+    for tokens, grad in itertools.product((1, 7, 9, 150), (False, True)):
         x, weights = (torch.zeros(tokens, n, dtype=BF16, requires_grad=grad) for n in (256, 8))
+        parts = [factor.detach().contiguous().requires_grad_(grad) for factor in factors]
+        options = {"gate_up_lora": grouped_moe.LoRA(*parts)} if adapted else {}
         with torch.set_grad_enabled(grad):
             there = exchange.dispatch(x, weights, torch.zeros(tokens, 8, dtype=torch.int64), 64, 4, tokens, None)
-            out = exchange.combine(forward(experts, there.x, there.ids, there.weights), there.plan, None)
+            rows = forward(experts, there.x, there.ids, there.weights, **options)
+            out = exchange.combine(rows, there.plan, None)
         if grad:
-            torch.autograd.grad(out, (x, weights, *experts.parameters()), torch.zeros_like(out))
+            torch.autograd.grad(out, (x, weights, *(parts or experts.parameters())), torch.zeros_like(out))
         assert len(compiles.variants) == count, f"{tokens} tokens: {compiles.names()[count:]}"
 
 
@@ -133,27 +143,6 @@ def test_loras_of_peft(grouped_moe, compiles, make, top_k, last):
                 out = wrapper(x, torch.zeros(tokens, top_k, dtype=torch.int64), weights)
             if backward:
                 out.backward(torch.zeros_like(out))
-        assert len(compiles.variants) == count, f"{tokens} tokens: {compiles.names()[count:]}"
-
-
-def test_loras_behind_an_exchange(grouped_moe, compiles, monkeypatch):
-    """The experts of a rank get contiguous parts of factors, which peft does not store so."""
-    peft, model, exchange = pytest.importorskip("peft"), qwen3(), compiles.module("exchange")
-    experts, forward = experts_of(model), compiles.module("integrations.transformers").experts_forward
-    experts.config._experts_implementation = grouped_moe.register_experts_implementation("grouped_moe_lora")
-    experts.ep_loras = {}
-    monkeypatch.setattr(exchange, "all_to_all", lambda rows, group: rows.clone(memory_format=torch.contiguous_format))
-    peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=[], target_parameters=["experts.gate_up_proj"]))
-    (loras,) = compiles.module("integrations.peft").loras_of(model).values()
-    count = grouped_moe.warm_up(model, (1, 600), backward=True, progress=False)
-    for tokens, trains in itertools.product((1, 7, 9, 150), (False, True)):
-        x, weights = (torch.zeros(tokens, n, dtype=BF16, requires_grad=trains) for n in (256, 8))
-        parts = [factor.detach().contiguous().requires_grad_(trains) for factor in loras["gate_up_lora"][:2]]
-        with torch.set_grad_enabled(trains):
-            there = exchange.dispatch(x, weights, torch.zeros(tokens, 8, dtype=torch.int64), 64, 4, tokens, None)
-            out = forward(experts, there.x, there.ids, there.weights, gate_up_lora=grouped_moe.LoRA(*parts))
-        if trains:
-            torch.autograd.grad(out, (x, weights, *parts), torch.zeros_like(out))
         assert len(compiles.variants) == count, f"{tokens} tokens: {compiles.names()[count:]}"
 
 

@@ -13,15 +13,13 @@ compiled for the next one.
 """
 
 import argparse
-import gc
 import sys
-from functools import lru_cache
 from types import ModuleType
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import timing
 import torch
-from experts import Block, make_block
+from experts import Block, block_of
 from machine import DEVICE
 from problems import MAX_ERROR, OURS
 from timing import EAGER, GRAPH, HOST, Call
@@ -77,12 +75,6 @@ def cases(smoke: bool) -> List[Case]:
         for ranks in (4, 8, 64)
         for tokens in (1, 64, 1024, 8192)
     ]
-
-
-@lru_cache(maxsize=1)
-def block_of(layer: Layer) -> Block:
-    """The experts of a rank; cells in a row share them."""
-    return make_block(layer, DEVICE)
 
 
 class Arrived(NamedTuple):
@@ -316,7 +308,5 @@ def run(kernel: ModuleType, case: Case, arguments: argparse.Namespace) -> List[d
     for what, time in bytes_of.items():
         cell["times"][what][BYTES] = {"median_ms": time}
     del calls, providers
-    gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
+    timing.release_memory()
     return [cell]

@@ -15,7 +15,6 @@ A sample is that of the slowest rank.
 """
 
 import argparse
-import gc
 import os
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Sequence
@@ -220,9 +219,7 @@ def main() -> None:
             weights.clear()
             layer, weights[:] = case.layer, make_weights(case.layer)
         results["cells"].append(measure(case, kernel, weights, mesh, arguments))
-        gc.collect()
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
+        timing.release_memory()
         if dist.get_rank() == 0:
             print(line(results["cells"][-1]), flush=True)
             write(arguments.output, results)

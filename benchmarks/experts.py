@@ -94,6 +94,12 @@ def make_block(layer: Layer, device: str, dtype: torch.dtype = torch.bfloat16) -
     return Block(layer, module)
 
 
+@functools.lru_cache(maxsize=1)
+def block_of(layer: Layer) -> Block:
+    """On this machine's device; cells of the same layer in a row share it."""
+    return make_block(layer, DEVICE)
+
+
 def make_ours(kernel: ModuleType, block: Block, recompute: bool = False) -> Function:
     """This package."""
     names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")

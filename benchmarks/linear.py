@@ -3,7 +3,6 @@
 The peers get their form of the splits, and views of the weights, for nothing.
 """
 
-import gc
 import math
 from types import ModuleType
 from typing import Callable, Dict, List, Sequence
@@ -12,6 +11,7 @@ import torch
 from experts import GROUPED
 from machine import DEVICE
 from problems import DGRAD, FORWARD, STEP, WGRAD, Inputs, Problem, Provider
+from timing import release_memory
 from torch import Tensor
 from torch.nn import functional as F
 from workload import LinearCell
@@ -113,9 +113,7 @@ class Linear:
         shape = (cell.groups, cell.n, cell.k)
         if self.weight.shape != shape:
             self.weight = torch.empty(0)
-            gc.collect()
-            if DEVICE == "cuda":
-                torch.cuda.empty_cache()  # a loop leaves blocks of other sizes
+            release_memory()  # a loop leaves blocks of other sizes
             self.weight = torch.randn(shape, **OPTIONS).div_(math.sqrt(cell.k)).requires_grad_()
         sizes = torch.tensor(cell.sizes(), device=DEVICE)
         problem = make_problem(self.kernels, [self.weight], [cell.rows], [sizes], cell.described())

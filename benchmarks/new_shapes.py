@@ -14,12 +14,12 @@ from typing import Dict, List, NamedTuple, Sequence
 
 import timing
 import torch
-from experts import BATCHED, GROUPED, Block, Experts
+from experts import BATCHED, GROUPED, Block, Experts, block_of
 from linear import make_module, make_problem
 from machine import DEVICE
 from problems import FORWARD, OURS, STEP, Problem, make_call, start
 from timing import Call
-from workload import Cell, make_inputs
+from workload import QWEN3_30B, SMOKE, Cell, make_inputs
 
 FIRST, SIZES, BETWEEN, PASSES, DECODE_PASSES = (64, 512, 2048), 200, 3, 3, 20
 WARM_EVERY = 7  # of the sizes between: among them, and among the sizes, are multiples of 16
@@ -39,7 +39,7 @@ class Shapes(NamedTuple):
         return f"{self.op} {'step' if self.backward else 'forward'} T={sizes}"
 
 
-def all_shapes(smoke: bool) -> List[Shapes]:
+def cases(smoke: bool) -> List[Shapes]:
     """What is measured."""
     first = (8,) if smoke else FIRST
     return [Shapes(OPS[0], False, 0), *(Shapes(op, b, at) for at in first for op in OPS for b in (False, True))]
@@ -99,8 +99,9 @@ def measure(calls: Dict[str, Call], warm: Sequence[int], sizes: Sequence[int], p
     return {key: {name: timing.described(ms) for name, ms in of.items()} for key, of in samples.items()}
 
 
-def run(kernel: ModuleType, block: Block, shapes: Shapes, arguments: argparse.Namespace) -> List[dict]:
+def run(kernel: ModuleType, shapes: Shapes, arguments: argparse.Namespace) -> List[dict]:
     """The cell of an op in one direction. The first of the input sets is checked, and warms up."""
+    block = block_of(SMOKE if arguments.smoke else QWEN3_30B)
     count, every = (6, 3) if arguments.smoke else (SIZES, WARM_EVERY)
     warm = [shapes.first + 1 + BETWEEN * i for i in range(0, count, every)] if shapes.first else []
     sizes = [shapes.first + BETWEEN * i for i in range(count)] if shapes.first else DECODE_TOKENS

@@ -1,7 +1,6 @@
 """A problem that several providers solve, and how it is run: results checked first, then times taken in turn."""
 
 import argparse
-import gc
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import timing
@@ -188,7 +187,5 @@ def run_group(
             for (number, name), samples in timing.time_in_turn(calls, timing.plan_of(arguments), way).items():
                 cells[number]["times"].setdefault(measure, {})[name] = timing.described(samples)
             del calls
-            if torch.cuda.is_available():
-                gc.collect()
-                torch.cuda.empty_cache()  # graphs have memory pools of their own
+            timing.release_memory()  # graphs have memory pools of their own
     return cells

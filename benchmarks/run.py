@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
@@ -24,15 +25,15 @@ import lora
 import new_shapes
 import routing
 import torch
-from experts import SUITES, Experts, cells_of, make_block
+from experts import SUITES, Experts, cells_of
 from machine import DEVICE, RESULTS, build_id, describe_machine, first_line, load_kernel, result_name, write
 from problems import OURS, run_group
 from timing import EAGER, GRAPH, time_box
-from workload import QWEN3_30B, SMOKE
 
 WAYS, GPU = (EAGER, GRAPH), DEVICE == "cuda"
 GRACE_SECONDS, HANGING_SECONDS = 8.0, 30.0  # past the budget: a task is stopped, the process ends
-BENCHMARKS = (*SUITES, "linear", "lora", "fp8", "fp8_training", "ep", "routing", "new_shapes")
+MODULES = {module.__name__: module for module in (lora, fp8, fp8_training, ep, routing, new_shapes)}
+BENCHMARKS = (*SUITES, "linear", *MODULES)
 
 
 class Task(NamedTuple):
@@ -74,25 +75,14 @@ def tasks_of(benchmark: str, kernel: ModuleType, arguments: argparse.Namespace) 
         return experts_tasks(benchmark, {OURS: kernel}, arguments, arguments.peers or suite.names, suite.ways)
     if benchmark == "linear":
         return linear_tasks({OURS: kernel}, arguments, True, (EAGER, GRAPH))
-    if benchmark in ("lora", "fp8"):
-        module = {"lora": lora, "fp8": fp8}[benchmark]
+    module = MODULES[benchmark]
 
-        def measure(case: NamedTuple) -> List[dict]:
+    def measure(case: NamedTuple) -> List[dict]:
+        if module in (lora, fp8):
             return run_group([module.make_problem(kernel, case)], WAYS, arguments, GPU)
+        return fp8_training.measure(kernel, case) if module is fp8_training else module.run(kernel, case, arguments)
 
-        return [Task(str(case), lambda case=case: measure(case)) for case in module.cases(arguments.smoke)]
-    if benchmark in ("ep", "routing"):
-        module = {"ep": ep, "routing": routing}[benchmark]
-        found = module.cases(arguments.smoke)
-        return [Task(str(case), lambda case=case: module.run(kernel, case, arguments)) for case in found]
-    if benchmark == "fp8_training":
-        trainings = fp8_training.cases(arguments.smoke)
-        return [Task(str(case), lambda case=case: fp8_training.measure(kernel, case)) for case in trainings]
-    block = make_block(SMOKE if arguments.smoke else QWEN3_30B, DEVICE)
-    return [
-        Task(str(shapes), lambda shapes=shapes: new_shapes.run(kernel, block, shapes, arguments))
-        for shapes in new_shapes.all_shapes(arguments.smoke)
-    ]
+    return [Task(str(case), partial(measure, case)) for case in module.cases(arguments.smoke)]
 
 
 def make_parser(description: Optional[str], budget: float = 900) -> argparse.ArgumentParser:

@@ -99,6 +99,13 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def release_memory() -> None:
+    """What nobody holds any more goes back to the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def issue(call: Call, calls: int) -> float:
     """ms per call that the host takes to issue `calls` calls to an idle GPU, without waiting for their end."""
     synchronize()
@@ -177,9 +184,8 @@ def peak_mib(call: Call) -> Optional[float]:
     """MiB that a call allocates at its peak, results included. None without a GPU."""
     if not torch.cuda.is_available():
         return None
-    gc.collect()
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    release_memory()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     results = call(0)

@@ -17,7 +17,6 @@ are medians of CUDA graph replays in turn; the smallest geometric mean over the 
 import argparse
 import contextlib
 import functools
-import gc
 import json
 import math
 import multiprocessing
@@ -232,8 +231,7 @@ class Bench:
         """Median ms of a call with each; infinity for what is wrong. The first one's results are what is right."""
         if self.made[0] != case[:2]:  # one set of inputs is held at a time
             self.made = (None, {})
-            gc.collect()
-            torch.cuda.empty_cache()
+            timing.release_memory()
             self.made = (case[:2], make_products(self.package, *case[:2], "cuda"))
         call, calls = self.made[1][case.product], {}
         wanted: List[Tensor] = []

@@ -67,6 +67,12 @@ def kernels(grouped_moe):
     return importlib.import_module(f"{grouped_moe.__name__}.backends.triton")
 
 
+@pytest.fixture(scope="session")
+def quantize(kernels, module):
+    """The launchers that make rows of codes."""
+    return module("backends.triton.quantize")
+
+
 @pytest.fixture
 def accelerated(module, monkeypatch):
     """The CPU counts as an accelerator, whose backend Triton's is."""

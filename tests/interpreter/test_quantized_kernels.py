@@ -1,6 +1,5 @@
 """Kernels around products with rows of 8-bit floats, alone: bounds are checked, fresh memory is NaN."""
 
-import importlib
 from typing import NamedTuple
 
 import pytest
@@ -29,19 +28,14 @@ def rounded_by_torch(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def transpose(kernels):
+def transpose(kernels, module):
     """The module of launchers."""
-    return importlib.import_module(f"{kernels.__name__}.transpose")
+    return module("backends.triton.transpose")
 
 
 @pytest.fixture(scope="session")
-def activation_grad(kernels):
-    return importlib.import_module(f"{kernels.__name__}.activation_grad").activation_grad
-
-
-@pytest.fixture(scope="session")
-def quantize(kernels):
-    return importlib.import_module(f"{kernels.__name__}.quantize")
+def activation_grad(kernels, module):
+    return module("backends.triton.activation_grad").activation_grad
 
 
 def scaled_weight(grouped_moe, shape, block, parts=1, layout="nk"):

@@ -1,7 +1,5 @@
 """The kernels for rows and weights of 8-bit floats, for any GPU with e4m3: against fp64 on the same codes."""
 
-import importlib
-
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
@@ -54,11 +52,6 @@ def test_steps(grouped_moe, case, ranks):
         assert error(grad, wants[1][name]) < 1.5 * ROWS, name
     if case.I % 128 == 0:
         assert error(got["dx"], wants[0]["dx"]) < 0.5 * error(got["dx"], wants[1]["dx"])
-
-
-@pytest.fixture
-def quantize(kernels):
-    return importlib.import_module(f"{kernels.__name__}.quantize")
 
 
 BOUNDS = [5, 150, 150, 290]  # of three groups, of which one is empty, in 300 rows

@@ -143,38 +143,15 @@ def test_ranks_and_scalings_differ(implementation, calls, device):
     assert calls == [BOTH]
 
 
-def with_dropout(model):
-    model.experts.lora_dropout["default"] = nn.Dropout(0.0)
-
-
-def with_bias(model):
-    model.experts.lora_B["default"].bias = nn.Parameter(torch.zeros(H))
-
-
-def with_variant(model):
-    model.experts.lora_variant["default"] = object()
-
-
-def with_other_parts(model):
-    model.experts.lora_magnitude_vector["default"] = nn.Linear(1, 1)
-
-
-def with_a_tensor_as_scaling(model):
-    model.experts.scaling["default"] = torch.tensor(2.0)
-
-
-def in_another_dtype(model):
-    model.experts.lora_A["default"].to(torch.float8_e5m2)
-
-
-CHANGES = {
-    "dropout": (with_dropout, {}, "the adapter is more than two factors"),
-    "bias": (with_bias, {}, "the adapter is more than two factors"),
-    "variant": (with_variant, {}, "the adapter is more than two factors"),
-    "other-parts": (with_other_parts, {}, "the adapter is more than two factors"),
-    "scaling": (with_a_tensor_as_scaling, {}, "a scaling that is an int or a float"),
-    "rank": (None, {"rank_pattern": {"experts.down_proj": 257}}, "the rank is above 256"),
-    "dtype": (in_another_dtype, {}, "sharded, quantized or of a dtype"),
+MORE = "the adapter is more than two factors and a scaling that is an int or a float"
+CHANGES = {  # what becomes of the wrapper, which options its adapter has, and what is said
+    "dropout": (lambda it: it.lora_dropout.update({"default": nn.Dropout(0.0)}), {}, MORE),
+    "bias": (lambda it: it.lora_B["default"].register_parameter("bias", nn.Parameter(torch.zeros(H))), {}, MORE),
+    "variant": (lambda it: it.lora_variant.update({"default": object()}), {}, MORE),
+    "other-parts": (lambda it: it.lora_magnitude_vector.update({"default": nn.Linear(1, 1)}), {}, MORE),
+    "scaling": (lambda it: it.scaling.update({"default": torch.tensor(2.0)}), {}, MORE),
+    "rank": (lambda it: None, {"rank_pattern": {"experts.down_proj": 257}}, "the rank is above 256"),
+    "dtype": (lambda it: it.lora_A["default"].to(torch.float8_e5m2), {}, "sharded, quantized or of a dtype"),
 }
 
 
@@ -182,8 +159,7 @@ CHANGES = {
 def test_what_is_not_known_is_left_to_peft(change, options, reason, implementation, calls, device):
     """Of the down-projection, the outer one; the other weight's LoRA stays fused."""
     model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe", **options), make_inputs(device)
-    if change is not None:
-        change(model.base_model.model)
+    change(model.base_model.model.experts)
     with pytest.warns(UserWarning, match=f"LoRA on down_proj is left to peft, .*: .*{reason}"):
         got = outputs(model, inputs, implementation)
     assert len(calls) == 1 and calls[0].up
@@ -308,14 +284,10 @@ def other_factors(usual, self, adapter):
     return lhs.flip(2), rhs, scaling
 
 
-def raises(*_, **__):
-    raise TypeError("of the test")
-
-
 PEFTS = {  # what of it is replaced, and by what
     "sum": (peft.tuners.lora.layer._LoraFactorsProxy, "forward", other_sum),
     "factors": (WRAPPER, "get_delta_factors", partialmethod(partial(other_factors, WRAPPER.get_delta_factors))),
-    "interface": (peft, "get_peft_model", raises),
+    "interface": (peft, "get_peft_model", None),
 }
 
 

@@ -80,7 +80,10 @@ def pair_of(lora, expert: int, adapter: Optional[int]) -> Pair:
 
 
 class Ranks(NamedTuple):
-    """Low-rank pairs. adapters: L, 0 for one adapter. turned: whether factors are stored the other way round."""
+    """Low-rank pairs. adapters: L, 0 for one adapter. turned: whether factors are stored the other way round.
+
+    as_peft: whether the experts of b lie side by side, as in peft's (N, r E).
+    """
 
     rank: int
     adapters: int = 0
@@ -88,6 +91,7 @@ class Ranks(NamedTuple):
     given: Tuple[str, ...] = ("gate_up_lora", "down_lora")
     shared: bool = False
     turned: bool = False
+    as_peft: bool = False
 
 
 RANKS = {
@@ -101,6 +105,7 @@ RANKS = {
     "down": Ranks(8, given=("down_lora",)),
     "1": Ranks(1),
     "turned": Ranks(24, turned=True),
+    "as-peft": Ranks(16, as_peft=True),
 }
 
 
@@ -118,6 +123,8 @@ def make_pairs(grouped_moe, case: Case, ranks: Optional[Ranks], device: str = "c
             )
             if ranks.turned:
                 a, b = (factor.mT.contiguous().mT for factor in (a, b))
+            if ranks.as_peft:
+                b = b.permute(1, 2, 0).contiguous().permute(2, 0, 1)
             pairs[name] = grouped_moe.LoRA(a.requires_grad_(), b.requires_grad_(), 0.75)
     if ranks.adapters:
         pairs["adapter_index"] = torch.randint(-1, ranks.adapters, (case.T,), device=device)

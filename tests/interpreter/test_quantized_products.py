@@ -15,6 +15,7 @@ SHAPE = {"E": 2, "top_k": 2, "T": 150, "dtype": FP16}  # tall tiles, the second 
 CASES = {
     "blocks": (Case(H=256, I=128, **SHAPE), None),
     "pairs": (Case(H=256, I=256, **SHAPE), Ranks(16)),
+    "as-peft": (Case(H=256, I=256, **SHAPE), Ranks(16, as_peft=True)),
     "adapters": (Case(H=256, I=256, **SHAPE), Ranks(8, adapters=2)),
     "odd-extents": (Case(H=144, I=208, parts=2, **SHAPE), None),
     "half-blocks": (Case(H=256, I=192, **SHAPE), Ranks(8)),

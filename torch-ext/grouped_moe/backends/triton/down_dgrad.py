@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...block import Block
-from ...operands import LowRank, backward_layout, low_rank_layout
+from ...operands import LowRank, backward_layout, forward_layout, low_rank_layout
 from ...rows import Rows
 from ...tuning.heuristic import dgrad_config, triton_path
 from ..kernels.experts import down_dgrad_kernel
@@ -94,9 +94,11 @@ def down_dgrad(
 
 def _is_quantized(block: Block, dout: Tensor, rows: Rows, low_rank: Optional[LowRank]) -> bool:
     """Whether the backward's products are made with rows of 8-bit floats: all can be, and the forward's are."""
-    if block.intermediate % BLOCK or quantized_up_launcher(block, dout, rows, saves_preact=False) is None:
+    up_lora, num_experts = block.up_lora, block.num_experts
+    ranks = forward_layout(up_lora, num_experts)
+    if block.intermediate % BLOCK or quantized_up_launcher(block, dout, rows, False, ranks) is None:
         return False
-    weights = (block.down, low_rank_layout(low_rank)), (block.up, backward_layout(block.up_lora, block.num_experts))
+    weights = (block.down, low_rank_layout(low_rank)), (block.up, backward_layout(up_lora, num_experts))
     return all(
         quantized_launcher(
             weight, rows, rows.num_rows, dout.dtype, transposed=True, low_rank=ranks, zero_rest=rows.top_k == 0

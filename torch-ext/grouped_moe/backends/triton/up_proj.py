@@ -85,7 +85,7 @@ def up_proj(
     preact = x.new_empty(num_rows, block.preact_width) if save else None
     is_plain = isinstance(block.up, Tensor)
     if num_rows and not is_plain:
-        quantized = quantized_up_launcher(block, x, rows, save)
+        quantized = quantized_up_launcher(block, x, rows, save, low_rank_layout(low_rank))
         if quantized is not None:
             act = empty_rows(num_rows, n, x) if activate else None
             quantized(block, quantize_rows(x, rows), low_rank, scales, preact, act, rows)
@@ -120,21 +120,22 @@ def can_quantize(block: Block, x: Tensor, num_rows: int, top_k: int, layout: Opt
 
     layout: of both weights, as `weight_layout` would say; by default what it says.
     """
-    rows = Rows(x, block.num_experts, num_rows, BLOCK, top_k)
-    return quantized_up_launcher(block, x, rows, False, layout) is not None
+    rows, ranks = Rows(x, block.num_experts, num_rows, BLOCK, top_k), forward_layout(block.up_lora, block.num_experts)
+    return quantized_up_launcher(block, x, rows, False, ranks, layout) is not None
 
 
 def quantized_up_launcher(
-    block: Block, x: Tensor, rows: Rows, saves_preact: bool, layout: Optional[str] = None
+    block: Block, x: Tensor, rows: Rows, saves_preact: bool, ranks: FactorLayout, layout: Optional[str] = None
 ) -> Optional[Callable[..., None]]:
     """The launcher of the up-projection with rows of 8-bit floats; None unless both products are made so.
 
-    layout: as of `can_quantize`.
+    ranks: of the factor that it is called with, which may be a copy (`pack_factor`) of the LoRA's own. layout: as of
+    `can_quantize`.
     """
-    up, down, num_experts = block.up, block.down, block.num_experts
+    up, down = block.up, block.down
     if not takes_quantized_rows(up, rows, x.dtype) or not takes_quantized_rows(down, rows, x.dtype):
         return None
-    ranks, down_ranks = forward_layout(block.up_lora, num_experts), forward_layout(block.down_lora, num_experts)
+    down_ranks = forward_layout(block.down_lora, block.num_experts)
     problem = problem_of(block, x, up, ranks, rows, saves_preact, False)
     if layout is not None:
         problem = problem._replace(layout=layout)

@@ -229,7 +229,7 @@ def grouped_linear(
 
     Rows of no group are written as 0 and left out of every gradient, also where they hold NaN; their scales get 0.
     In tensors negative sizes count as 0, offsets that decrease as the largest before them, and what lies past the last
-    row is cut off: no memory out of bounds is touched. Lists that do not fit raise. Fewer than 2^31 rows.
+    row is cut off: no memory out of bounds is touched. Lists that do not fit raise. Up to 2^31 - 129 rows.
     Differentiable once, in reverse mode, in x, weight, bias, bias_scales and factors, each only when asked for, in its
     own dtype; fp32 accumulation; bitwise repeatable; autocast applies as to `F.linear`, scales stay as they are. Raises
     TypeError or ValueError that names the argument.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 MAX_EXPERTS = 1024
-MAX_SLOTS = 2**31 - 129  # kernels count them, and up to 128 past the last one, in int32
+MAX_SLOTS = 2**31 - 129  # or rows: kernels count them, and up to 128 past the last one, in int32
 
 _DENSE = torch.strided
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "meta")
@@ -112,8 +112,8 @@ def check_matrix(name: str, x: Tensor, legend: str) -> None:
     check_compute_dtype(name, x)
     if x.dim() != 2:
         raise wrong_shape(name, x, (None, None), legend)
-    if x.shape[0] >= 2**31:
-        raise ValueError(f"{name}: expected fewer than 2^31 rows, got {x.shape[0]}")
+    if x.shape[0] > MAX_SLOTS:
+        raise ValueError(f"{name}: expected at most {MAX_SLOTS} rows, got {x.shape[0]}")
 
 
 def check_operand(

@@ -10,6 +10,26 @@ from poison import poison_sentinels, poisoned_allocations
 pytestmark = pytest.mark.usefixtures("accelerated")
 
 
+def test_routing_of_any_strides(grouped_moe):
+    """Maps that are columns of a tensor, with other numbers between."""
+    routing = grouped_moe.route(torch.tensor([[1, 0], [2, 1], [0, -1], [1, 0]]), 2)
+    maps = routing.expert_offsets, routing.row_to_slot, routing.slot_to_row
+    strided = grouped_moe.Routing(*(torch.stack([part, part + 1000], 1)[:, 0] for part in maps), routing.top_k)
+    x, weights = torch.randn(4, 16), torch.rand(4, 2)
+    rows = grouped_moe.gather_rows(x, routing)
+    assert torch.equal(grouped_moe.gather_rows(x, strided), rows)
+    out = grouped_moe.combine_rows(rows, weights, routing)
+    assert torch.equal(grouped_moe.combine_rows(rows, weights, strided), out)
+
+
+def test_buffers_count_as_modified(grouped_moe):
+    """Autograd sees that kernels write to what a caller gave."""
+    dbias, dscales = torch.zeros(2, 16), torch.zeros(8)
+    inputs = torch.randn(8, 16), torch.rand(8), torch.randn(2, 16), torch.tensor([3, 5])
+    grouped_moe.grouped_dbias_dscales(*inputs, dbias=dbias, dscales=dscales)
+    assert dbias._version > 0 and dscales._version > 0
+
+
 @pytest.fixture
 def compiled(module, monkeypatch):
     """What calls have compiled: kernels with their constexprs, and the ints that Triton specializes them on."""

@@ -20,6 +20,7 @@ def _dbias_dscales(
     dy: Tensor, scales: Tensor, bias: Tensor, splits: Tensor, dbias: Tensor, dscales: Tensor, accumulate: Sequence[bool]
 ) -> None:
     """Writes dbias and dscales, or adds to them where `accumulate` says so."""
+    torch.autograd.graph.increment_version([dbias, dscales])
     kernels, (adds_dbias, adds_dscales) = backend_of(dy), accumulate
     with on_device(dy):
         rows = kernels.split_rows(splits, bias.shape[0], dy.shape[0], dy.dtype)

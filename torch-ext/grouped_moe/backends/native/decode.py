@@ -131,8 +131,6 @@ def decode_directly(
     scales = ()
     if isinstance(up, BlockScaled) and isinstance(down, BlockScaled):
         up, down, scales = up.data, down.data, (up.scale_inv, down.scale_inv)
-        if any(map(_requires_grad, (up, down, *scales))):  # an error, with gradients enabled or not
-            return None
     tensors = x, ids, weights, up, down, *scales
     if up_bias is not None or down_bias is not None:
         tensors += tuple(bias for bias in (up_bias, down_bias) if bias is not None)
@@ -144,6 +142,8 @@ def decode_directly(
     for tensor in tensors:
         if type(tensor) not in _PLAIN_TYPES or not tensor.is_cuda:
             return None
+    if scales and any(map(_requires_grad, (up, down, *scales))):  # an error, with gradients enabled or not
+        return None
     if torch.is_grad_enabled() and any(map(_requires_grad, tensors)) or torch.is_autocast_enabled("cuda"):
         return None
     if ids.dim() != 2 or up.dim() != 3 or not groups_slots(*ids.shape, up.shape[0], bool(scales)):

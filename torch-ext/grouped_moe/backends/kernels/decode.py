@@ -23,7 +23,7 @@ def fold(products):
 @triton.jit
 def inner_products(
     x_ptr, w_ptrs, n_mask, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
+):
     """<x, w[n]> over K for BLOCK_N rows of weights, (BLOCK_N,) fp32. w_ptrs: (BLOCK_N, BLOCK_K) pointers at k = 0."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
@@ -53,7 +53,7 @@ def scaled_inner_products(
 @triton.jit
 def load_scales_of_folds(
     scale_ptrs, stride_sk, start, mask, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
+):
     """(rows, BLOCK_K // 8) scales of what `fold` makes of the columns from start on; blocks are multiples of 8."""
     columns = start + 8 * tl.arange(0, BLOCK_K // 8)
     ptrs = scale_ptrs[:, None] + (columns // K_BLOCK).to(tl.int64)[None, :] * stride_sk

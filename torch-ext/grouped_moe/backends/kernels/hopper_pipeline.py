@@ -140,9 +140,7 @@ def share_zeros(zeros, schedule, TILING: gl.constexpr, PRODUCT: gl.constexpr):
 
 
 @gluon.jit
-def load_step(
-    x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, BLOCK_N: gl.constexpr, KN: gl.constexpr
-):  # fmt: skip
+def load_step(x_desc, w_desc, expert, row, n_tile, k, ring, slot, phase, BLOCK_N: gl.constexpr, KN: gl.constexpr):
     """Waits for a slot and starts to load the operands of the step at k into it. KN: as in `load_weight`."""
     mbarrier.wait(ring.empty.index(slot), phase)
     full = ring.full.index(slot)

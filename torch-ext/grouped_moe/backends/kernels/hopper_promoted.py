@@ -88,7 +88,7 @@ def used_columns(step, R, BLOCK_R):
 @gluon.jit
 def multiply_ranks(
     sums, ring, slot, PRODUCT: gl.constexpr, STEP: gl.constexpr, FIRST_ROW: gl.constexpr, FIRST_COLUMN: gl.constexpr
-):  # fmt: skip
+):
     """rows @ factor of a step of the low-rank part, for half of the rows and half of the columns of a tile.
 
     Plus sums, of the steps before. Waits for it: with the products of both halves under way, ptxas spills sums.

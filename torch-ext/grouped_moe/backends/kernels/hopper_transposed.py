@@ -101,9 +101,7 @@ def hand_over(ring, landed, number, PRODUCT: gl.constexpr):
 
 
 @gluon.jit
-def produce_transposed(
-    x_desc, w_desc, ring, landed, schedule, zeros, TILING: gl.constexpr, PRODUCT: gl.constexpr
-):  # fmt: skip
+def produce_transposed(x_desc, w_desc, ring, landed, schedule, zeros, TILING: gl.constexpr, PRODUCT: gl.constexpr):
     """The producer warps: fill the ring with rows and weights of each tile, and transpose weights one step later.
 
     With more steps between, the consumers could wait for slots that wait for theirs (`multiply_promoted`).

@@ -20,9 +20,7 @@ def load_experts(ids_ptr, slots, end, NUM_EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def count_experts(
-    ids_ptr, begin, end, NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, STEP: tl.constexpr
-):  # fmt: skip
+def count_experts(ids_ptr, begin, end, NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, STEP: tl.constexpr):
     """counts[e] = slots of expert e among slots [begin, end)."""
     counts = tl.zeros((EXPERTS_POW2,), tl.int32)
     for start in range(begin, end, STEP):

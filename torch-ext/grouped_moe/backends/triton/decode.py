@@ -149,9 +149,7 @@ def _low_rank(
     return projected, *_factor_and_strides(lora.b), adapters
 
 
-def decode(
-    block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor, adapters: Optional[Tensor] = None
-) -> Tensor:  # fmt: skip
+def decode(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor, adapters: Optional[Tensor] = None) -> Tensor:
     """out (T, H) of the experts block, for calls that `is_decode` takes; T above 0. adapters: (T,), of LoRAs."""
     x, ids = unit_rows(x), top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
     (num_tokens, top_k), h, i, transposed = ids.shape, x.shape[1], block.intermediate, block.transposed

@@ -64,7 +64,7 @@ def plan_exchange(ids: Tensor, num_local: int, ranks: int, capacity: int) -> Tup
 
 def pack_rows(
     x: Tensor, weights: Tensor, ids: Tensor, source: Tensor, num_local: int, capacity: int, empty: int
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """(places, words) int64: the `PackedRow` of each place's token, ids as its rank numbers its own, num_local if none.
 
     A place without a token is 0, and `empty` in its ids. x: (T, H). weights, ids: (T, top_k), contiguous. source:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from .. import exchange
 from ..common.autograd import refuse_forward_mode
-from ..common.checks import check_slots
+from ..common.checks import check_capacity, check_slots
 from ..operands import LoRA
 from ..places import TOO_MANY
 from .peft import take
@@ -36,10 +36,7 @@ class Limits(NamedTuple):
     def check(self) -> None:
         """Raises TypeError or ValueError that names the argument of `register_experts_implementation` at fault."""
         most, factor = self
-        if most is not None and (not isinstance(most, int) or isinstance(most, bool)):
-            raise TypeError(f"ep_max_tokens: expected an int or None, got {type(most).__name__}")
-        if most is not None and most < 1:
-            raise ValueError(f"ep_max_tokens: expected above 0, got {most}")
+        check_capacity("ep_max_tokens", most)
         if factor is not None and (not isinstance(factor, (int, float)) or isinstance(factor, bool)):
             raise TypeError(f"ep_capacity_factor: expected a float or None, got {type(factor).__name__}")
         if factor is not None and not 0 < factor < float("inf"):
@@ -189,10 +186,8 @@ class FixedSizeExchange:
 
     def _refuse(self, x: Tensor, ids: Tensor, weights: Tensor) -> NoReturn:
         """Tells the other ranks, which wait for this one's tokens, that it has too many, and raises ValueError."""
-        most, sizes = (
-            self.limits.max_tokens,
-            (self.num_local_experts, self.ep_mesh.size(), self._capacity(x, ids, weights)),
-        )
+        most = self.limits.max_tokens
+        sizes = self.num_local_experts, self.ep_mesh.size(), self._capacity(x, ids, weights)
         with torch.no_grad():
             none = x[:0], weights[:0], ids[:0]
             exchange.dispatch(*none, *sizes, self.ep_mesh.get_group(), TOO_MANY)

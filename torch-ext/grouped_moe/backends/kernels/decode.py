@@ -22,31 +22,23 @@ def fold(products):
 
 @triton.jit
 def inner_products(
-    x_ptr, w_ptrs, n_mask, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """<x, w[n]> over K for BLOCK_N rows of weights, (BLOCK_N,) fp32. w_ptrs: (BLOCK_N, BLOCK_K) pointers at k = 0."""
+    x_ptr, w_ptrs, scale_ptrs, stride_sk, n_mask,
+    N: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """<x, w[n]> over K for BLOCK_N rows of weights, (BLOCK_N,) fp32. w_ptrs: (BLOCK_N, BLOCK_K) pointers at k = 0.
+
+    scale_ptrs: (BLOCK_N,) pointers to the scales of the first block, or None for plain weights.
+    """
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
     for start in range(0, K, BLOCK_K):
         x = tl.load(x_ptr + start + k, mask=k < K - start, other=0.0).to(tl.float32)
         w = load_masked(w_ptrs + start, n_mask, k < K - start, N % BLOCK_N == 0, K % BLOCK_K == 0)
-        acc += fold(x[None, :] * w.to(tl.float32))
-    return tl.sum(acc, 1)
-
-
-@triton.jit
-def scaled_inner_products(
-    x_ptr, w_ptrs, scale_ptrs, stride_sk, n_mask,
-    N: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """`inner_products` with block-scaled weights. scale_ptrs: (BLOCK_N,) pointers to the scales of the first block."""
-    k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        x = tl.load(x_ptr + start + k, mask=k < K - start, other=0.0).to(tl.float32)
-        codes = load_masked(w_ptrs + start, n_mask, k < K - start, N % BLOCK_N == 0, K % BLOCK_K == 0)
-        scales = load_scales_of_folds(scale_ptrs, stride_sk, start, n_mask, K, K_BLOCK, BLOCK_K)
-        acc += fold(x[None, :] * widen_codes(codes, tl.float32)) * scales
+        if scale_ptrs is None:
+            acc += fold(x[None, :] * w.to(tl.float32))
+        else:
+            scales = load_scales_of_folds(scale_ptrs, stride_sk, start, n_mask, K, K_BLOCK, BLOCK_K)
+            acc += fold(x[None, :] * widen_codes(w, tl.float32)) * scales
     return tl.sum(acc, 1)
 
 
@@ -105,27 +97,20 @@ def slot_up_proj_kernel(
             w_ptr + expert * stride_we + gate_rows.to(tl.int64)[:, None] * stride_wn + tl.arange(0, BLOCK_K)[None, :]
         )
         expert_bias_ptr = bias_ptr + expert * stride_be if bias_ptr is not None else None
-        if w_scale_ptr is None:
-            gate = inner_products(x_row_ptr, w_ptrs, n_mask, N, K, BLOCK_N, BLOCK_K)
-        else:
+        scale_ptrs = None
+        if w_scale_ptr is not None:
             WIDTH: tl.constexpr = 2 if GATED else 1
             block = block_of(gate_rows, WIDTH * N, N_BLOCK, N_PARTS).to(tl.int64)
             scale_ptrs = w_scale_ptr + expert * stride_se + block * stride_sn
-            gate = scaled_inner_products(
-                x_row_ptr, w_ptrs, scale_ptrs, stride_sk, n_mask, N, K, K_BLOCK, BLOCK_N, BLOCK_K
-            )
+        gate = inner_products(x_row_ptr, w_ptrs, scale_ptrs, stride_sk, n_mask, N, K, K_BLOCK, BLOCK_N, BLOCK_K)
         gate += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows, n_mask)
         if GATED:
             TO_UP: tl.constexpr = 1 if INTERLEAVED else N
             up_ptrs = w_ptrs + tl.cast(stride_wn, tl.int64) * TO_UP
-            if w_scale_ptr is None:
-                up = inner_products(x_row_ptr, up_ptrs, n_mask, N, K, BLOCK_N, BLOCK_K)
-            else:
+            if w_scale_ptr is not None:
                 block = block_of(gate_rows + TO_UP, WIDTH * N, N_BLOCK, N_PARTS).to(tl.int64)
                 scale_ptrs = w_scale_ptr + expert * stride_se + block * stride_sn
-                up = scaled_inner_products(
-                    x_row_ptr, up_ptrs, scale_ptrs, stride_sk, n_mask, N, K, K_BLOCK, BLOCK_N, BLOCK_K
-                )
+            up = inner_products(x_row_ptr, up_ptrs, scale_ptrs, stride_sk, n_mask, N, K, K_BLOCK, BLOCK_N, BLOCK_K)
             up += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows + TO_UP, n_mask)
         else:
             up = None

@@ -38,7 +38,7 @@ class Launcher:
         """Writes y."""
         p = self.problem
         self.kernel(
-            persistent_grid(p, self.config, x.shape[0], p.n), x, *x.stride(),
+            persistent_grid(p, self.config, x.shape[0], p.n), x, *x.stride(), None,
             *codes_and_scales(weight, p.transposed, p.spec), *bias_and_strides(bias), scales,
             *(low_rank or (None, None)), y, rows.schedule, x.shape[0],
         )  # fmt: skip

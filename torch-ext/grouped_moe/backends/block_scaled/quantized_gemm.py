@@ -8,7 +8,7 @@ from ...block_scaled import BlockScaled
 from ...operands import LowRank
 from ...rows import Rows
 from ...tuning.heuristic import quantized_config
-from ..kernels.quantized import quantized_gemm_kernel
+from ..kernels.block_scaled import scaled_gemm_kernel
 from ..problems import BlockProblem, GemmProblem
 from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel, persistent_grid
@@ -43,7 +43,7 @@ class Launcher:
             "PRECISION": p.precision, **factor_constants(p.low_rank), **scale_constants(p.scales),
             **config.constants(),
         }  # fmt: skip
-        self.kernel = Kernel(quantized_gemm_kernel, constants, config.options(), config.describe(PATH))
+        self.kernel = Kernel(scaled_gemm_kernel, constants, config.options(), config.describe(PATH))
 
     def __call__(
         self, x: QuantizedRows, weight: BlockScaled, bias: Optional[Tensor], scales: Optional[Tensor],
@@ -52,7 +52,7 @@ class Launcher:
         """Writes y."""
         p = self.problem
         self.kernel(
-            persistent_grid(p, self.config, x.shape[0], p.n), x.codes, x.scales,
+            persistent_grid(p, self.config, x.shape[0], p.n), x.codes, *x.codes.stride(), x.scales,
             *codes_and_scales(weight, False, p.spec), *bias_and_strides(bias), scales, *(low_rank or (None, None)), y,
             rows.schedule, x.shape[0],
         )  # fmt: skip

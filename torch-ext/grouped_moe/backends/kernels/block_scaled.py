@@ -17,7 +17,7 @@ from .epilogues import down_dgrad_epilogue, gemm_epilogue, load_preact, up_epilo
 from .gemm import zero_chunk, zero_rows
 from .low_rank import Factor, LowRank, add_low_rank
 from .products import load_masked, locate_rows
-from .quantize import BLOCK, widen_codes
+from .quantize import BLOCK, row_scale_ptrs, widen_codes
 from .tiles import (
     Tiling,
     column_pieces,
@@ -188,7 +188,8 @@ def dot_scaled(
 
 @triton.jit(do_not_specialize=["total_rows"])
 def scaled_gemm_kernel(
-    x_ptr, stride_xr, stride_xk,  # (rows, K)
+    x_ptr, stride_xr, stride_xk,  # (rows, K), or codes, contiguous
+    x_scale_ptr,  # (rows, blocks of 128 of K), contiguous, of codes; else None
     w_ptr, stride_we, stride_wn, stride_wk,  # (E, N, K) codes, by strides
     w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks along N, blocks along K)
     bias_ptr, stride_be, stride_bn,  # (E, N) or None
@@ -208,7 +209,7 @@ def scaled_gemm_kernel(
 
     Rows of no expert are set to 0 if ZERO_UNGROUPED, else not written.
     Grid: (programs,), persistent.
-    The caller guarantees a schedule made for BLOCK_M, and what `dot_scaled` needs.
+    The caller guarantees a schedule made for BLOCK_M, what `dot_scaled` needs, and of codes that BLOCK_K divides 128.
     """
     wait_for_stream()
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -223,9 +224,11 @@ def scaled_gemm_kernel(
         expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
         first_row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
         rows, row_mask = tile_rows(first_row, count, BLOCK_M)
+        sources = rows.to(tl.int64)
         column = n_tile * BLOCK_N
-        x = locate_rows(x_ptr, stride_xr, stride_xk, rows.to(tl.int64), row_mask, BLOCK_K)
-        acc, _ = dot_scaled(x, None, w, expert, column, column, BLOCK_N, PRODUCT, False)
+        x = locate_rows(x_ptr, stride_xr if x_scale_ptr is None else K, stride_xk, sources, row_mask, BLOCK_K)
+        x_scale_ptrs = row_scale_ptrs(x_scale_ptr, sources, K) if x_scale_ptr is not None else None
+        acc, _ = dot_scaled(x, x_scale_ptrs, w, expert, column, column, BLOCK_N, PRODUCT, False)
         acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION)
         gemm_epilogue(
             acc, bias_ptr, stride_be, stride_bn, scales_ptr, y_ptr, expert, rows, first_row, row_mask, column, N

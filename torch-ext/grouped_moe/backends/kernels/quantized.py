@@ -1,4 +1,4 @@
-"""Grouped GEMM and up-projection of 8-bit rows with 8-bit weights, for any GPU whose tensor cores multiply e4m3.
+"""The up-projection of 8-bit rows with 8-bit weights, for any GPU whose tensor cores multiply e4m3.
 
 The sums of 128 columns of K, a block of both scales, or of a half of it enter the accumulator times these scales
 (`.block_scaled`).
@@ -10,15 +10,13 @@ import triton.language as tl
 from .activation import Options, glu
 from .block_scaled import ScaledProduct, ScaledWeights, dot_scaled
 from .dependent import wait_for_stream
-from .epilogues import gemm_epilogue, preact_epilogue
-from .gemm import zero_chunk, zero_rows
+from .epilogues import preact_epilogue
 from .low_rank import Factor, LowRank, add_low_rank
 from .products import locate_rows
 from .quantize import BLOCK, row_scale_ptrs, scale_of
 from .tiles import (
     Tiling,
     column_pieces,
-    end_of_rows,
     find_tile,
     load_scales,
     load_slots,
@@ -30,61 +28,6 @@ from .tiles import (
     tile_rows,
     tokens_of,
 )
-
-
-@triton.jit(do_not_specialize=["total_rows"])
-def quantized_gemm_kernel(
-    x_ptr,  # (rows, K) codes, contiguous
-    x_scale_ptr,  # (rows, blocks of K), contiguous
-    w_ptr, stride_we, stride_wn, stride_wk,  # (E, N, K) codes, by strides
-    w_scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks along N, blocks of K)
-    bias_ptr, stride_be, stride_bn,  # (E, N) or None
-    scales_ptr,  # factors of the bias, (rows,), or None
-    projected_ptr, factor_ptr,  # the low-rank part, as `.low_rank.LowRank` has it, or None
-    y_ptr,  # (rows, N), out
-    schedule_ptr,
-    total_rows,
-    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ZERO_UNGROUPED: tl.constexpr,
-    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
-    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
-    PRECISION: tl.constexpr,
-    N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
-    """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e, of codes times their scales.
-
-    Rows of no expert are set to 0 if ZERO_UNGROUPED, else not written.
-    Grid: (programs,), persistent.
-    The caller guarantees a schedule made for BLOCK_M, one part of K, and that BLOCK_K divides its blocks of 128.
-    """
-    wait_for_stream()
-    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: tl.constexpr = ScaledProduct(N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K, 1)
-    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
-    w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
-    low_rank = LowRank(projected_ptr, factor_ptr)
-    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
-    last_row = end_of_rows(schedule_ptr, NUM_EXPERTS)
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
-        first_row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
-        rows, row_mask = tile_rows(first_row, count, BLOCK_M)
-        sources = rows.to(tl.int64)
-        column = n_tile * BLOCK_N
-        x = locate_rows(x_ptr, K, 1, sources, row_mask, BLOCK_K)
-        x_scale_ptrs = row_scale_ptrs(x_scale_ptr, sources, K)
-        acc, _ = dot_scaled(x, x_scale_ptrs, w, expert, column, column, BLOCK_N, PRODUCT, False)
-        acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION)
-        gemm_epilogue(
-            acc, bias_ptr, stride_be, stride_bn, scales_ptr, y_ptr, expert, rows, first_row, row_mask, column, N
-        )
-        if ZERO_UNGROUPED:
-            zero_chunk(y_ptr, last_row, total_rows, tile, N, BLOCK_M * BLOCK_N)
-    if ZERO_UNGROUPED:
-        zero_rows(y_ptr, last_row, total_rows, num_tiles, N, BLOCK_M * BLOCK_N)
-        first_row = tl.load(schedule_ptr)
-        zero_rows(y_ptr, first_row * 0, first_row, 0, N, BLOCK_M * BLOCK_N)
 
 
 @triton.jit
@@ -114,7 +57,7 @@ def quantized_up_proj_kernel(
     act comes of the unrounded preact, and becomes codes: a scale is the largest magnitude of 128 columns over 448.
     Rows past the last expert's are not written.
     Grid: (programs,), persistent.
-    The caller guarantees what `quantized_gemm_kernel` needs.
+    The caller guarantees a schedule made for BLOCK_M, one part of K, and that BLOCK_K divides its blocks of 128.
     """
     wait_for_stream()
     WIDTH: tl.constexpr = 2 if GATED else 1

@@ -40,9 +40,8 @@ __all__ = [
 
 def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
     """Whether the op may take a call, or the Triton backend's kernels for a few tokens are for it."""
-    if groups_slots(num_tokens, top_k, block.num_experts, isinstance(block.up, BlockScaled)):
-        return True
-    return triton.is_decode(block, num_tokens, top_k)
+    grouped = groups_slots(num_tokens, top_k, block.num_experts, isinstance(block.up, BlockScaled))
+    return grouped or triton.is_decode(block, num_tokens, top_k)
 
 
 def decode(
@@ -56,8 +55,6 @@ def decode(
     kind = block.activation, block.gated, block.interleaved, block.transposed
     loras = None if block.up_lora is None and block.down_lora is None else (block.up_lora, block.down_lora, adapters)
     out = decode_experts(x, top_k_index, weights, experts, kind, loras)
-    if out is not None:
-        return out
-    if triton.is_decode(block, *top_k_index.shape):
-        return triton.decode(block, x, top_k_index, weights, adapters)
-    return None
+    if out is None and triton.is_decode(block, *top_k_index.shape):
+        out = triton.decode(block, x, top_k_index, weights, adapters)
+    return out

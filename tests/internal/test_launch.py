@@ -313,6 +313,15 @@ def test_a_layer_has_few_variants(grouped_moe, stub):
     assert len(stub.variants) == VARIANTS
 
 
+def test_column_major_rows_take_kept_variants(grouped_moe, stub, compared):
+    """The stride of their columns is the number of rows, which no launch may depend on."""
+    weight, sizes = torch.zeros(4, 512, 256, dtype=BF16), torch.full((4,), 16)
+    for rows in range(130, 255, 7):
+        del compared[:]
+        grouped_moe.grouped_linear(torch.zeros(256, rows, dtype=BF16).t(), weight, sizes)
+        assert rows == 130 or "grouped_gemm_kernel" in compared
+
+
 def test_unaligned_memory_has_variants_of_its_own(grouped_moe, stub, compared):
     memory, weight = torch.zeros(64 * 256 + 1, dtype=BF16), torch.zeros(4, 512, 256, dtype=BF16)
     sizes, counts = torch.full((4,), 16), []

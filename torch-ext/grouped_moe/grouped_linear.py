@@ -41,7 +41,7 @@ def _forward(
     transposed: bool,
 ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
     """(y, the schedule of its rows, which a backward takes as splits, x projected on the ranks of a LoRA or None)."""
-    kernels = backend_of(x)
+    kernels, x = backend_of(x), unit_rows(x)
     with on_device(x):
         rows = kernels.split_rows(splits, weight.shape[0], x.shape[0], x.dtype)
         low_rank = projected = None

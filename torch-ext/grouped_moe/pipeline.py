@@ -31,7 +31,7 @@ def forward(
     Rows in place: out[r] = W2[e] (act_scales[r] a(W1[e] x[r] + b1[e])) + bias_scales[r] b2[e], 0 for rows of no group.
     Routed rows: out[t] = sum over the slots of token t of act_scales[slot] (W2[e] a(W1[e] x[t] + b1[e]) + b2[e]).
     """
-    routed, save_preact = rows.top_k > 0, save and not block.recompute
+    routed, save_preact, x = rows.top_k > 0, save and not block.recompute, unit_rows(x)
     low_rank, up_rows = project(kernels, block.up_lora, x, rows, of_tokens=routed)
     preact, act = kernels.up_proj(
         block, x, rows, None if routed else act_scales, save=save_preact, activate=True, low_rank=low_rank

@@ -20,6 +20,7 @@ ADAPTED = {
     "rounds": (ROUNDS[0], Pairs(rank=16, adapters=2)),
     "down": (FEW._replace(T=9, gated=False, activation=RELU2), Pairs(rank=40, given=("down_lora",), shared="b")),
     "up": (FEW, Pairs(rank=256, given=("gate_up_lora",), shared="ab")),
+    "warps": (FEW._replace(T=70, sentinels=0.3), Pairs(rank=6)),
     "many": (FEW._replace(T=70, E=8, sentinels=0.5), Pairs(rank=256, shared="a", adapters=2)),
 }
 

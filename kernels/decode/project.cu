@@ -4,13 +4,13 @@
 
 namespace {
 
-constexpr int MANY_RANKS = 1024;  // of all slots: a block for each would be more than run at once
+constexpr int MANY_SUMS = 1024;  // a block for each of so many would be more than run at once
 
-// Few ranks are shared by the threads of a block each, many by those of a warp.
+// Each rank of a slot, a sum, is made by a block where there are few, else by a warp.
 template <typename Element, typename FactorElement, bool OF_TOKENS>
 cudaError_t launch_kernel(const DecodeArgs &a, const int *slot_to_row, bool dependent, cudaStream_t stream) {
   const int rank = (OF_TOKENS ? a.up_lora : a.down_lora).rank, slots = a.num_tokens * a.top_k;
-  const bool many = rank * slots > MANY_RANKS;
+  const bool many = rank * slots > MANY_SUMS;
   const dim3 grid(many ? (rank * WARP + PROJECT_THREADS - 1) / PROJECT_THREADS : rank, slots);
   const auto kernel = many ? project_kernel<Element, FactorElement, OF_TOKENS, WARP, 8, 4>
                            : project_kernel<Element, FactorElement, OF_TOKENS, PROJECT_THREADS, 4, 8>;

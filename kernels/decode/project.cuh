@@ -47,9 +47,10 @@ __device__ __forceinline__ float sum_over(float value) {
 // slot_to_row is null act[s].
 // THREADS of a block, a warp or all, make one rank. They go along K, STEPS pieces of v of each at a time; without
 // OF_TOKENS the first ones of a are on their way before the wait for act.
-// Grid: (r / ranks of a block, S). The next kernel may start once all blocks that have a z to make have begun and the others have ended.
-// With OF_TOKENS it finds what came before this kernel complete, but has to wait for z. Without, the caller guarantees
-// that it launches this after the up-projection, which the next kernel's wait covers as well: all blocks wait for act.
+// Grid: (r / ranks of a block, S). The next kernel may start once all blocks that have a z to make have begun and the
+// others have ended. With OF_TOKENS it finds what came before this kernel complete, but has to wait for z. Without, the
+// caller guarantees that it launches this after the up-projection, which the next kernel's wait covers as well: all
+// blocks wait for act.
 // The bound of BLOCKS leaves registers enough: to save some the compiler would mix loads with sums.
 template <typename Element, typename FactorElement, bool OF_TOKENS, int THREADS, int STEPS, int BLOCKS>
 __global__ void __launch_bounds__(PROJECT_THREADS, BLOCKS) project_kernel(const DecodeArgs a, const int *slot_to_row) {

@@ -83,9 +83,9 @@ __device__ __forceinline__ void add_run(const LowRank &pair, const RankRows<FRAG
   }
 }
 
-// Adds to acc a warp's part, every SPLITS-th run of RANKS ranks, of what a pair adds to the rows of a tile. Lane 4 g + t
-// has weight rows n + half * to_half + f * to_fragment, which are wanted[f][half], and rows 2 t and 2 t + 1 of the tile,
-// as in `multiply_pairs`. Waits for z.
+// Adds to acc a warp's part, every SPLITS-th run of RANKS ranks, of what a pair adds to the rows of a tile. Lane
+// 4 g + t has weight rows n + half * to_half + f * to_fragment, which are wanted[f][half], and rows 2 t and 2 t + 1 of
+// the tile, as in `multiply_pairs`. Waits for z.
 template <typename Shape, int FRAGMENTS>
 __device__ __forceinline__ void add_ranks_of_tile(const GroupedArgs &a, const LowRank &pair, const Tile &tile,
                                                   const bool (&wanted)[FRAGMENTS][2], int n, int to_half,

@@ -22,6 +22,43 @@ def test_routing_of_any_strides(grouped_moe):
     assert torch.equal(grouped_moe.combine_rows(rows, weights, strided), out)
 
 
+def strided(tensor):
+    """A copy with zeros between the elements."""
+    return torch.stack([tensor.detach(), torch.zeros_like(tensor)], -1)[..., 0]
+
+
+@pytest.mark.parametrize("op", ["gather_rows", "combine_rows", "grouped_linear", "exchange"])
+def test_saved_tensors_of_other_strides(grouped_moe, module, monkeypatch, op):
+    """As hooks with a pool of memory may give them back."""
+    x, weights, ids = torch.randn(9, 16), torch.rand(9, 2), torch.randint(0, 4, (9, 2))
+    adapters, exchange = torch.randint(-1, 2, (9,)), module("exchange")
+    monkeypatch.setattr(exchange, "all_to_all", lambda rows, group: rows.clone())
+    lora = [torch.randn(2, 4, 3, 16), torch.randn(2, 4, 24, 3)]
+    routing = grouped_moe.route(ids, 4)
+
+    def linear(x, weight, a, b):
+        sizes = torch.tensor([2, 3, 0, 4])
+        return grouped_moe.grouped_linear(x, weight, sizes, lora=grouped_moe.LoRA(a, b), adapter_index=adapters)
+
+    def there_and_back(x, weights):
+        arrived = exchange.dispatch(x, weights, ids, 4, 1, 12, None)
+        return exchange.combine(arrived.x * arrived.weights.sum(1, keepdim=True), arrived.plan, None)
+
+    function, given = {
+        "gather_rows": (lambda x: grouped_moe.gather_rows(x, routing), [x]),
+        "combine_rows": (lambda y, w: grouped_moe.combine_rows(y, w, routing), [torch.randn(18, 16), weights]),
+        "grouped_linear": (linear, [x, torch.randn(4, 24, 16), *lora]),
+        "exchange": (there_and_back, [x, weights]),
+    }[op]
+    leaves, results = [tensor.requires_grad_() for tensor in given], []
+    for pack in (strided, torch.detach):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = function(*leaves)
+        dout = torch.linspace(-1, 1, out.numel()).view_as(out)
+        results.append(torch.autograd.grad(out, leaves, dout))
+    torch.testing.assert_close(*results)
+
+
 def test_buffers_count_as_modified(grouped_moe):
     """Autograd sees that kernels write to what a caller gave."""
     dbias, dscales = torch.zeros(2, 16), torch.zeros(8)

@@ -86,6 +86,7 @@ def _backward(
     with on_device(dy):
         rows = kernels.split_rows(splits, weight.shape[0], dy.shape[0], dy.dtype)
         if a is not None:
+            adapters = None if adapters is None else adapters.contiguous()  # hooks on saved tensors may change strides
             rows, lora = rows._replace(adapters=adapters), LoRA(a, b, scaling)
             if needs_x or needs_a or needs_b:
                 low_rank, db = project_backward(kernels, lora, dy, rows, projected.contiguous() if needs_b else None)

@@ -107,7 +107,7 @@ _combine_rows = define_differentiable_op(
 
 
 def _maps(routing: object) -> Tuple[Tensor, Tensor, Tensor, int]:
-    """A routing as arguments of the ops, its maps contiguous.
+    """A routing as arguments of the ops.
 
     Raises TypeError or ValueError unless it has the form that `route` gives it; its values are trusted.
     """
@@ -125,8 +125,7 @@ def _maps(routing: object) -> Tuple[Tensor, Tensor, Tensor, int]:
         checks.check_operand(f"routing.{name}", getattr(routing, name), (size,), legend, device, torch.int32, made)
     if routing.expert_offsets.shape[0] < 2:
         raise checks.wrong_shape("routing.expert_offsets", routing.expert_offsets, (None,), "(E + 1,), E from 1 on,")
-    maps = routing.expert_offsets, routing.row_to_slot, routing.slot_to_row
-    return *(tensor.contiguous() for tensor in maps), routing.top_k
+    return routing.expert_offsets, routing.row_to_slot, routing.slot_to_row, routing.top_k
 
 
 def gather_rows(x: Tensor, routing: Routing) -> Tensor:

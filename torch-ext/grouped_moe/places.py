@@ -55,12 +55,12 @@ def _receive_fake(rows, capacity, *row):
 
 def _place(x, source) -> Tensor:
     with on_device(x):
-        return backend_of(x).place_rows(x, source)
+        return backend_of(x).place_rows(x, source.contiguous())
 
 
 def _take(values, places) -> Tensor:
     with on_device(values):
-        return backend_of(values).take_slots(values.contiguous(), places)
+        return backend_of(values).take_slots(values.contiguous(), places.contiguous())
 
 
 send = define_op(

@@ -68,7 +68,10 @@ _run_route = define_op(
 
 
 def rows_of(expert_offsets: Tensor, row_to_slot: Tensor, slot_to_row: Tensor, top_k: int) -> Rows:
-    """The rows of a routing, for passes that need no tiles."""
+    """The rows of a routing, for passes that need no tiles. Its maps may have any strides, as hooks may give them."""
+    expert_offsets, row_to_slot, slot_to_row = (
+        tensor.contiguous() for tensor in (expert_offsets, row_to_slot, slot_to_row)
+    )
     return Rows(expert_offsets, expert_offsets.shape[0] - 1, row_to_slot.shape[0], 0, top_k, row_to_slot, slot_to_row)
 
 

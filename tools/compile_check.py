@@ -233,8 +233,7 @@ class Calls:
         kinds = [(self.block, needs), (self.adapted, adapted)]
         if scaled:
             kinds.append((self.scaled, frozen))
-        can_quantize = self.package["backends.triton.up_proj"].can_quantize
-        if rows.block_m == 128 and can_quantize(self.quantized, x, rows.num_rows, rows.top_k):
+        if self.package["backends.triton.codes"].takes_codes(self.quantized, x, rows.num_rows, rows.block_m):
             of_codes = self.quantized, needs._replace(up=False, down=False)
             kinds += [(self.scaled, frozen), of_codes, (self.kept, frozen)]
         for block, asked in kinds:

@@ -179,7 +179,7 @@ def test_rows_become_codes_beside_pairs(grouped_moe, stub, monkeypatch, kind):
         _forget(grouped_moe.__name__)
         del stub.variants[:]
         if extent == 256:
-            monkeypatch.setattr(stub.module("backends.hopper.quantized_gemm"), "reinterpret", None)
+            monkeypatch.setattr(stub.module("backends.triton.codes"), "reinterpret_method", lambda: None)
         scaled(grouped_moe, 2048, kind, extent=extent)
         assert not rounds_rows(stub)
 

@@ -41,7 +41,7 @@ def _make_rows(
     (num_rows, num_experts), routed = (x.shape[0], block.num_experts), index.dim() == 2
     if routed:
         num_rows = block.num_rows(index.numel())
-    quantizes = kernels.quantizes(block, x, num_rows, index.shape[1] if routed else 0, trains)
+    quantizes = kernels.quantizes(block, x, num_rows, trains)
     if routed:
         rows = kernels.route(index, num_experts, x.dtype, block.capacity, quantizes)
     else:
@@ -104,7 +104,7 @@ def _backward(dout, x, act_scales, bias_scales, adapters, *rest, overwrite: bool
     with on_device(dout):
         num_rows = dout.shape[0] if row_to_slot is None else row_to_slot.shape[0]
         top_k = 0 if row_to_slot is None else act_scales.shape[1]
-        quantizes = kernels.quantizes(block, dout, num_rows, top_k, trains=True)
+        quantizes = kernels.quantizes(block, dout, num_rows, trains=True)
         if row_to_slot is None:
             rows = kernels.split_rows(schedule, block.num_experts, num_rows, dout.dtype, quantizes)
         else:

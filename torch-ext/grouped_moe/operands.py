@@ -77,16 +77,6 @@ def pad_rank(rank: int) -> int:
     return -(-rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
 
 
-def forward_layout(lora: Optional[LoRA], num_experts: int) -> FactorLayout:
-    """The layout of the factor that a forward's product reads, b; that of none without a LoRA."""
-    return _NO_FACTOR if lora is None else layout_of(_as_factor(lora.b, num_experts))
-
-
-def backward_layout(lora: Optional[LoRA], num_experts: int) -> FactorLayout:
-    """The layout of the factor that a backward's product reads, a; that of none without a LoRA."""
-    return _NO_FACTOR if lora is None else layout_of(_as_factor(lora.a, num_experts).transpose(2, 3))
-
-
 def layout_of(factor: Tensor) -> FactorLayout:
     """The layout of a factor (L, E, N, r)."""
     shape, strides = factor.shape, factor.stride()

@@ -260,8 +260,8 @@ def _experts_layer(
     from .backends.native.fakes import IS_BUILT
     from .backends.native.routing import routing_pays, takes_slots
     from .backends.triton import is_decode
+    from .backends.triton.codes import takes_codes
     from .backends.triton.routing import launches_of
-    from .backends.triton.up_proj import can_quantize
 
     top_k = _top_k_of(name, module, target) if top_k is None else top_k
     gated, transposed = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
@@ -281,7 +281,7 @@ def _experts_layer(
     ]
     pairs = loras.get("gate_up_lora"), loras.get("down_lora")
     block = Block(*weights, None, None, *pairs, activation or Activation(), gated, interleaved, transposed, False)
-    quantized = can_quantize(block, torch.empty((1, h), device=up.device, dtype=dtype), 1, top_k)
+    quantized = takes_codes(block, torch.empty(0, device=up.device, dtype=dtype), 1)
     native, num_sms = IS_BUILT and _needs_kernels(up), spec_of(up).num_sms
     products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, dtype, trains, quantized)
 

@@ -2,19 +2,17 @@
 
 import importlib
 from functools import lru_cache
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple
 
 
 @lru_cache(maxsize=None)
-def launcher_of(product: str, problem: NamedTuple) -> Optional[Callable[..., Any]]:
-    """The launcher for a problem of a product. None if no kernel takes it; only of rows of 8-bit floats is that so.
+def launcher_of(product: str, problem: NamedTuple) -> Callable[..., Any]:
+    """The launcher for a problem of a product; of rows of 8-bit floats, one of those that `triton.codes` allows.
 
     Kernels for Hopper are asked first, then those for plain or for scaled weights. A product's module has the class
     `Launcher`, made of the problem and called with tensors. It has `supports(problem)` unless it takes every problem.
     """
     any_device = "triton" if getattr(problem, "scales", None) is None else "block_scaled"
-    for backend in ("hopper", any_device) if problem.spec.hopper else (any_device,):
-        module = importlib.import_module(f".{backend}.{product}", __package__)
-        if not hasattr(module, "supports") or module.supports(problem):
-            return module.Launcher(problem)
-    return None
+    backends = ("hopper", any_device) if problem.spec.hopper else (any_device,)
+    modules = (importlib.import_module(f".{backend}.{product}", __package__) for backend in backends)
+    return next(m for m in modules if not hasattr(m, "supports") or m.supports(problem)).Launcher(problem)

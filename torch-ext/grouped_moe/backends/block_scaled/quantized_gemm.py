@@ -1,6 +1,6 @@
 """Grouped GEMM of 8-bit rows with 8-bit weights by the Triton kernel."""
 
-from typing import Optional, Union
+from typing import Optional
 
 from torch import Tensor
 
@@ -9,28 +9,14 @@ from ...operands import LowRank
 from ...rows import Rows
 from ...tuning.heuristic import quantized_config
 from ..kernels.block_scaled import scaled_gemm_kernel
-from ..problems import BlockProblem, GemmProblem
+from ..problems import GemmProblem
 from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel, persistent_grid
 from ..triton.low_rank import factor_constants
-from ..triton.quantize import BLOCK, QuantizedRows
+from ..triton.quantize import QuantizedRows
 from ..triton.scales import codes_and_scales, scale_constants
 
 PATH = "Triton, 8-bit rows and weights"
-
-
-def supports(problem: GemmProblem) -> bool:
-    """All that tensor cores can read."""
-    return multiplies_codes(problem)
-
-
-def multiplies_codes(problem: Union[GemmProblem, BlockProblem]) -> bool:
-    """Weights (E, N, K) whose columns are contiguous, where tensor cores take e4m3. Hopper has kernels of its own.
-
-    With a low-rank part K has to have several blocks: of one there would be no loop, and ptxas would spill registers.
-    """
-    p = problem
-    return p.spec.float8 and not p.spec.hopper and p.layout == "nk" and (p.low_rank.rank == 0 or p.k > BLOCK)
 
 
 class Launcher:

@@ -14,13 +14,8 @@ from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel, persistent_grid
 from ..triton.quantize import QuantizedRows
 from ..triton.scales import codes_and_scales
-from .quantized_gemm import PATH, multiplies_codes
+from .quantized_gemm import PATH
 from .up_proj import block_constants
-
-
-def supports(problem: BlockProblem) -> bool:
-    """As of a GEMM, without a gate or with one whose columns come first."""
-    return multiplies_codes(problem) and not problem.interleaved
 
 
 class Launcher:

@@ -6,35 +6,18 @@ import torch
 from torch import Tensor
 
 from ...block_scaled import BlockScaled
-from ...operands import FactorLayout, LowRank
+from ...operands import LowRank
 from ...rows import Rows
 from ...tuning.heuristic import hopper_quantized_config
-from ..kernels.hopper import reinterpret
 from ..kernels.hopper_quantized import hopper_quantized_gemm_kernel
 from ..problems import GemmProblem
 from ..triton.gemm import bias_and_strides
 from ..triton.launch import Kernel, persistent_grid
-from ..triton.quantize import BLOCK, QuantizedRows
+from ..triton.quantize import QuantizedRows
 from ..triton.scales import scale_arguments
 from .descriptors import RaggedTmaBlock, RankBlocks, TmaBlock
 
 PATH = "Gluon for Hopper, 8-bit rows and weights"
-
-
-def supports(problem: GemmProblem) -> bool:
-    """Weights that can be read by descriptor; results leave by a ragged one."""
-    p = problem
-    extents = p.scales.n_parts == 1 and p.n % 8 == 0 and p.k % 16 == 0
-    known = p.layout == "nk" or (p.layout == "kn" and reinterpret is not None)
-    return takes_ranks(p.low_rank, p.k) and known and extents and not p.many_rows
-
-
-def takes_ranks(low_rank: FactorLayout, k: int) -> bool:
-    """Whether a product can have this low-rank part, whose steps see the operands' shared memory as another dtype.
-
-    A single step of K is no loop: ptxas then mixes it with those of the ranks, and spills.
-    """
-    return low_rank.rank == 0 or (reinterpret is not None and k > BLOCK)
 
 
 class Launcher:

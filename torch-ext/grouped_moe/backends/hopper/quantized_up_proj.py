@@ -16,17 +16,8 @@ from ..triton.launch import Kernel, persistent_grid
 from ..triton.quantize import BLOCK, QuantizedRows
 from ..triton.scales import scale_arguments
 from .descriptors import RaggedTmaBlock, RankBlocks, TmaBlock
-from .quantized_gemm import PATH, takes_ranks
+from .quantized_gemm import PATH
 from .up_proj import STORE_COLUMNS, describe_halves
-
-
-def supports(problem: BlockProblem) -> bool:
-    """[gate | up] that have blocks of their own."""
-    p = problem
-    if not p.gated or p.interleaved or not takes_ranks(p.low_rank, p.k) or p.many_rows:
-        return False
-    apart = p.n % BLOCK == 0 if p.scales.n_parts == 1 else p.scales.n_parts == 2
-    return apart and p.layout == "nk" and p.n % 16 == 0 and p.k % 16 == 0
 
 
 class Launcher:

@@ -22,6 +22,6 @@ def is_decode(block, num_tokens, top_k) -> bool:
     return False
 
 
-def quantizes(block, x, num_rows, top_k, trains) -> bool:
+def quantizes(block, x, num_rows, trains) -> bool:
     """Whether products are made with rows of 8-bit floats; they never are on a CPU."""
     return False

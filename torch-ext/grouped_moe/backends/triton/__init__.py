@@ -1,5 +1,6 @@
 """The Triton backend: a launcher beside each kernel. Importing it imports Triton."""
 
+from .codes import quantizes
 from .decode import decode, is_decode
 from .down_dgrad import down_dgrad
 from .exchange import pack_rows, place_rows, plan_exchange, take_slots, unpack_rows
@@ -10,7 +11,7 @@ from .low_rank_backward import project_backward
 from .permute import combine, combine_grad, gather_rows
 from .routing import route, split_rows
 from .sums import bias_grads, num_bias_dots, sum_dots
-from .up_proj import quantizes, up_proj
+from .up_proj import up_proj
 from .wgrad import wgrad
 
 __all__ = [

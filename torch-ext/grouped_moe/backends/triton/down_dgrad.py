@@ -6,20 +6,21 @@ import torch
 from torch import Tensor
 
 from ...block import Block
-from ...operands import LowRank, backward_layout, forward_layout, low_rank_layout
+from ...operands import LowRank, low_rank_layout
 from ...rows import Rows
 from ...tuning.heuristic import dgrad_config, triton_path
 from ..kernels.experts import down_dgrad_kernel
 from ..problems import BlockProblem
 from ..table import launcher_of
 from .activation_grad import activation_grad
+from .codes import takes_codes
 from .descriptors import describe
-from .gemm import gemm, quantized_launcher
+from .gemm import gemm
 from .launch import Kernel, persistent_grid
 from .permute import sort_rows
-from .quantize import BLOCK, QuantizedRows, quantize_rows
+from .quantize import QuantizedRows, quantize_rows
 from .scales import for_rows, nk_strides
-from .up_proj import block_constants, problem_of, quantized_up_launcher, weight_by_tma
+from .up_proj import block_constants, problem_of, weight_by_tma
 
 
 class Launcher:
@@ -69,7 +70,7 @@ def down_dgrad(
     products there is room for. overwrite: dpreact takes the place of preact. low_rank: what is added to g.
     """
     num_rows, n = rows.num_rows, block.intermediate
-    if num_rows and _is_quantized(block, dout, rows, low_rank):
+    if num_rows and takes_codes(block, dout, num_rows, rows.block_m, backward=True):
         dact = gemm(quantize_rows(dout, rows, sorts=True), block.down, rows, transposed=True, low_rank=low_rank)
         return activation_grad(
             block, dact, rows, scales, preact, needs_dpreact=needs_dpreact, needs_codes=leads_to_x,
@@ -90,18 +91,3 @@ def down_dgrad(
     if num_rows:
         launcher(block, dout, low_rank, scales, preact, dpreact, act, dots, rows)
     return dpreact, None, act, dots
-
-
-def _is_quantized(block: Block, dout: Tensor, rows: Rows, low_rank: Optional[LowRank]) -> bool:
-    """Whether the backward's products are made with rows of 8-bit floats: all can be, and the forward's are."""
-    up_lora, num_experts = block.up_lora, block.num_experts
-    ranks = forward_layout(up_lora, num_experts)
-    if block.intermediate % BLOCK or quantized_up_launcher(block, dout, rows, False, ranks) is None:
-        return False
-    weights = (block.down, low_rank_layout(low_rank)), (block.up, backward_layout(up_lora, num_experts))
-    return all(
-        quantized_launcher(
-            weight, rows, rows.num_rows, dout.dtype, transposed=True, low_rank=ranks, zero_rest=rows.top_k == 0
-        )
-        for weight, ranks in weights
-    )

@@ -1,23 +1,23 @@
 """Grouped GEMM over rows that are sorted by group."""
 
 from functools import lru_cache
-from typing import Callable, Optional, Union
+from typing import Optional, Union
 
-import torch
 from torch import Tensor
 
 from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
-from ...operands import FactorLayout, LowRank, low_rank_layout
+from ...operands import LowRank, low_rank_layout
 from ...rows import Rows
-from ...tuning.heuristic import gemm_config, transposing_pays, triton_path, wide_pays
+from ...tuning.heuristic import gemm_config, triton_path, wide_pays
 from ..kernels.gemm import grouped_gemm_kernel, zero_ungrouped_kernel
 from ..problems import GemmProblem
 from ..table import launcher_of
+from .codes import gemm_takes_codes, transposes_codes
 from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
 from .launch import Kernel, persistent_grid
 from .low_rank import factor_constants
-from .quantize import QuantizedRows, quantize_rows, takes_quantized_rows
+from .quantize import QuantizedRows, quantize_rows
 from .scales import for_rows, nk_strides, scale_layout
 from .transpose import can_transpose, transpose_codes
 
@@ -75,79 +75,33 @@ def gemm(
     low_rank: what is added to the product. quantizes: whether rows may become 8-bit floats here. Returns (rows, N),
     where rows of no group are unwritten or, with zero_rest, 0.
     """
-    num_rows, n = x.shape[0], weight.shape[2 if transposed else 1]
+    (num_rows, k), n = x.shape, weight.shape[2 if transposed else 1]
     # Extents one by one: a tuple of them takes the host a microsecond longer.
     y = rows.schedule.new_empty(num_rows, n, dtype=x.dtype)
     if num_rows == 0:
         return y
-    is_quantized, ranks = isinstance(x, QuantizedRows), low_rank_layout(low_rank)
-    if is_quantized or quantizes:
-        quantized = quantized_launcher(
-            weight, rows, num_rows, x.dtype, transposed=transposed, low_rank=ranks, zero_rest=zero_rest
-        )
-        if quantized is not None:
-            x = x if is_quantized else quantize_rows(x)
-            weight = transpose_codes(weight) if transposed and quantized.problem.layout == "nk" else weight
-            quantized(x, weight, bias, scales, low_rank, y, rows)
-            return y
-    weight = for_rows(weight, rows.block_m, x.dtype)
-    # Row tiles that stream weights do not earn back what descriptors cost.
-    by_tma = rows.block_m >= 64 and takes_rows(x, spec_of(x))
-    layout = weight_layout(weight, transposed) if by_tma else None
-    problem = _problem_of(weight, rows, num_rows, x.dtype, layout, transposed, ranks, zero_rest)
-    launcher_of("gemm", problem)(x, weight, bias, scales, low_rank, y, rows)
-    return y
-
-
-def quantized_launcher(
-    weight: Weight, rows: Rows, num_rows: int, dtype: torch.dtype, *, transposed: bool, low_rank: FactorLayout,
-    zero_rest: bool,
-) -> Optional[Callable[..., None]]:  # fmt: skip
-    """The launcher of a product that is made with rows of 8-bit floats; None if it is not. dtype: of the result.
-
-    Of layout "nk" it takes the weight (E, N, K), or that of `transpose_codes` where `weight` is (E, K, N).
-    """
-    if not takes_quantized_rows(weight, rows, dtype):
-        return None
-    whole = can_transpose(weight)
-    if transposed and not whole:
-        return None
-    layout = weight_layout(weight, transposed)
-    if transposed and (layout is None or not transposing_pays(num_rows, rows.num_groups, spec_of(rows.schedule))):
-        layout = "nk"
-    problem = _problem_of(weight, rows, num_rows, dtype, layout, transposed, low_rank, zero_rest)
-    return launcher_of_codes(problem, whole)
-
-
-@lru_cache(maxsize=None)
-def launcher_of_codes(problem: GemmProblem, whole: bool) -> Optional[Callable[..., None]]:
-    """The launcher of a product of 8-bit rows with codes, None if there is none for the problem.
-
-    Where none takes codes (E, K, N), layout "kn", it is one that takes (E, N, K).
-
-    whole: whether parts of the weight end where blocks do, so that they make no difference.
-    """
-    if whole:
-        problem = problem._replace(scales=problem.scales._replace(n_parts=1, k_parts=1))
-    problem = problem._replace(transposed=False)
-    launcher = launcher_of("quantized_gemm", problem)
-    if launcher is None and problem.layout == "kn":
-        return launcher_of("quantized_gemm", problem._replace(layout="nk"))
-    return launcher
-
-
-def _problem_of(
-    weight: Weight, rows: Rows, num_rows: int, dtype: torch.dtype, layout: Optional[str], transposed: bool,
-    low_rank: FactorLayout, zero_rest: bool,
-) -> GemmProblem:  # fmt: skip
-    (num_groups, n, k), spec, scales = weight.shape, spec_of(rows.schedule), scale_layout(weight, transposed)
-    if transposed:
-        n, k = k, n
-    return GemmProblem(
-        spec, dtype, dot_precision(dtype, spec), num_groups, rows.block_m, n, k, layout, transposed,
-        low_rank, zero_rest, num_rows > MAX_RAGGED_ROWS,
-        scales is None and spec.hopper and wide_pays(num_rows, num_groups, n, k, spec), scales,
+    spec, of_codes = spec_of(y), isinstance(x, QuantizedRows)
+    if quantizes and gemm_takes_codes(weight, x.dtype, rows, spec, transposed, low_rank):
+        x, of_codes = quantize_rows(x), True
+    if of_codes:
+        if transposed and not transposes_codes(weight, rows, spec):
+            weight, transposed = transpose_codes(weight), False
+        if weight.parts > 1 and can_transpose(weight):  # they end where blocks do, and make no difference
+            weight = weight._replace(parts=1)
+        layout = "kn" if transposed else "nk"
+    else:
+        weight = for_rows(weight, rows.block_m, x.dtype)
+        # Row tiles that stream weights do not earn back what descriptors cost.
+        by_tma = rows.block_m >= 64 and takes_rows(x, spec)
+        layout = weight_layout(weight, transposed) if by_tma else None
+    blocks = scale_layout(weight, transposed)
+    problem = GemmProblem(
+        spec, x.dtype, dot_precision(x.dtype, spec), rows.num_groups, rows.block_m, n, k, layout, transposed,
+        low_rank_layout(low_rank), zero_rest, num_rows > MAX_RAGGED_ROWS,
+        blocks is None and spec.hopper and wide_pays(num_rows, rows.num_groups, n, k, spec), blocks,
     )  # fmt: skip
+    launcher_of("quantized_gemm" if of_codes else "gemm", problem)(x, weight, bias, scales, low_rank, y, rows)
+    return y
 
 
 def zero_ungrouped(y: Tensor, rows: Rows) -> None:

@@ -1,4 +1,4 @@
-"""Rows as 8-bit floats: which products take them, and how rows become such."""
+"""Rows as 8-bit floats, and how rows become such."""
 
 from functools import lru_cache
 from typing import NamedTuple, Optional
@@ -6,7 +6,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from ...block_scaled import CODES, BlockScaled, Weight
+from ...block_scaled import CODES
 from ...common.numbers import power_of_two
 from ...rows import Rows
 from ..kernels.quantize import quantize_rows_kernel
@@ -59,14 +59,3 @@ def _kernel(k: int, top_k: int, sorts: bool) -> Kernel:
     choices = power_of_two(top_k) if top_k else 0
     constants = {"K": k, "TOP_K": top_k, "TOP_K_POW2": choices, "SORTED": sorts}
     return Kernel(quantize_rows_kernel, {**constants, "BLOCK_M": _ROWS, "NUM_BLOCKS": _BLOCKS})
-
-
-def takes_quantized_rows(weight: Weight, rows: Rows, dtype: torch.dtype) -> bool:
-    """Whether products of a weight with such rows are to be made with rows of 8-bit floats, if there is a kernel.
-
-    Few rows wait for weights, so that narrower rows gain nothing.
-    """
-    if not isinstance(weight, BlockScaled) or weight.products == "w8a16":
-        return False
-    tall = rows.block_m >= BLOCK and dtype.itemsize == 2
-    return tall and tuple(weight.block) == (BLOCK, BLOCK)

@@ -15,8 +15,8 @@ _MULTIPLE = 16  # of blocks that do not span K
 
 def can_transpose(weight: BlockScaled) -> bool:
     """Whether the transposed weight is a `BlockScaled`, whose K has no parts: blocks of N must not end within parts."""
-    block_n, n = weight.block[0], weight.shape[1]
-    return weight.parts == 1 or (n % (weight.parts * block_n) == 0 and block_n % _MULTIPLE == 0)
+    block_n, parts = weight.block[0], weight.parts
+    return parts == 1 or (weight.shape[1] % (parts * block_n) == 0 and block_n % _MULTIPLE == 0)
 
 
 def transpose_codes(weight: BlockScaled) -> BlockScaled:

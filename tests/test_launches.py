@@ -105,6 +105,76 @@ def test_which_kernels_hopper_takes(grouped_moe, load, monkeypatch, n, kind, tak
     assert [launcher.kernel.function.__name__ for launcher in found] == want
 
 
+NONE, FORWARD, BACKWARD, BOTH = (False, False), (True, False), (False, True), (True, True)
+
+
+def scaled(load, n, k, parts=1, block=(128, 128), lies="nk", **kept):
+    """A weight of codes that nobody reads."""
+    codes = torch.empty((EXPERTS, k, n) if lies == "kn" else (EXPERTS, n, k), dtype=torch.float8_e4m3fn)
+    codes = codes.mT if lies == "kn" else codes
+    return load("block_scaled").BlockScaled(codes, torch.empty(EXPERTS, 1, 1), block, parts, **kept)
+
+
+@pytest.fixture(params=["hopper", "other"])
+def kind_of_gpu(request, load, monkeypatch):
+    """The name of a GPU with kernels for rows of 8-bit floats."""
+    spec = load("common.device").DeviceSpec(132, 232448, hopper=request.param == "hopper", float8=True, name="stub")
+    monkeypatch.setattr(load("common.device"), "device_spec", lambda device_type, index: spec)
+    monkeypatch.setattr(load("backends.triton.codes"), "_reinterprets", lambda: True)
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "kind, hopper, other",
+    [
+        ({}, BOTH, BOTH), ({"I": 192}, NONE, FORWARD), ({"I": 192, "up": {"parts": 2}}, FORWARD, FORWARD),
+        ({"up": {"parts": 4}}, NONE, BOTH), ({"down": {"parts": 4}}, NONE, FORWARD),
+        ({"I": 200}, NONE, NONE), ({"H": 264}, NONE, NONE), ({"gated": False}, NONE, BOTH),
+        ({"interleaved": True}, NONE, NONE), ({"block_m": 64}, NONE, NONE), ({"dtype": torch.float32}, NONE, NONE),
+        ({"num_rows": 2**30 + 1}, NONE, BOTH),
+        *(({name: change}, NONE, NONE) for name in ("up", "down")
+          for change in ({"products": "w8a16"}, {"block": (64, 128)}, {"lies": "kn"})),
+        ({"up": {"lies": "kn"}, "down": {"lies": "kn"}, "contiguous": True}, BOTH, BOTH),
+        ({"I": 200, "contiguous": True}, NONE, NONE),
+        # Beside a pair each sum has several blocks, in a backward that over the columns of the other side.
+        ({"pairs": "up"}, BOTH, BOTH), ({"pairs": "down"}, BOTH, BOTH), ({"pairs": "up", "H": 128}, NONE, NONE),
+        ({"pairs": "down", "H": 128}, FORWARD, FORWARD), ({"pairs": "down", "I": 128}, NONE, NONE),
+        ({"pairs": "up", "I": 128}, BOTH, BOTH), ({"pairs": "up", "I": 128, "gated": False}, NONE, FORWARD),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_which_blocks_take_codes(grouped_moe, load, kind_of_gpu, kind, hopper, other):
+    """In the forward, and in the backward."""
+    kind = {"H": 256, "I": 256, "dtype": torch.bfloat16, "num_rows": ROWS, "up": {}, "down": {}, "pairs": "", **kind}
+    h, i, gated, interleaved = kind["H"], kind["I"], kind.pop("gated", True), kind.pop("interleaved", False)
+    weights = scaled(load, 2 * i if gated else i, h, **kind["up"]), scaled(load, h, i, **kind["down"])
+    pairs = (grouped_moe.LoRA(None, None) if name in kind["pairs"] else None for name in ("up", "down"))
+    kept = grouped_moe.Activation(), gated, interleaved, False, False
+    block = load("block").Block(*weights, None, None, *pairs, *kept)
+    options = {name: kind[name] for name in ("num_rows", "block_m", "contiguous") if name in kind}
+    takes, x = load("backends.triton.codes").takes_codes, torch.empty(0, dtype=kind["dtype"])
+    found = takes(block, x, **options), takes(block, x, **options, backward=True)
+    assert found == (hopper if kind_of_gpu == "hopper" else other)
+
+
+@pytest.mark.parametrize(
+    "n, k, kind, hopper, other",
+    [
+        (256, 256, {}, BOTH, BOTH), (12, 256, {}, NONE, BOTH), (24, 256, {}, FORWARD, BOTH),
+        (256, 24, {}, BACKWARD, BACKWARD), (256, 20, {}, NONE, BACKWARD), (300, 256, {"parts": 2}, NONE, FORWARD),
+        (512, 256, {"parts": 2}, BOTH, BOTH), (256, 256, {"lies": "kn"}, BACKWARD, BACKWARD),
+        (256, 256, {"products": "w8a16"}, NONE, NONE),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_which_linear_layers_take_codes(load, kind_of_gpu, n, k, kind, hopper, other):
+    """In the forward, and in the backward, which multiplies with the transpose."""
+    weight, rows = scaled(load, n, k, **kind), load("rows").Rows(torch.empty(0), EXPERTS, ROWS, block_m=128)
+    takes, spec = load("backends.triton.codes").gemm_takes_codes, load("common.device").device_spec("cpu", 0)
+    found = tuple(takes(weight, torch.bfloat16, rows, spec, transposed, None) for transposed in (False, True))
+    assert found == (hopper if kind_of_gpu == "hopper" else other)
+
+
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("adapters, rank, dtype, copied", [
     (1, 8, torch.float16, False), (1, 3, torch.float16, True), (1, 8, torch.float32, True), (3, 5, torch.float16, True),

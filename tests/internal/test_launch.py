@@ -184,6 +184,15 @@ def test_rows_become_codes_beside_pairs(grouped_moe, stub, monkeypatch, kind):
         assert not rounds_rows(stub)
 
 
+def test_codes_are_copied_where_no_kernel_transposes_them(grouped_moe, stub, monkeypatch):
+    """In a backward on Hopper, where Gluon cannot see shared memory as another dtype."""
+    for copied in (False, True):
+        scaled(grouped_moe, 2048)
+        assert rounds_rows(stub) and ("transpose_kernel" in stub.names()) == copied
+        _forget(grouped_moe.__name__)
+        monkeypatch.setattr(stub.module("backends.triton.codes"), "reinterpret_method", lambda: None)
+
+
 def test_varying_parameters_are_those_not_specialized(stub):
     varying, found = stub.module("backends.triton.launch").VARYING, set()
     for name, kernel in kernels_of(stub).items():

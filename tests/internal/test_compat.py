@@ -224,6 +224,17 @@ def test_private_methods_that_modules_override():
     assert found == {*OVERRIDES}
 
 
+@pytest.mark.parametrize("version, keeps", [((3, 5), True), ((3, 9), True), ((3, 4), False), ((4, 0), False)])
+def test_versions_whose_variants_are_kept(module, monkeypatch, version, keeps):
+    compat = module("common._compat")
+    keeps_variants = compat.keeps_variants.__wrapped__
+    monkeypatch.setattr(compat, "triton_version", lambda: version)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert keeps_variants(True) is keeps and keeps_variants(False) is False
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert keeps_variants(True) is False
+
+
 @pytest.mark.parametrize(
     "line",
     ["torch._C._x()", "from torch._dynamo import x", "tensor._version", "exec(source)", "forward_ad._current_level",

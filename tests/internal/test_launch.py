@@ -341,17 +341,6 @@ def test_unaligned_memory_has_variants_of_its_own(grouped_moe, stub, compared):
     assert Counter(compared) == {"grouped_gemm_kernel": 3, "schedule_kernel": 4}
 
 
-@pytest.mark.parametrize("version, keeps", [((3, 5), True), ((3, 9), True), ((3, 4), False), ((4, 0), False)])
-def test_versions_whose_variants_are_kept(module, monkeypatch, version, keeps):
-    compat = module("common._compat")
-    keeps_variants = compat.keeps_variants.__wrapped__
-    monkeypatch.setattr(compat, "triton_version", lambda: version)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert keeps_variants(True) is keeps and keeps_variants(False) is False
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert keeps_variants(True) is False
-
-
 def test_unknown_versions_launch_by_tritons_own_path(grouped_moe, stub, monkeypatch):
     launch, kinds, counts = stub.module("backends.triton.launch"), ("experts-40-bias", "linear-2048-nk-bias"), []
     for keeps in (True, False):

@@ -79,7 +79,13 @@ def assert_bitwise(name: str, got: Tensor, want: Tensor) -> None:
 
 
 def assert_same(got: Dict[str, Tensor], want: Dict[str, Tensor]) -> None:
-    """Bitwise, what got has."""
+    """Bitwise, with the same names."""
+    assert got.keys() == want.keys()
+    assert_part(got, want)
+
+
+def assert_part(got: Dict[str, Tensor], want: Dict[str, Tensor]) -> None:
+    """Bitwise, what got has, which may be less."""
     for name, tensor in got.items():
         assert_bitwise(name, tensor, want[name])
 

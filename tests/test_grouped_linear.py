@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from compare import assert_bitwise, assert_same
+from compare import assert_bitwise, assert_part
 from linears import BY_LINEAR, Linear
 from poison import guarded, poisoned_allocations
 from sorted_rows import assert_matches, run, run_reference, with_leaves
@@ -42,7 +42,7 @@ def test_every_combination(grouped_moe, device, names, layout, transposed, dtype
         with poisoned_allocations():
             got = run(grouped_moe, linear, poisoned, frozen=set(names) - set(wanted))
         full = full or got
-        assert_same(got, full)
+        assert_part(got, full)
     assert_matches(full, run_reference(grouped_moe, linear, inputs), dtype, torch.float32)
 
 

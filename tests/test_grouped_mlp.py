@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import BY_ID
-from compare import assert_bitwise, assert_close, assert_same
+from compare import assert_bitwise, assert_close, assert_part, assert_same
 from mlps import BY_MLP, NAMES, PER_GROUP, Mlp, call
 from sorted_rows import SCALES, by_dtype, run, run_reference, with_leaves
 from test_errors import raises
@@ -94,7 +94,7 @@ def test_only_gradients_asked_for(grouped_moe, device, frozen, recompute):
     want = run(grouped_moe, mlp, inputs, recompute=recompute)
     got = run(grouped_moe, mlp, inputs, frozen=frozen, recompute=recompute)
     assert want.keys() - got.keys() == set(frozen)
-    assert_same(got, want)
+    assert_part(got, want)
 
 
 @by_dtype

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from compare import assert_bitwise, assert_close, assert_same
+from compare import assert_bitwise, assert_close, assert_part, assert_same
 from operations import count_flops
 from pairs import Pairs, factors, make_index, make_lora, merged, over_adapters, with_factors
 from poison import poisoned_allocations
@@ -92,9 +92,9 @@ def test_linear_matches_merged_weights(grouped_moe, device, pairs, transposed, d
     want = run_merged(grouped_moe, *given, transposed)
     got = run(grouped_moe, *given, transposed)
     assert_matches(got, want, dtype, dtype)
-    assert_same(run(grouped_moe, *given, transposed, frozen=("weight", "bias", "bias_scales")), got)
-    assert_same(run(grouped_moe, *given, transposed, frozen=("x", "lora.a")), got)
-    assert_same(run(grouped_moe, *given, transposed, frozen=("x", "weight", "lora.b")), got)
+    assert_part(run(grouped_moe, *given, transposed, frozen=("weight", "bias", "bias_scales")), got)
+    assert_part(run(grouped_moe, *given, transposed, frozen=("x", "lora.a")), got)
+    assert_part(run(grouped_moe, *given, transposed, frozen=("x", "weight", "lora.b")), got)
 
 
 @pytest.mark.parametrize("pairs", [Pairs(), Pairs(rank=3, shared="a", adapters=2)], ids=["one", "adapters"])
@@ -175,7 +175,7 @@ def test_modules_pass_pairs_on(grouped_moe, device, mode, frozen, adapters):
         return layer(leaves["x"], splits, leaves["bias_scales"], **pair)
 
     got = differentiate(forward, {name: tensors[name] for name in ("x", "bias_scales")}, arguments, dy)
-    assert_same(got, want)
+    assert_part(got, want)
     layer.backward_dw()
     for name, parameter in layer.named_parameters():
         in_main_grad = "main-grad" in mode and name.startswith("weight")

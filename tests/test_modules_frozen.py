@@ -62,9 +62,7 @@ def state_of(layer):
 
 
 def assert_state(layer, want):
-    got = layer.state_dict()
-    assert got.keys() == want.keys()
-    assert_same(got, want)
+    assert_same(layer.state_dict(), want)
 
 
 def integers(tensor):

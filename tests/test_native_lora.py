@@ -25,6 +25,13 @@ ADAPTED = {
 }
 
 
+def assert_any_strides(native, grouped_moe, case, inputs, loras, out):
+    """The same bits where b lies otherwise."""
+    for name, layout in LAYOUTS.items():
+        strided_b = {key: layout(factor) if key.endswith("b") else factor for key, factor in factors(loras).items()}
+        assert_bitwise(name, decode(native, grouped_moe, case, inputs, with_factors(loras, strided_b)), out)
+
+
 @pytest.mark.parametrize("case, pairs", ADAPTED.values(), ids=ADAPTED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("factor_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -44,20 +51,21 @@ def test_low_rank_pairs(native, grouped_moe, device, case, pairs, dtype, factor_
     out = decode(native, grouped_moe, case, poisoned, loras)
     assert_close("out", out, want, dtype)
     assert_bitwise("once more", decode(native, grouped_moe, case, poisoned, loras), out)
-    for name, layout in LAYOUTS.items():
-        strided_b = {key: layout(factor) if key.endswith("b") else factor for key, factor in named.items()}
-        assert_bitwise(name, decode(native, grouped_moe, case, poisoned, with_factors(loras, strided_b)), out)
+    assert_any_strides(native, grouped_moe, case, poisoned, loras, out)
 
 
 @pytest.mark.parametrize("case", CODED_CASES, ids=lambda case: case.id)
-def test_low_rank_pairs_of_scaled_weights(native, grouped_moe, device, case, way):
+@pytest.mark.parametrize("factor_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rank", [20, 6])
+def test_low_rank_pairs_of_scaled_weights(native, grouped_moe, device, case, factor_dtype, rank, way):
     case, inputs, wide = with_scales(grouped_moe, case, make_inputs(case, torch.bfloat16, device), Blocks())
-    loras = make_loras(grouped_moe, case, wide, Pairs(rank=20, adapters=3), torch.float32)
+    loras = make_loras(grouped_moe, case, wide, Pairs(rank=rank, adapters=3), factor_dtype)
     want = run_merged(grouped_moe, case, wide, loras).out
     poisoned = poison_scaled(inputs, case.E)
     out = decode(native, grouped_moe, case, poisoned, loras)
     assert_close("out", out, want, torch.bfloat16)
     assert_bitwise("once more", decode(native, grouped_moe, case, poisoned, loras), out)
+    assert_any_strides(native, grouped_moe, case, poisoned, loras, out)
 
 
 @pytest.mark.parametrize("change", [

@@ -8,6 +8,7 @@
 constexpr int PIECE = 8;          // elements of two bytes that 16 bytes hold
 constexpr int CODES = 16;         // the same, of 8-bit floats
 constexpr int SCALE_BLOCK = 128;  // both extents of the block of a scale
+constexpr int RANKS = 4;          // neighbours of a low-rank pair that a lane takes at a time
 
 enum class Scalar : int { bfloat16, float16, float32 };
 
@@ -46,7 +47,7 @@ struct Factor {
 struct LowRank {
   Factor a;  // (L, E, r, K), with rows as those of a weight
   Factor b;  // (L, E, N, r)
-  bool b_in_runs;  // whether each four neighbours of a row of b lie side by side, from a multiple of their size on
+  bool b_in_runs;  // whether each RANKS neighbours of a row of b lie side by side, from a multiple of their size on
   float scaling;
   int rank;  // r; 0 for no pair
 };

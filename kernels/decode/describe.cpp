@@ -185,7 +185,8 @@ bool describe_pair(const Tensor &x, const std::optional<Tensor> &a, const std::o
   if (rank < 1 || rank > MAX_RANK || !describe_factor(*a, x, adapters, experts, rank, k, &pair->a) ||
       !describe_factor(*b, x, adapters, experts, n, rank, &pair->b))
     return false;
-  pair->b_in_runs = rank % 4 == 0 && is_aligned(pair->b, pair->b.dtype == Scalar::float32 ? 16 : 8);
+  const int64_t bytes = pair->b.dtype == Scalar::float32 ? 4 : 2;
+  pair->b_in_runs = rank % RANKS == 0 && is_aligned(pair->b, RANKS * bytes);
   return is_aligned(pair->a, 16);
 }
 

@@ -3,9 +3,8 @@
 #include "low_rank.cuh"
 #include "tiles.cuh"
 
-// The neighbours of ranks that a lane takes at a time, as loaded: by factors of 4 bytes a word for each, of 2 bytes a
-// pair in each of the first two words.
-constexpr int RANKS = 4;
+// RANKS neighbours as loaded: of 4 bytes a word for each, of 2 bytes, PACKED, a pair in each of the first two words.
+static_assert(RANKS == 4);
 struct FactorRun {
   unsigned words[RANKS];
 };

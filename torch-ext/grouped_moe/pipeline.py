@@ -36,6 +36,7 @@ def forward(
     preact, act = kernels.up_proj(
         block, x, rows, None if routed else act_scales, save=save_preact, activate=True, low_rank=low_rank
     )
+    del x  # which may be a copy
     # The activation of rows in place has its scales already.
     low_rank, down_rows = project(kernels, block.down_lora, act, rows, scales=act_scales if save and routed else None)
     y = kernels.gemm(

@@ -16,6 +16,7 @@ from torch.distributed import get_rank as rank
 from torch.distributed import get_world_size as size
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
 
@@ -130,7 +131,7 @@ def train(
         loss = model(input_ids=mine, labels=mine).loss
         loss.backward()
         if max_norm < math.inf:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach().clone()
@@ -205,6 +206,37 @@ def check_resumed_training():
     assert train(other, its_optimizer, data[2:]) == losses
     for (name, one), two in zip(model.named_parameters(), other.parameters()):
         assert torch.equal(one.to_local(), two.to_local()), name
+
+
+def clip(model: PreTrainedModel, most: float) -> Tensor:
+    """`clip_grad_norm_` for gradients on several meshes, as docs/expert-parallelism.md describes it."""
+    meshes = {}
+    for parameter in model.parameters():
+        meshes.setdefault(parameter.grad.device_mesh, []).append(parameter)
+    norms = [get_total_norm([p.grad for p in parameters]).full_tensor() for parameters in meshes.values()]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for parameters in meshes.values():
+        clip_grads_with_norm_(parameters, most, norm)
+    return norm
+
+
+def check_clipping():
+    """By a norm for each mesh; PyTorch's function for all of them at once raises."""
+    folder, ids, most = save_model(), next(batches(1)), 0.1
+    one, model = load_whole(folder), load(folder, WITH_MOST, own())
+    for each, mine in ((one, torch.cat(ids)), (model, ids[rank()])):
+        each(input_ids=mine, labels=mine).loss.backward()
+    try:
+        clip_grad_norm_(model.parameters(), most)
+    except RuntimeError as error:
+        assert "must have the same mesh" in str(error)
+    else:
+        raise AssertionError("PyTorch now clips gradients of several meshes")
+    want = clip_grad_norm_(one.parameters(), most)
+    assert want > 2 * most
+    assert_near("norm", clip(model, most), want)
+    for (name, got), right in zip(model.named_parameters(), one.parameters()):
+        assert_near(name, whole(got.grad), right.grad)
 
 
 class Recording(transformers.Trainer):

@@ -45,31 +45,40 @@ __device__ __forceinline__ void widen_run(Scalar dtype, const FactorRun &run, fl
 }
 
 // What a lane adds up: of two rows of a tile with z[j], and of weight rows that lie half * to_half + f * to_fragment
-// bytes after b[j] and are wanted[f][half].
+// bytes after b[j] and are wanted[f][half]. one_factor: whether both rows, or the only one that is adapted, take b[0].
 template <int FRAGMENTS>
 struct RankRows {
   const char *z[2], *b[2];
-  bool adapted[2], wanted[FRAGMENTS][2];
+  bool adapted[2], one_factor, wanted[FRAGMENTS][2];
   int64_t to_half, to_fragment;
 };
 
-// acc += the products of RANKS ranks from k on. A row of the tile after the other: both at once would spill registers
-// where there are many weight rows.
+// Runs [fragment][half] of ranks from k on.
+template <int BYTES, bool PACKED, int FRAGMENTS>
+__device__ __forceinline__ void load_runs(const LowRank &pair, const RankRows<FRAGMENTS> &rows, const char *b, int k,
+                                          FactorRun (&runs)[FRAGMENTS][2]) {
+#pragma unroll
+  for (int f = 0; f < FRAGMENTS; ++f)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      runs[f][half] = load_run<BYTES, PACKED>(
+          b + half * rows.to_half + f * rows.to_fragment + k * pair.b.stride_k, pair.b.stride_k,
+          rows.wanted[f][half] ? pair.rank - k : 0);
+}
+
+// acc += the products of RANKS ranks from k on. A lane has some adapted row.
 template <int BYTES, bool PACKED, int FRAGMENTS>
 __device__ __forceinline__ void add_run(const LowRank &pair, const RankRows<FRAGMENTS> &rows, int k,
                                         float (&acc)[FRAGMENTS][4]) {
-  const int count = pair.rank - k;
+  FactorRun z[2], b[FRAGMENTS][2];
+#pragma unroll
+  for (int j = 0; j < 2; ++j)
+    z[j] = load_run<4, PACKED>(rows.z[j] + k * sizeof(float), sizeof(float), rows.adapted[j] ? pair.rank - k : 0);
+  load_runs<BYTES, PACKED>(pair, rows, rows.b[0], k, b);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    FactorRun b[FRAGMENTS][2];
-    const FactorRun z = load_run<4, PACKED>(rows.z[j] + k * sizeof(float), sizeof(float), rows.adapted[j] ? count : 0);
-#pragma unroll
-    for (int f = 0; f < FRAGMENTS; ++f)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        b[f][half] = load_run<BYTES, PACKED>(
-            rows.b[j] + half * rows.to_half + f * rows.to_fragment + k * pair.b.stride_k, pair.b.stride_k,
-            rows.adapted[j] && rows.wanted[f][half] ? count : 0);
+    if (!rows.adapted[j]) continue;
+    if (j == 1 && !rows.one_factor) load_runs<BYTES, PACKED>(pair, rows, rows.b[1], k, b);
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
@@ -77,7 +86,7 @@ __device__ __forceinline__ void add_run(const LowRank &pair, const RankRows<FRAG
         float values[RANKS], &sum = acc[f][2 * half + j];
         widen_run<PACKED>(BYTES == 4 ? Scalar::float32 : pair.b.dtype, b[f][half], values);
 #pragma unroll
-        for (int i = 0; i < RANKS; ++i) sum = fmaf(__uint_as_float(z.words[i]), values[i], sum);
+        for (int i = 0; i < RANKS; ++i) sum = fmaf(__uint_as_float(z[j].words[i]), values[i], sum);
       }
   }
 }
@@ -99,6 +108,9 @@ __device__ __forceinline__ void add_ranks_of_tile(const GroupedArgs &a, const Lo
     rows.z[j] = reinterpret_cast<const char *>(a.z + int64_t(slot) * pair.rank);
     rows.b[j] = factor_at(pair.b, adapter, tile.expert) + n * pair.b.stride_n;
   }
+  if (!rows.adapted[0] && !rows.adapted[1]) return;
+  if (!rows.adapted[0]) rows.b[0] = rows.b[1];
+  rows.one_factor = !rows.adapted[1] || rows.b[0] == rows.b[1];
   rows.to_half = to_half * pair.b.stride_n;
   rows.to_fragment = to_fragment * pair.b.stride_n;
 #pragma unroll

@@ -103,11 +103,13 @@ def over_adapters(function: Callable[[Optional[int], Optional[Tensor]], Tensor],
     return sum(function(adapter, index == adapter) for adapter in index.unique().tolist())
 
 
-def run_merged(grouped_moe, case: Case, inputs: Inputs, arguments: Dict) -> Result:
-    """Forward and backward of the reference in fp64, with merged weights: the gradients of inputs and factors."""
-    wide = {
-        name: t.detach().double().requires_grad_() for name, t in {**inputs.floating(), **factors(arguments)}.items()
-    }
+def widen(inputs: Inputs, arguments: Dict) -> Dict[str, Tensor]:
+    """The floating-point inputs and the factors by name, in fp64."""
+    return {name: t.detach().double() for name, t in {**inputs.floating(), **factors(arguments)}.items()}
+
+
+def forward_merged(grouped_moe, case: Case, inputs: Inputs, arguments: Dict, wide: Dict[str, Tensor]) -> Tensor:
+    """The reference with merged weights, of what `widen` gives."""
     loras = with_factors(arguments, wide)
     tensors = {name: wide[name] for name in inputs.floating()}
 
@@ -118,7 +120,18 @@ def run_merged(grouped_moe, case: Case, inputs: Inputs, arguments: Dict) -> Resu
         }
         return call_reference(grouped_moe, case, ids, {**tensors, **weights})
 
-    return differentiate(over_adapters(part, arguments), wide, inputs.dout)
+    return over_adapters(part, arguments)
+
+
+def merged_out(grouped_moe, case: Case, inputs: Inputs, arguments: Dict) -> Tensor:
+    """The output of the reference in fp64, with merged weights."""
+    return forward_merged(grouped_moe, case, inputs, arguments, widen(inputs, arguments))
+
+
+def run_merged(grouped_moe, case: Case, inputs: Inputs, arguments: Dict) -> Result:
+    """`merged_out` and its backward: the gradients of inputs and factors."""
+    wide = {name: t.requires_grad_() for name, t in widen(inputs, arguments).items()}
+    return differentiate(forward_merged(grouped_moe, case, inputs, arguments, wide), wide, inputs.dout)
 
 
 def run(grouped_moe, case: Case, inputs: Inputs, arguments: Dict, frozen=(), **changes) -> Result:

@@ -9,7 +9,7 @@ from block import assert_same, call, count_routed, with_leaves
 from cases import BY_ID, Case, make_inputs
 from compare import assert_bitwise, assert_close, assert_differentiable_once
 from operations import count_flops
-from pairs import LAYOUTS, Pairs, assert_matches, factors, make_loras, run, run_merged, with_factors
+from pairs import LAYOUTS, Pairs, assert_matches, factors, make_loras, merged_out, run, run_merged, with_factors
 from poison import dirty_allocator, poison_sentinels, poisoned_allocations
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -93,7 +93,7 @@ def test_scaling_comes_before_rounding(grouped_moe, device, tokens):
         arguments[name] = lora._replace(a=lora.a * factor, scaling=lora.scaling / factor)
     projected = torch.einsum("tk,erk->etr", inputs.hidden_states.double(), arguments["gate_up_lora"].a.double())
     assert projected.abs().max() > torch.finfo(torch.float16).max
-    want = run_merged(grouped_moe, case, inputs, arguments).out
+    want = merged_out(grouped_moe, case, inputs, arguments)
     assert_close("out", call(grouped_moe, case, inputs, **arguments), want, torch.float16)
 
 

@@ -135,6 +135,21 @@ def test_linear_opcheck(grouped_moe, module, device, pairs, needs):
         torch.library.opcheck(ops.grouped_linear_backward.default, (*saved, *kind, list(needs)))
 
 
+@pytest.mark.parametrize("leaf", ["x", "b"])
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("weight", "lora.a")], ids=["none", "weight", "weight-a"])
+def test_linear_differentiable_once(grouped_moe, device, frozen, leaf):
+    """By x as well where it is not saved; the first loss is linear, so that its gradient depends on that alone."""
+    tensors, arguments, splits, _ = make(grouped_moe, Pairs(), FP32, device)
+    leaves = {name: t.detach().requires_grad_(name not in frozen) for name, t in factors(arguments).items()}
+    x, weight = tensors["x"].requires_grad_(), tensors["weight"].requires_grad_("weight" not in frozen)
+    y = grouped_moe.grouped_linear(x, weight, splits, **with_factors(arguments, leaves))
+    of = {"x": x, "b": leaves["lora.b"]}
+    (grad,) = torch.autograd.grad(y.sum(), of[leaf], create_graph=True)
+    other = of["b" if leaf == "x" else "x"]
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(grad.square().sum() + other.sum(), other)
+
+
 @pytest.mark.parametrize("adapters", [0, 2])
 def test_linear_flops(grouped_moe, device, adapters):
     given, ranks = make(grouped_moe, Pairs(rank=4, adapters=adapters), FP32, device), 4 * max(1, adapters)

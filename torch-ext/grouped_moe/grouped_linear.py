@@ -159,25 +159,33 @@ run_bias_backward = define_op(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The autograd of the op, whose inputs these are."""
+    """The autograd of the op, whose inputs these are.
+
+    projected is an output if it is saved, though nobody uses it, so that a second derivative raises by whatever it is
+    made of: x may not be saved.
+    """
 
     @staticmethod
     def forward(ctx, *inputs):
         x, weight, _, bias, bias_scales, a, b, adapters, weight_scale, ctx.block, ctx.scaling, ctx.transposed = inputs
         y, schedule, projected = _run_forward(*inputs)
         needs_x, needs_weight, _, needs_bias, needs_scales, needs_a, needs_b, *_ = ctx.needs_input_grad
+        ctx.set_materialize_grads(False)
+        projected = projected if needs_b else None
         # What the backward does not read may change until then. Of a weight it then needs the shape.
         saved_weight = weight if needs_x or not weight.is_contiguous() else weight.new_empty(1).expand(weight.shape)
         ctx.save_for_backward(
             x if needs_weight or needs_a else None, saved_weight, schedule, a, b, adapters,
-            projected if needs_b else None, bias if needs_scales else None,
-            bias_scales if needs_bias or needs_scales else None, weight_scale,
+            projected, bias if needs_scales else None, bias_scales if needs_bias or needs_scales else None,
+            weight_scale,
         )  # fmt: skip
-        return y
+        return y, projected
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, saved, dy):
+    def backward(ctx, saved, dy, _):
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
         needs_x, needs_weight, _, needs_bias, needs_scales, needs_a, needs_b, *_ = ctx.needs_input_grad
         x, weight, schedule, a, b, adapters, projected, bias, bias_scales, weight_scale = saved
         needs = [needs_x, needs_weight, needs_a, needs_b]
@@ -198,7 +206,7 @@ _grouped_linear = define_differentiable_op(
     "grouped_linear",
     f"({_ARGUMENTS}) -> Tensor",
     lambda *args: _forward(*args)[0],
-    _GroupedLinear.apply,
+    lambda *args: _GroupedLinear.apply(*args)[0],
     lambda *args: _run_forward(*args)[0],
     lambda *args: _forward_fake(*args)[0],
 )

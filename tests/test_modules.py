@@ -1,6 +1,7 @@
 """GroupedLinear: its parameters and where their data lies, its output and every gradient, its errors."""
 
 import copy
+import itertools
 
 import group_splits
 import layers
@@ -221,15 +222,17 @@ def test_no_copy_of_packed_weights(grouped_moe):
 @pytest.mark.parametrize("option", ["", "delay_wgrad", "accumulate_into_main_grad"])
 @pytest.mark.parametrize("name", ["weight0", "weight3"])
 def test_weights_modified_before_the_backward_are_refused(grouped_moe, device, name, option):
+    """Also by a backward of the input alone, and where weights are frozen. Copies have weights that are no views."""
     options = {option: True} if option else {}
     module, batch = make(grouped_moe, LAYOUTS[-1], device, **options)
-    for twin in (module, copy.deepcopy(module)):
-        layers.give_main_grads(twin, "packed")
-        y = twin(batch.x.clone().requires_grad_(), batch.offsets, batch.scales)
+    for twin, trained, alone in itertools.product((module, copy.deepcopy(module)), (True, False), (False, True)):
+        layers.give_main_grads(twin.requires_grad_(trained), "packed")
+        x = batch.x.clone().requires_grad_()
+        y = twin(x, batch.offsets, batch.scales)
         with torch.no_grad():
             getattr(twin, name).mul_(2)
         with pytest.raises(RuntimeError, match="modified"):
-            y.backward(batch.dy)
+            y.backward(batch.dy, inputs=[x] if alone else None)
 
 
 @layers.by_delay

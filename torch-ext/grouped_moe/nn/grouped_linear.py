@@ -18,7 +18,7 @@ from ..operands import LoRA
 from ..splits import Splits, as_splits
 from . import frozen
 from .main_grad import Delayed, Later, MainGrad, Wanted, WgradTap, accumulate, check_leaves, main_grads_of, mark_added
-from .packing import Pack, as_one
+from .packing import Pack, as_one, watch
 from .parameters import FLAGS, check_arguments, fit_checkpoint
 
 _MAX_DELAYED = 64  # microbatches: more than a pipeline has in flight
@@ -221,8 +221,8 @@ class GroupedLinear(nn.Module):
         changed = [f"{flag}={not default}" for flag, default in FLAGS.items() if getattr(self, flag) != default]
         return ", ".join([shape, f"bias={self.use_bias}", *changed, *frozen.described(self._scaled or {})])
 
-    def _packed(self, kind: str, x: Tensor, detached: bool = False) -> Optional[Weight]:
-        """(G, N, K) or (G, N): the parameters of a kind as one, differentiable unless detached. x: the input."""
+    def _packed(self, kind: str, detached: bool = False) -> Optional[Weight]:
+        """(G, N, K) or (G, N): the parameters of a kind as one, differentiable unless detached."""
         parameters = self._of(kind)
         if not parameters:
             return None
@@ -236,7 +236,7 @@ class GroupedLinear(nn.Module):
         packed = None if traced or kind == "bias" else as_one(parameters)
         if packed is None:
             return torch.stack([p.detach() for p in parameters] if detached else parameters)
-        return packed if detached else Pack.apply(packed, self._watched(x), *parameters)
+        return packed if detached else Pack.apply(packed, *parameters)
 
     def _watched(self, x: Tensor) -> List[nn.Parameter]:
         """Weights that autograd sees one of and x's gradient depends on all of."""
@@ -269,8 +269,8 @@ class GroupedLinear(nn.Module):
             wanted = [any(parameter.requires_grad for parameter in self._of(kind)) for kind in ("weight", "bias")]
             if any(wanted) if self.delay_wgrad else wanted[0]:
                 return self._forward_tapped(x, splits, bias_scales, *wanted, **low_rank)
-        weight, bias = self._packed("weight", x, not grad), self._packed("bias", x, not grad)
-        return grouped_linear(x, weight, splits, bias, bias_scales, **low_rank)
+        weight, bias = self._packed("weight", not grad), self._packed("bias", not grad)
+        return watch(grouped_linear(x, weight, splits, bias, bias_scales, **low_rank), self._watched(x) if grad else ())
 
     def _forward_tapped(
         self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor], wants_weight: bool, wants_bias: bool,
@@ -293,7 +293,7 @@ class GroupedLinear(nn.Module):
                 self._check_main_grads(wanted)
         x = checks.autocast(x, checks.autocast_dtype(x.device.type))  # as `grouped_linear` keeps it for the backward
         splits = as_splits(splits, self.num_groups, x.shape[0], x.device)
-        packed = self._packed("weight", x, True), self._packed("bias", x, delayed)
+        packed = self._packed("weight", True), self._packed("bias", delayed)
         y = grouped_linear(x, packed[0], splits, packed[1], bias_scales, **low_rank)
         if not compiling and _compat.is_watched():
             y = y.clone()  # a mode, as of selective checkpointing, may hold what the tap marks as modified

@@ -1,7 +1,7 @@
 """One tensor over the weights of all groups, where they lie so, and what was modified since it was read."""
 
 import operator
-from typing import Callable, List, Optional, Sequence
+from typing import Callable, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -49,15 +49,21 @@ def unchanged(
     return check
 
 
+def watch(y: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """y, whose backward raises, whatever gradients it leads to, if a weight was modified in place since now."""
+    if weights:
+        check = unchanged(weights)
+        y.grad_fn.register_prehook(lambda _: check())
+    return y
+
+
 class Pack(torch.autograd.Function):
     """`packed`, which holds the data of the weights, as a function of the weights."""
 
     @staticmethod
-    def forward(ctx, packed: Tensor, watched: List[Tensor], *weights: Tensor) -> Tensor:
-        ctx.check = unchanged(watched)
+    def forward(ctx, packed: Tensor, *weights: Tensor) -> Tensor:
         return packed.view_as(packed)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        ctx.check()
-        return (None, None, *grad.unbind(0))
+        return (None, *grad.unbind(0))

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -139,6 +140,21 @@ def test_copies(grouped_moe, form, how):
 def test_pickle_writes_the_weights_once(grouped_moe):
     size = {f.weight: len(pickle.dumps(make_module(grouped_moe, f, "cpu"))) for f in (LAYOUTS[0], LAYOUTS[-1])}
     assert size[False] < 1.5 * size[True]
+
+
+@by_layout
+def test_processes_share_parameters(grouped_moe, form):
+    """What is handed to another process after `share_memory()` is trained there for this one, too."""
+    module = make_module(grouped_moe, form, "cpu").share_memory()
+    alone, twin = pickle.loads(pickle.dumps(module)), pickle.loads(bytes(ForkingPickler.dumps(module)))
+    assert form.weight or (is_packed(alone) and is_packed(twin))
+    want = [parameter.detach().clone() for parameter in module.parameters()]
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(1.0)
+    for (name, parameter), single, before in zip(module.named_parameters(), alone.parameters(), want):
+        assert_bitwise(name, parameter.detach(), before + 1.0)
+        assert_bitwise(name, single.detach(), before)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -18,7 +18,7 @@ from ..operands import LoRA
 from ..splits import Splits, as_splits
 from . import frozen
 from .main_grad import Delayed, Later, MainGrad, Wanted, WgradTap, accumulate, check_leaves, main_grads_of, mark_added
-from .packing import Pack, as_one, watch
+from .packing import Pack, as_one, for_pickle, watch
 from .parameters import FLAGS, check_arguments, fit_checkpoint
 
 _MAX_DELAYED = 64  # microbatches: more than a pipeline has in flight
@@ -200,7 +200,7 @@ class GroupedLinear(nn.Module):
         if not self.single_grouped_weight:
             state["_parameters"] = parameters = dict(self._parameters)
             for name, weight in zip(self._names["weight"], self._of("weight")):
-                parameters[name] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+                parameters[name] = nn.Parameter(for_pickle(weight), weight.requires_grad)
                 parameters[name].__dict__.update(weight.__dict__)
         return state if self._scaled is None else frozen.as_integers(state)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..common import _compat
+from ..common.autograd import is_plain
 
 _SHAPE, _DTYPE = map(operator.attrgetter, ("shape", "dtype"))
 
@@ -32,6 +33,12 @@ def as_one(tensors: Sequence[Tensor]) -> Optional[Tensor]:
         and {*map(_DTYPE, tensors)} == {first.dtype}
     )
     return first.as_strided((groups, *first.shape), (step // itemsize, *first.stride())) if fit else None
+
+
+def for_pickle(weight: Tensor) -> Tensor:
+    """A copy, with which pickle writes nothing else of its storage. Memory that processes share stays shared."""
+    weight = weight.detach()
+    return weight if is_plain(weight) and weight.is_cpu and weight.is_shared() else weight.clone()
 
 
 def unchanged(

@@ -32,7 +32,7 @@ def order_kernel(out_ptr, order: tl.constexpr, num_m_tiles, NUM_N_TILES: tl.cons
 def test_grouped_order(module, m_tiles, group_m):
     """Every tile once; m tiles that go together are never fewer than half a group, unless there are no more."""
     n_tiles, out = 3, torch.full((m_tiles * 3, 2), -1, dtype=torch.int32)
-    grouped_order = module("backends.triton.gemm").grouped_gemm_kernel.fn.__globals__["grouped_order"]
+    grouped_order = module("backends.triton.launchers").grouped_gemm_kernel.fn.__globals__["grouped_order"]
     order_kernel[(m_tiles * n_tiles,)](out, grouped_order, m_tiles, n_tiles, group_m)
     order = [tuple(pair) for pair in out.tolist()]
     assert sorted(order) == [(m, n) for m in range(m_tiles) for n in range(n_tiles)]

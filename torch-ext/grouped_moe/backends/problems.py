@@ -39,6 +39,10 @@ class GemmProblem(NamedTuple):
     wide: bool
     scales: Optional[ScaleLayout] = None
 
+    def constants(self) -> Dict[str, Any]:
+        """The constexprs that the kernels of every backend have in common."""
+        return {"NUM_EXPERTS": self.num_groups, "N": self.n, "K": self.k, "ZERO_UNGROUPED": self.zero_rest}
+
 
 class BlockProblem(NamedTuple):
     """One of the two fused products of the experts block: the up-projection, or the dgrad of the down-projection.
@@ -73,7 +77,7 @@ class BlockProblem(NamedTuple):
         return 2 * self.n if self.gated else self.n
 
     def constants(self) -> Dict[str, Any]:
-        """The constexprs that the kernels of every backend have in common."""
+        """As of `GemmProblem`."""
         constants = activation_constants(self.activation, self.gated, self.interleaved)
         return {"NUM_EXPERTS": self.num_groups, "N": self.n, "K": self.k, **constants}
 

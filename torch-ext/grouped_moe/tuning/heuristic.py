@@ -7,7 +7,7 @@ at most enters by classes: a layer has few variants of each kernel.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -42,22 +42,19 @@ class GemmConfig:
             f"{self.num_stages} stages, {'tuned' if self.tuned else 'heuristic'}"
         )
 
-    def constants(self) -> dict:
-        """The constexprs of a Triton kernel that say its tile."""
-        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP_M": self.group_m}
+    def constants(self, gluon: bool = False) -> dict:
+        """The constexprs of a kernel that say its tile; of one in Gluon the stages, too."""
+        stages = {"STAGES": self.num_stages} if gluon else {}
+        tile = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP_M": self.group_m}
+        return {**stages, **tile}
 
-    def options(self) -> dict:
+    def options(self, gluon: bool = False) -> dict:
         """Triton's options for a kernel of this tile."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {"num_warps": self.num_warps, **({} if gluon else {"num_stages": self.num_stages})}
 
-    def gluon_constants(self) -> dict:
-        """The constexprs of a Gluon kernel, which has its stages among them."""
-        return {"STAGES": self.num_stages, **self.constants()}
-
-
-def triton_path(by_tma: bool) -> str:
-    """How the log calls a Triton kernel that reads weights or both operands by descriptor, or nothing."""
-    return "Triton by descriptor" if by_tma else "Triton by pointer"
+    def weight_block(self, layout: str) -> Tuple[int, int]:
+        """The block of a weight that a step reads by descriptor. layout: "nk" for (E, N, K), "kn" for (E, K, N)."""
+        return (self.block_k, self.block_n) if layout == "kn" else (self.block_n, self.block_k)
 
 
 def decode_pays(num_tokens: int, top_k: int, up: Tensor, down: Tensor, code_bytes: int = 4) -> bool:

@@ -1,6 +1,6 @@
 """Descriptors of the tensor memory accelerator (TMA) for the Gluon kernels."""
 
-from typing import Optional, Sequence, Tuple
+from typing import NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class TmaBlock:
     """A block of a tensor that a kernel reads or writes at once, and its layout in shared memory, as wgmma reads it."""
 
     def __init__(self, dtype: torch.dtype, *shape: int):
-        self.shape = list(shape)
+        self.dtype, self.shape = dtype, list(shape)
         name = "float8e4nv" if dtype is torch.float8_e4m3fn else str(dtype).replace("torch.", "")
         self.layout = gl.NVMMASharedLayout.get_default_for(self.shape, getattr(gl, name))
 
@@ -62,9 +62,11 @@ class RankBlocks:
     rest of a wider block with zeros: H100, Qwen3, r = 16, 413 us for 380.
     """
 
-    def __init__(self, dtype: torch.dtype, rank: int, layout: str, block_m: int, weights: TmaBlock, room: int):
-        """rank: columns of the rows. layout: of the weight. room: ranks of a step at most."""
-        columns = room if reinterpret is None else min(room, power_of_two(rank, 16))
+    def __init__(self, problem: NamedTuple, rows: TmaBlock, weights: TmaBlock, layout: str):
+        """rows, weights: the operands' blocks, which take the ring's room. layout: of the factor."""
+        dtype, (block_m, room) = problem.dtype, rows.shape
+        room = room * rows.dtype.itemsize // dtype.itemsize
+        columns = room if reinterpret is None else min(room, power_of_two(problem.low_rank.padded_rank, 16))
         block = [*weights.shape]
         block[-2 if layout == "kn" else -1] = columns
         self.layout, self.rows, self.factor = layout, TmaBlock(dtype, block_m, columns), TmaBlock(dtype, *block)

@@ -17,8 +17,8 @@ from ...tuning.heuristic import decode_pays
 from ..kernels.decode import slot_down_proj_kernel, slot_up_proj_kernel
 from ..kernels.low_rank import slot_project_kernel
 from ..problems import activation_constants
-from .gemm import bias_and_strides
 from .launch import Kernel
+from .launchers import bias_and_strides
 from .scales import codes_and_scales, scale_constants, scale_layout
 
 _MAX_TOP_K = 32  # sums of all choices of a token lie in the registers of one program

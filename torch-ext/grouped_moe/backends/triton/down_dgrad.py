@@ -8,52 +8,14 @@ from torch import Tensor
 from ...block import Block
 from ...operands import LowRank, low_rank_layout
 from ...rows import Rows
-from ...tuning.heuristic import dgrad_config, triton_path
-from ..kernels.experts import down_dgrad_kernel
-from ..problems import BlockProblem
 from ..table import launcher_of
 from .activation_grad import activation_grad
 from .codes import takes_codes
-from .descriptors import describe
 from .gemm import gemm
-from .launch import Kernel, persistent_grid
 from .permute import sort_rows
 from .quantize import QuantizedRows, quantize_rows
-from .scales import for_rows, nk_strides
-from .up_proj import block_constants, problem_of, weight_by_tma
-
-
-class Launcher:
-    """The Triton kernel, persistent, which gathers routed rows; the weight comes by descriptor or by pointer."""
-
-    reads_sorted_rows = False
-
-    def __init__(self, problem: BlockProblem):
-        self.problem, self.by_tma = problem, weight_by_tma(problem)
-        p = problem
-        self.config = dgrad_config(p.block_m, p.n, p.dtype, p.spec, p.interleaved, self.by_tma, p.low_rank.rank > 0)
-        self.num_dots = -(-p.n // self.config.block_n)
-        constants = {**block_constants(p, self.by_tma), **self.config.constants()}
-        self.kernel = Kernel(
-            down_dgrad_kernel, constants, self.config.options(), self.config.describe(triton_path(self.by_tma))
-        )
-
-    def __call__(
-        self, block: Block, dout: Tensor, low_rank: Optional[LowRank], scales: Optional[Tensor], preact: Tensor,
-        dpreact: Optional[Tensor], act: Optional[Tensor], dots: Optional[Tensor], rows: Rows,
-    ) -> None:  # fmt: skip
-        """Writes dpreact, act and the first `num_dots` of dots, where they are given."""
-        p, config = self.problem, self.config
-        if self.by_tma:
-            tile = (1, config.block_k, config.block_n) if p.layout == "kn" else (1, config.block_n, config.block_k)
-            weight = describe(block.down, tile), 0, 0, 0
-        else:
-            weight = block.down, *nk_strides(block.down, p.transposed)
-        self.kernel(
-            persistent_grid(p, config, rows.num_rows, p.n), dout, *dout.stride(), *weight,
-            *(low_rank or (None, None)), scales, preact, dpreact, act, dots, rows.num_rows,
-            rows.row_to_slot if p.top_k else None, rows.schedule,
-        )  # fmt: skip
+from .scales import for_rows
+from .up_proj import problem_of
 
 
 def down_dgrad(
@@ -87,7 +49,7 @@ def down_dgrad(
     act = dout.new_empty(num_rows, n) if needs_act else None
     dots = None
     if needs_dots:
-        dots = dout.new_empty(launcher.num_dots + more_dots, num_rows, dtype=torch.float32)
+        dots = dout.new_empty(launcher.n_tiles + more_dots, num_rows, dtype=torch.float32)
     if num_rows:
         launcher(block, dout, low_rank, scales, preact, dpreact, act, dots, rows)
     return dpreact, None, act, dots

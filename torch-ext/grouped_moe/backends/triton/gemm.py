@@ -9,59 +9,19 @@ from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
 from ...operands import LowRank, low_rank_layout
 from ...rows import Rows
-from ...tuning.heuristic import gemm_config, triton_path, wide_pays
-from ..kernels.gemm import grouped_gemm_kernel, zero_ungrouped_kernel
+from ...tuning.heuristic import wide_pays
+from ..kernels.gemm import zero_ungrouped_kernel
 from ..problems import GemmProblem
 from ..table import launcher_of
 from .codes import gemm_takes_codes, transposes_codes
-from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
-from .launch import Kernel, persistent_grid
-from .low_rank import factor_constants
+from .descriptors import MAX_RAGGED_ROWS, takes_rows, weight_layout
+from .launch import Kernel
 from .quantize import QuantizedRows, quantize_rows
-from .scales import for_rows, nk_strides, scale_layout
+from .scales import for_rows, scale_layout
 from .transpose import can_transpose, transpose_codes
 
 _ZERO_PROGRAMS_PER_SM = 4
 _ZERO_CHUNK = 4096  # elements
-
-
-class Launcher:
-    """The Triton kernel, persistent; by descriptor where both operands can be read so, else by pointer."""
-
-    def __init__(self, problem: GemmProblem):
-        self.problem, self.by_tma = problem, problem.layout is not None
-        p = problem
-        self.config = config = gemm_config(p.block_m, p.n, p.dtype, p.spec, self.by_tma)
-        constants = {
-            "NUM_EXPERTS": p.num_groups, "N": p.n, "K": p.k, "ZERO_UNGROUPED": p.zero_rest, "TMA": self.by_tma,
-            "W_KN": p.layout == "kn", "PRECISION": p.precision, **factor_constants(p.low_rank), **config.constants(),
-        }  # fmt: skip
-        self.kernel = Kernel(
-            grouped_gemm_kernel, constants, config.options(), config.describe(triton_path(self.by_tma))
-        )
-
-    def __call__(
-        self, x: Tensor, weight: Tensor, bias: Optional[Tensor], scales: Optional[Tensor],
-        low_rank: Optional[LowRank], y: Tensor, rows: Rows,
-    ) -> None:  # fmt: skip
-        """Writes y."""
-        config, p = self.config, self.problem
-        if self.by_tma:
-            block = (config.block_k, config.block_n) if p.layout == "kn" else (config.block_n, config.block_k)
-            x_and_strides = describe(x, (config.block_m, config.block_k)), 0, 0
-            w_and_strides = describe(weight, (1, *block)), 0, 0, 0
-        else:
-            x_and_strides = x, *x.stride()
-            w_and_strides = weight, *nk_strides(weight, p.transposed)
-        self.kernel(
-            persistent_grid(p, config, x.shape[0], p.n), *x_and_strides, *w_and_strides, *bias_and_strides(bias),
-            scales, *(low_rank or (None, None)), y, rows.schedule, x.shape[0],
-        )  # fmt: skip
-
-
-def bias_and_strides(bias: Optional[Tensor]) -> tuple:
-    """A bias (E, N) and its strides as arguments of a kernel."""
-    return (None, 0, 0) if bias is None else (bias, *bias.stride())
 
 
 def gemm(

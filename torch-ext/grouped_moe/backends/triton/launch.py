@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from contextvars import ContextVar
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, Dict, Iterator, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple
 
 import torch
 import triton
@@ -20,7 +20,6 @@ from torch import Tensor
 from ...common import _compat
 from ...rows import max_tiles
 from ...tuning.heuristic import GemmConfig
-from ..problems import BlockProblem, GemmProblem
 
 ALIGNMENT = 16  # bytes: the alignment of pointers that Triton compiles variants for
 # Parameters that change with the number of rows, which fits 32 bits, and the scaling of low-rank pairs: every kernel
@@ -133,9 +132,35 @@ def _log_once(line: str) -> None:
     _log.info(line)
 
 
-def persistent_grid(
-    problem: Union[GemmProblem, BlockProblem], config: GemmConfig, num_rows: int, n: int
-) -> Tuple[int, int, int]:
-    """One program per tile of a result (num_rows, n), not empty, up to what the device holds at once."""
-    tiles = max_tiles(num_rows, problem.num_groups, problem.block_m) * -(-n // config.block_n)
-    return min(tiles, problem.spec.num_sms * config.programs_per_sm), 1, 1
+class Launcher:
+    """The persistent kernel for a problem of a product: made once, then called with tensors, some of which it writes.
+
+    What a call takes, whatever the backend (the modules of `backends.triton` say what it means):
+        gemm        x, weight, bias, scales, low_rank, y, rows
+        up_proj     block, x, low_rank, scales, preact, act, rows
+        down_dgrad  block, dout, low_rank, scales, preact, dpreact, act, dots, rows
+        wgrad       lhs, rhs, out, rows
+    columns: of the result. path: how the log calls the kernel.
+    """
+
+    gluon = False  # whether the kernel is in Gluon
+    reads_sorted_rows = False  # whether routed rows of dout have to be in place
+
+    def __init__(
+        self, problem: NamedTuple, config: GemmConfig, function: Any, constants: Dict[str, Any], columns: int, path: str
+    ):
+        self.problem, self.config = problem, config
+        self.n_tiles = -(-columns // config.block_n)
+        constants, options = {**constants, **config.constants(self.gluon)}, config.options(self.gluon)
+        self.kernel = Kernel(function, constants, options, config.describe(path))
+
+    @staticmethod
+    def supports(problem: NamedTuple) -> bool:
+        """Whether there is a kernel for the problem."""
+        return True
+
+    def grid(self, num_rows: int) -> Tuple[int, int, int]:
+        """One program per tile of a result of so many rows, not empty, up to what the device holds at once."""
+        p = self.problem
+        tiles = max_tiles(num_rows, p.num_groups, p.block_m) * self.n_tiles
+        return min(tiles, p.spec.num_sms * self.config.programs_per_sm), 1, 1

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ...rows import Rows, max_tiles
 from ..kernels.sums import bias_grads_kernel, sum_partials_kernel, sum_tiles_kernel
-from .gemm import bias_and_strides
 from .launch import Kernel
+from .launchers import bias_and_strides
 
 _BLOCK_N = 64
 _BLOCK_SLOTS = 256

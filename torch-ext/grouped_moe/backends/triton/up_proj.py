@@ -9,66 +9,12 @@ from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
 from ...operands import FactorLayout, LowRank, low_rank_layout
 from ...rows import Rows
-from ...tuning.heuristic import triton_path, up_config
-from ..kernels.experts import up_proj_kernel
 from ..problems import BlockProblem
 from ..table import launcher_of
 from .codes import takes_codes
-from .descriptors import MAX_RAGGED_ROWS, describe, takes_rows, weight_layout
-from .gemm import bias_and_strides
-from .launch import Kernel, persistent_grid
-from .low_rank import factor_constants
+from .descriptors import MAX_RAGGED_ROWS, takes_rows, weight_layout
 from .quantize import QuantizedRows, empty_rows, quantize_rows
-from .scales import for_rows, nk_strides, scale_layout
-
-
-def block_constants(problem: BlockProblem, by_tma: bool) -> dict:
-    """The constexprs of both fused kernels but for the tile's. by_tma: the weight comes by descriptor."""
-    return {
-        **problem.constants(), "TOP_K": problem.top_k, "PRECISION": problem.precision, "TMA": by_tma,
-        "W_KN": by_tma and problem.layout == "kn", **factor_constants(problem.low_rank),
-    }  # fmt: skip
-
-
-def weight_by_tma(problem: BlockProblem) -> bool:
-    """Whether the kernels for any device read the weight by descriptor."""
-    return problem.layout is not None and problem.spec.wide_tiles and problem.dtype.itemsize == 2
-
-
-class Launcher:
-    """The Triton kernel, persistent; the weight comes by descriptor or by pointer."""
-
-    def __init__(self, problem: BlockProblem):
-        self.problem, self.by_tma = problem, weight_by_tma(problem)
-        p = problem
-        self.config = up_config(p.block_m, p.n, p.dtype, p.spec, p.gated, self.by_tma)
-        constants = {**block_constants(p, self.by_tma), **self.config.constants()}
-        self.kernel = Kernel(
-            up_proj_kernel, constants, self.config.options(), self.config.describe(triton_path(self.by_tma))
-        )
-
-    def __call__(
-        self, block: Block, x: Tensor, low_rank: Optional[LowRank], scales: Optional[Tensor],
-        preact: Optional[Tensor], act: Optional[Tensor], rows: Rows,
-    ) -> None:  # fmt: skip
-        """Writes preact and act, where they are given."""
-        p, config = self.problem, self.config
-        if self.by_tma:
-            weight = self._describe(block.up), 0, 0, 0
-        else:
-            weight = block.up, *nk_strides(block.up, p.transposed)
-        self.kernel(
-            persistent_grid(p, config, rows.num_rows, p.n), x, *x.stride(), *weight, *bias_and_strides(block.up_bias),
-            *(low_rank or (None, None)), preact, act, scales, rows.row_to_slot if p.top_k else None, rows.schedule,
-        )  # fmt: skip
-
-    def _describe(self, up: Tensor):
-        """A tile holds BLOCK_N columns of gate and as many of up: of each half, or neighbours if they alternate."""
-        p, config = self.problem, self.config
-        if p.gated and not p.interleaved and p.layout == "nk":
-            return describe(up.view(p.num_groups, 2, p.n, p.k), (1, 2, config.block_n, config.block_k))
-        width = config.block_n * (2 if p.gated and p.interleaved else 1)
-        return describe(up, (1, config.block_k, width) if p.layout == "kn" else (1, width, config.block_k))
+from .scales import for_rows, scale_layout
 
 
 def up_proj(

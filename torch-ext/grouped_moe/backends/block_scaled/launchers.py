@@ -1,0 +1,103 @@
+"""How Triton's kernels for block-scaled weights are launched."""
+
+from typing import Any, Dict
+
+from ...tuning.heuristic import quantized_config, scaled_config
+from ..kernels.block_scaled import scaled_down_dgrad_kernel, scaled_gemm_kernel, scaled_up_proj_kernel
+from ..kernels.quantized import quantized_up_proj_kernel
+from ..problems import BlockProblem, GemmProblem
+from ..triton.launch import Launcher
+from ..triton.launchers import bias_and_strides
+from ..triton.low_rank import factor_constants
+from ..triton.quantize import QuantizedRows
+from ..triton.scales import codes_and_scales, scale_constants, step_of
+
+_WIDENING, _OF_CODES = "Triton, weights widened in registers", "Triton, 8-bit rows and weights"
+
+
+class Gemm(Launcher):
+    """Of rows of two bytes or four, or of 8-bit rows."""
+
+    def __init__(self, problem: GemmProblem, of_codes: bool = False):
+        p, step = problem, step_of(problem.scales, problem.k)
+        config = quantized_config(p.spec) if of_codes else scaled_config("gemm", p.block_m, p.n, p.dtype, p.spec, step)
+        scales = {"PRECISION": p.precision, **factor_constants(p.low_rank), **scale_constants(p.scales)}
+        constants, path = {**p.constants(), **scales}, _OF_CODES if of_codes else _WIDENING
+        super().__init__(p, config, scaled_gemm_kernel, constants, p.n, path)
+
+    def __call__(self, x, weight, bias, scales, low_rank, y, rows) -> None:
+        p, (values, x_scales) = self.problem, x[:2] if isinstance(x, QuantizedRows) else (x, None)
+        self.kernel(
+            self.grid(x.shape[0]), values, *values.stride(), x_scales, *codes_and_scales(weight, p.transposed, p.spec),
+            *bias_and_strides(bias), scales, *(low_rank or (None, None)), y, rows.schedule, x.shape[0],
+        )  # fmt: skip
+
+
+class QuantizedGemm(Gemm):
+    """Of 8-bit rows."""
+
+    def __init__(self, problem: GemmProblem):
+        super().__init__(problem, of_codes=True)
+
+
+def _block_constants(problem: BlockProblem) -> Dict[str, Any]:
+    return {
+        **problem.constants(), "TOP_K": problem.top_k, "PRECISION": problem.precision,
+        **factor_constants(problem.low_rank), **scale_constants(problem.scales),
+    }  # fmt: skip
+
+
+class UpProj(Launcher):
+    """Of rows of two bytes or four; gathers routed ones."""
+
+    def __init__(self, problem: BlockProblem):
+        p, step, weights = problem, step_of(problem.scales, problem.k), 2 if problem.gated else 1
+        config = scaled_config("up_proj", p.block_m, p.n, p.dtype, p.spec, step, weights)
+        super().__init__(p, config, scaled_up_proj_kernel, _block_constants(p), p.n, _WIDENING)
+
+    def __call__(self, block, x, low_rank, scales, preact, act, rows) -> None:
+        p = self.problem
+        self.kernel(
+            self.grid(rows.num_rows), x, *x.stride(), *codes_and_scales(block.up, p.transposed, p.spec),
+            *bias_and_strides(block.up_bias), *(low_rank or (None, None)), preact, act, scales,
+            rows.row_to_slot if p.top_k else None, rows.schedule,
+        )  # fmt: skip
+
+
+class QuantizedUpProj(Launcher):
+    """Of 8-bit rows; gathers routed ones."""
+
+    def __init__(self, problem: BlockProblem):
+        p, config = problem, quantized_config(problem.spec)
+        super().__init__(p, config, quantized_up_proj_kernel, _block_constants(p), p.n, _OF_CODES)
+
+    def __call__(self, block, x, low_rank, scales, preact, act, rows) -> None:
+        p = self.problem
+        self.kernel(
+            self.grid(rows.num_rows), x.codes, x.scales, *codes_and_scales(block.up, False, p.spec),
+            *bias_and_strides(block.up_bias), *(low_rank or (None, None)), preact, *(act or (None, None))[:2], scales,
+            rows.row_to_slot if p.top_k else None, rows.schedule,
+        )  # fmt: skip
+
+
+class DownDgrad(Launcher):
+    """Gathers routed rows."""
+
+    def __init__(self, problem: BlockProblem):
+        p, step = problem, step_of(problem.scales, problem.k)
+        config = scaled_config("down_dgrad", p.block_m, p.n, p.dtype, p.spec, step)
+        super().__init__(p, config, scaled_down_dgrad_kernel, _block_constants(p), p.n, _WIDENING)
+
+    def __call__(self, block, dout, low_rank, scales, preact, dpreact, act, dots, rows) -> None:
+        p = self.problem
+        self.kernel(
+            self.grid(rows.num_rows), dout, *dout.stride(), *codes_and_scales(block.down, p.transposed, p.spec),
+            *(low_rank or (None, None)), scales, preact, dpreact, act, dots, rows.num_rows,
+            rows.row_to_slot if p.top_k else None, rows.schedule,
+        )  # fmt: skip
+
+
+LAUNCHERS = {
+    "gemm": Gemm, "quantized_gemm": QuantizedGemm, "up_proj": UpProj, "quantized_up_proj": QuantizedUpProj,
+    "down_dgrad": DownDgrad,
+}  # fmt: skip

@@ -1,0 +1,271 @@
+"""How the Gluon kernels for Hopper are launched, and which problems they take."""
+
+from typing import Any, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ...common.numbers import power_of_two
+from ...tuning.heuristic import (
+    THIN,
+    GemmConfig,
+    hopper_dgrad_config,
+    hopper_gathered_up_config,
+    hopper_gemm_config,
+    hopper_quantized_config,
+    hopper_up_config,
+    hopper_wgrad_config,
+)
+from ..kernels.hopper_down_dgrad import hopper_down_dgrad_kernel
+from ..kernels.hopper_gemm import hopper_gemm_kernel
+from ..kernels.hopper_quantized import hopper_quantized_gemm_kernel, hopper_quantized_up_proj_kernel
+from ..kernels.hopper_up_proj import hopper_gathered_up_proj_kernel, hopper_up_proj_kernel
+from ..kernels.hopper_wgrad import hopper_gathered_wgrad_kernel, hopper_wgrad_kernel
+from ..problems import BlockProblem, GemmProblem, WgradProblem
+from ..triton.launch import Kernel, Launcher
+from ..triton.launchers import bias_and_strides
+from ..triton.quantize import BLOCK
+from ..triton.scales import scale_arguments
+from .descriptors import RaggedTmaBlock, RankBlocks, TmaBlock
+
+_PATH, _PATH_OF_CODES = "Gluon for Hopper", "Gluon for Hopper, 8-bit rows and weights"
+_CODES = torch.float8_e4m3fn
+_STORE_COLUMNS = 32  # that an epilogue stores at once
+_STAGED_COLUMNS = 128  # in all staging tiles of a warp group, where rows are gathered
+_SLOTS = {True: 3, False: 4}  # staging tiles of gate and up, or of no gate, that are on their way or worked on
+_MAX_ORDERED = 128  # to rank more experts would take longer than their few rows are worth
+_CONSUMERS = 2
+
+
+class _Product(Launcher):
+    """Two warp groups multiply; others load rows and weights, a step of K at a time."""
+
+    gluon = True
+
+    def set_blocks(self, problem: NamedTuple, config: GemmConfig, dtype: torch.dtype, *weights: int) -> None:
+        """Makes the blocks of a step, and of the low-rank part. weights: extents of an expert's block."""
+        self.x_block, self.w_block = TmaBlock(dtype, config.block_m, config.block_k), TmaBlock(dtype, 1, *weights)
+        self.rank_blocks = RankBlocks(problem, self.x_block, self.w_block, problem.layout)
+
+
+class Gemm(_Product):
+    """Two warp groups multiply, one warp loads. The groups take tiles in turn, or share tiles of 256 columns."""
+
+    def __init__(self, problem: GemmProblem):
+        p, config = problem, self.choose(problem)
+        self.set_blocks(p, config, p.dtype, *config.weight_block(p.layout))
+        # The registers of a warp group hold the sums of 128 x 128 products: wider tiles are shared. Zeros take a
+        # staging tile of their own.
+        store_rows = min(config.block_m, 128 * 128 // config.block_n)
+        self.y_block = RaggedTmaBlock(p.dtype, store_rows, 32 if p.zero_rest else 64)
+        constants = {**p.constants(), "R": p.low_rank.padded_rank, "W_KN": p.layout == "kn"}
+        super().__init__(p, config, hopper_gemm_kernel, constants, p.n, _PATH)
+
+    @staticmethod
+    def choose(p: GemmProblem) -> Optional[GemmConfig]:
+        """The tile, None where there is none."""
+        return hopper_gemm_config(p.block_m, p.n, p.k, p.spec, p.wide)
+
+    @classmethod
+    def supports(cls, problem: GemmProblem) -> bool:
+        """Tall tiles of operands that can be read by descriptor; results leave by a ragged one."""
+        p = problem
+        return p.layout is not None and p.n % 8 == 0 and not p.many_rows and cls.choose(p) is not None
+
+    def __call__(self, x, weight, bias, scales, low_rank, y, rows) -> None:
+        self.kernel(
+            self.grid(x.shape[0]), self.x_block.of(x), self.w_block.of(weight), *bias_and_strides(bias), scales,
+            *self.rank_blocks.of(low_rank), self.y_block.of_rows(y), rows.schedule, x.shape[0],
+        )  # fmt: skip
+
+
+class QuantizedGemm(_Product):
+    """Of 8-bit rows and weights. Two warp groups share tiles of 256 columns, a third loads."""
+
+    def __init__(self, problem: GemmProblem):
+        p, config = problem, hopper_quantized_config()
+        self.set_blocks(p, config, _CODES, *config.weight_block(p.layout))
+        factor_layout = "kn" if p.low_rank.strides[2] == 1 else "nk"  # a backward's, the a of a LoRA, comes as "kn"
+        factor_block = TmaBlock(_CODES, 1, *config.weight_block(factor_layout))
+        self.rank_blocks = RankBlocks(p, self.x_block, factor_block, factor_layout)
+        self.y_block = RaggedTmaBlock(p.dtype, config.block_m // 2, 32 if p.zero_rest else 64)
+        layouts = {"W_KN": p.layout == "kn", "FACTOR_KN": factor_layout == "kn"}
+        constants = {**p.constants(), "R": p.low_rank.padded_rank, **layouts}
+        super().__init__(p, config, hopper_quantized_gemm_kernel, constants, p.n, _PATH_OF_CODES)
+
+    def __call__(self, x, weight, bias, scales, low_rank, y, rows) -> None:
+        self.kernel(
+            self.grid(x.shape[0]), self.x_block.of(x.codes), self.w_block.of(weight.data),
+            *self.rank_blocks.of(low_rank), x.scales, *scale_arguments(weight, self.problem.layout == "kn"),
+            *bias_and_strides(bias), scales, self.y_block.of_rows(y), rows.schedule, x.shape[0],
+        )  # fmt: skip
+
+
+def _fits(problem: BlockProblem) -> bool:
+    """Whether the fused kernels for plain weights take a block of this kind.
+
+    Not the exact GELU where there is no gate: of so many values a tile the up-projection would be more code than caches
+    hold, and the dgrad as much as they do.
+    """
+    p = problem
+    known_act = p.gated or p.activation.name != "gelu"
+    return known_act and p.n % 8 == 0 and not p.many_rows and p.rows_by_tma and p.layout is not None
+
+
+def _describe_halves(preact: Optional[Tensor], problem: BlockProblem, block: RaggedTmaBlock) -> Tuple[Any, Any]:
+    """The gate and the up columns of a pre-activation: all columns twice if they alternate, one without a gate."""
+    if preact is None:
+        return None, None
+    if not problem.gated:
+        return block.of_rows(preact), None
+    if problem.interleaved:
+        both = block.of_rows(preact)
+        return both, both
+    return block.of_rows(preact, problem.n), block.of_rows(preact.narrow(1, problem.n, problem.n))
+
+
+class UpProj(_Product):
+    """Two warp groups multiply; one warp loads rows in place, or four gather them from tokens."""
+
+    def __init__(self, problem: BlockProblem):
+        p, config = problem, self.choose(problem)
+        # An activation alone leaves in fewer, wider pieces where rows are gathered.
+        columns = 2 * _STORE_COLUMNS if p.top_k > 0 and not p.saves_preact else _STORE_COLUMNS
+        self.out_block = RaggedTmaBlock(p.dtype, config.block_m // 2 if p.top_k else config.block_m, columns)
+        # As many columns of gate as of up: of each half, or neighbours where they alternate or have no gate.
+        halves = (2, config.block_n // 2, config.block_k)
+        self.set_blocks(
+            p, config, p.dtype, *(halves if p.gated and not p.interleaved else config.weight_block(p.layout))
+        )
+        constants = {**p.constants(), "R": p.low_rank.padded_rank, "W_KN": p.layout == "kn"}
+        if p.top_k:
+            constants.update(TOP_K=p.top_k, BUFFERS=_STAGED_COLUMNS // columns)
+        function = hopper_gathered_up_proj_kernel if p.top_k else hopper_up_proj_kernel
+        super().__init__(p, config, function, constants, p.width, _PATH)
+
+    @staticmethod
+    def choose(p: BlockProblem) -> Optional[GemmConfig]:
+        """The tile, None where there is none."""
+        return (hopper_gathered_up_config if p.top_k else hopper_up_config)(p.block_m, p.width)
+
+    @classmethod
+    def supports(cls, problem: BlockProblem) -> bool:
+        """Not [gate | up] of a weight (E, H, 2 I): a block of both halves would be no operand of wgmma."""
+        p = problem
+        if p.transposed and p.gated and not p.interleaved:
+            return False
+        return _fits(p) and (p.top_k == 0 or p.k % 8 == 0) and cls.choose(p) is not None
+
+    def __call__(self, block, x, low_rank, scales, preact, act, rows) -> None:
+        p, up = self.problem, block.up
+        if p.top_k:
+            source, indices = (x, x.stride(0) // 8), (rows.row_to_slot,)
+        else:
+            source, indices = (self.x_block.of(x),), ()
+        if p.gated and not p.interleaved:
+            up = up.view(p.num_groups, 2, p.n, p.k)
+        self.kernel(
+            self.grid(rows.num_rows), *source, self.w_block.of(up), *self.rank_blocks.of(low_rank),
+            *bias_and_strides(block.up_bias), *_describe_halves(preact, p, self.out_block),
+            None if act is None else self.out_block.of_rows(act), scales, *indices, rows.schedule,
+        )  # fmt: skip
+
+
+class QuantizedUpProj(_Product):
+    """Of 8-bit rows and weights. Two warp groups share tiles of 128 columns of gate and up each; four warps gather."""
+
+    def __init__(self, problem: BlockProblem):
+        p, config = problem, hopper_quantized_config()
+        self.set_blocks(p, config, _CODES, 2, config.block_n // 2, config.block_k)
+        self.preact_block = RaggedTmaBlock(p.dtype, config.block_m // 2, _STORE_COLUMNS)
+        self.act_block = RaggedTmaBlock(_CODES, config.block_m // 2, BLOCK)
+        constants = {**p.constants(), "R": p.low_rank.padded_rank, "TOP_K": p.top_k}
+        super().__init__(p, config, hopper_quantized_up_proj_kernel, constants, p.width, _PATH_OF_CODES)
+
+    def __call__(self, block, x, low_rank, scales, preact, act, rows) -> None:
+        p, up = self.problem, block.up
+        halves = up.data.view(p.num_groups, 2, p.n, p.k)
+        act_arguments = (None, None) if act is None else (self.act_block.of_rows(act.codes), act.scales)
+        self.kernel(
+            self.grid(rows.num_rows), x.codes, x.codes.stride(0) // 16, self.w_block.of(halves),
+            *self.rank_blocks.of(low_rank), x.scales, *scale_arguments(up), *bias_and_strides(block.up_bias),
+            *_describe_halves(preact, p, self.preact_block), *act_arguments, scales,
+            rows.row_to_slot if p.top_k else None, rows.schedule,
+        )  # fmt: skip
+
+
+class DownDgrad(_Product):
+    """Two warp groups take tiles in turn, one warp loads rows in place."""
+
+    reads_sorted_rows = True
+
+    def __init__(self, problem: BlockProblem):
+        p, config = problem, hopper_dgrad_config(problem.block_m, problem.n)
+        self.set_blocks(p, config, p.dtype, *config.weight_block(p.layout))
+        self.row_block = RaggedTmaBlock(p.dtype, config.block_m, _STORE_COLUMNS)
+        constants = {"R": p.low_rank.padded_rank, "W_KN": p.layout == "kn", "SLOTS": _SLOTS[p.gated]}
+        super().__init__(p, config, hopper_down_dgrad_kernel, {**p.constants(), **constants}, p.n, _PATH)
+
+    @staticmethod
+    def supports(problem: BlockProblem) -> bool:
+        """Sorted copies of routed rows must suit descriptors, too."""
+        return _fits(problem) and problem.k % 8 == 0 and hopper_dgrad_config(problem.block_m, problem.n) is not None
+
+    def __call__(self, block, dout, low_rank, scales, preact, dpreact, act, dots, rows) -> None:
+        p, row_block = self.problem, self.row_block
+        inputs = _describe_halves(preact, p, row_block)
+        outputs = inputs if dpreact is preact else _describe_halves(dpreact, p, row_block)
+        self.kernel(
+            self.grid(rows.num_rows), self.x_block.of(dout), self.w_block.of(block.down),
+            *self.rank_blocks.of(low_rank), scales, *inputs, *outputs, None if act is None else row_block.of_rows(act),
+            dots, rows.num_rows, rows.row_to_slot if p.top_k else None, rows.schedule,
+        )  # fmt: skip
+
+
+class Wgrad(Launcher):
+    """Two warp groups multiply, each half of a tile's rows; one warp loads, or four gather."""
+
+    def __init__(self, problem: WgradProblem):
+        p, self.problem, self.config = problem, problem, self.choose(problem)
+        config = self.config
+        constants = {
+            "NUM_EXPERTS": p.num_groups, "M": p.m, "N": p.n, "ACCUMULATE": p.accumulate,
+            "ORDER_SIZE": power_of_two(p.num_groups, 32) if p.num_groups <= _MAX_ORDERED else 0,
+            "STAGES": config.num_stages, "GROUP_M": config.group_m,
+        }  # fmt: skip
+        self.lhs_block = RaggedTmaBlock(p.dtype, config.block_k, config.block_m)
+        self.rhs_block = RaggedTmaBlock(p.dtype, config.block_k, config.block_n)
+        self.out_block = TmaBlock(p.out_dtype, 1, config.block_m // _CONSUMERS, config.block_n)
+        if p.gathered:
+            constants.update(TOP_K=p.top_k, P_GATHERED=p.gathered == "lhs")
+        function = hopper_gathered_wgrad_kernel if p.gathered else hopper_wgrad_kernel
+        self.kernel = Kernel(function, constants, config.options(gluon=True), config.describe(_PATH))
+
+    @staticmethod
+    def choose(p: WgradProblem) -> Optional[GemmConfig]:
+        """The tile, None where there is none."""
+        gathered, itemsize = p.gathered is not None, p.out_dtype.itemsize
+        return hopper_wgrad_config(p.m, p.n, p.rows_per_group, itemsize, gathered, p.spec)
+
+    @classmethod
+    def supports(cls, problem: WgradProblem) -> bool:
+        """Operands and results that descriptors take, one operand gathered at most. Tiles are 256 columns wide."""
+        p = problem
+        return p.n > THIN and p.rows_by_tma and p.out_by_tma and not p.many_rows and cls.choose(p) is not None
+
+    def __call__(self, lhs, rhs, out, rows) -> None:
+        p, config = self.problem, self.config
+        if p.gathered == "lhs":
+            operands = lhs, lhs.stride(0) // 8, rows.row_to_slot, self.rhs_block.of_rows(rhs)
+        elif p.gathered == "rhs":
+            operands = rhs, rhs.stride(0) // 8, rows.row_to_slot, self.lhs_block.of_rows(lhs)
+        else:
+            operands = self.lhs_block.of_rows(lhs), self.rhs_block.of_rows(rhs)
+        tiles = p.num_groups * -(-p.m // config.block_m) * -(-p.n // config.block_n)
+        self.kernel((min(tiles, p.spec.num_sms), 1, 1), *operands, self.out_block.of(out), rows.schedule)
+
+
+LAUNCHERS = {
+    "gemm": Gemm, "quantized_gemm": QuantizedGemm, "up_proj": UpProj, "quantized_up_proj": QuantizedUpProj,
+    "down_dgrad": DownDgrad, "wgrad": Wgrad,
+}  # fmt: skip

@@ -1,0 +1,143 @@
+"""How Triton's kernels for any GPU are launched, for products of plain weights."""
+
+from typing import Any, Dict, Optional, Tuple
+
+from torch import Tensor
+
+from ...tuning.heuristic import THIN, dgrad_config, gemm_config, up_config, wgrad_config
+from ..kernels.experts import down_dgrad_kernel, up_proj_kernel
+from ..kernels.gemm import grouped_gemm_kernel, wgrad_kernel
+from ..problems import BlockProblem, GemmProblem, WgradProblem
+from .descriptors import describe
+from .launch import Launcher
+from .low_rank import factor_constants
+from .scales import nk_strides
+
+
+def bias_and_strides(bias: Optional[Tensor]) -> Tuple[Any, ...]:
+    """A bias (E, N) and its strides as arguments of a kernel."""
+    return (None, 0, 0) if bias is None else (bias, *bias.stride())
+
+
+def _path(by_tma: bool) -> str:
+    return "Triton by descriptor" if by_tma else "Triton by pointer"
+
+
+class Gemm(Launcher):
+    """By descriptor where both operands can be read so, else by pointer."""
+
+    def __init__(self, problem: GemmProblem):
+        p, self.by_tma = problem, problem.layout is not None
+        constants = {
+            **p.constants(), "TMA": self.by_tma, "W_KN": p.layout == "kn", "PRECISION": p.precision,
+            **factor_constants(p.low_rank),
+        }  # fmt: skip
+        config = gemm_config(p.block_m, p.n, p.dtype, p.spec, self.by_tma)
+        super().__init__(p, config, grouped_gemm_kernel, constants, p.n, _path(self.by_tma))
+
+    def __call__(self, x, weight, bias, scales, low_rank, y, rows) -> None:
+        if self.by_tma:
+            x_and_strides = describe(x, (self.config.block_m, self.config.block_k)), 0, 0
+            w_and_strides = describe(weight, (1, *self.config.weight_block(self.problem.layout))), 0, 0, 0
+        else:
+            x_and_strides = x, *x.stride()
+            w_and_strides = weight, *nk_strides(weight, self.problem.transposed)
+        self.kernel(
+            self.grid(x.shape[0]), *x_and_strides, *w_and_strides, *bias_and_strides(bias), scales,
+            *(low_rank or (None, None)), y, rows.schedule, x.shape[0],
+        )  # fmt: skip
+
+
+def _weight_by_tma(problem: BlockProblem) -> bool:
+    return problem.layout is not None and problem.spec.wide_tiles and problem.dtype.itemsize == 2
+
+
+def _block_constants(problem: BlockProblem, by_tma: bool) -> Dict[str, Any]:
+    return {
+        **problem.constants(), "TOP_K": problem.top_k, "PRECISION": problem.precision, "TMA": by_tma,
+        "W_KN": by_tma and problem.layout == "kn", **factor_constants(problem.low_rank),
+    }  # fmt: skip
+
+
+class UpProj(Launcher):
+    """Gathers routed rows; the weight comes by descriptor or by pointer."""
+
+    def __init__(self, problem: BlockProblem):
+        p, self.by_tma = problem, _weight_by_tma(problem)
+        config = up_config(p.block_m, p.n, p.dtype, p.spec, p.gated, self.by_tma)
+        super().__init__(p, config, up_proj_kernel, _block_constants(p, self.by_tma), p.n, _path(self.by_tma))
+
+    def __call__(self, block, x, low_rank, scales, preact, act, rows) -> None:
+        p = self.problem
+        if self.by_tma:
+            weight = self._describe(block.up), 0, 0, 0
+        else:
+            weight = block.up, *nk_strides(block.up, p.transposed)
+        self.kernel(
+            self.grid(rows.num_rows), x, *x.stride(), *weight, *bias_and_strides(block.up_bias),
+            *(low_rank or (None, None)), preact, act, scales, rows.row_to_slot if p.top_k else None, rows.schedule,
+        )  # fmt: skip
+
+    def _describe(self, up: Tensor):
+        """A tile holds BLOCK_N columns of gate and as many of up: of each half, or neighbours if they alternate."""
+        p, config = self.problem, self.config
+        if p.gated and not p.interleaved and p.layout == "nk":
+            return describe(up.view(p.num_groups, 2, p.n, p.k), (1, 2, config.block_n, config.block_k))
+        width = config.block_n * (2 if p.gated and p.interleaved else 1)
+        return describe(up, (1, config.block_k, width) if p.layout == "kn" else (1, width, config.block_k))
+
+
+class DownDgrad(Launcher):
+    """The same of the dgrad."""
+
+    def __init__(self, problem: BlockProblem):
+        p, self.by_tma = problem, _weight_by_tma(problem)
+        config = dgrad_config(p.block_m, p.n, p.dtype, p.spec, p.interleaved, self.by_tma, p.low_rank.rank > 0)
+        super().__init__(p, config, down_dgrad_kernel, _block_constants(p, self.by_tma), p.n, _path(self.by_tma))
+
+    def __call__(self, block, dout, low_rank, scales, preact, dpreact, act, dots, rows) -> None:
+        p = self.problem
+        if self.by_tma:
+            weight = describe(block.down, (1, *self.config.weight_block(p.layout))), 0, 0, 0
+        else:
+            weight = block.down, *nk_strides(block.down, p.transposed)
+        self.kernel(
+            self.grid(rows.num_rows), dout, *dout.stride(), *weight, *(low_rank or (None, None)), scales, preact,
+            dpreact, act, dots, rows.num_rows, rows.row_to_slot if p.top_k else None, rows.schedule,
+        )  # fmt: skip
+
+
+class Wgrad(Launcher):
+    """Both operands come by descriptor where none is gathered and both can be read so."""
+
+    def __init__(self, problem: WgradProblem):
+        p, gathered = problem, problem.gathered is not None
+        self.by_tma = p.rows_by_tma and not gathered and p.n > THIN
+        config = wgrad_config(p.m, p.n, p.rows_per_group, p.dtype, p.spec, gathered, self.by_tma)
+        # A whole tile passes through shared memory, which small tiles, two programs to a processor, have not left.
+        whole = config.block_n == 256 and not p.accumulate and p.out_dtype == p.dtype
+        self.out_by_tma = self.by_tma and whole and p.out_by_tma
+        constants = {
+            "NUM_EXPERTS": p.num_groups, "M": p.m, "N": p.n, "P_TOP_K": p.top_k if p.gathered == "lhs" else 0,
+            "Q_TOP_K": p.top_k if p.gathered == "rhs" else 0, "ACCUMULATE": p.accumulate, "TMA": self.by_tma,
+            "PRECISION": p.precision,
+        }  # fmt: skip
+        super().__init__(p, config, wgrad_kernel, constants, p.n, _path(self.by_tma))
+
+    def __call__(self, lhs, rhs, out, rows) -> None:
+        p, config = self.problem, self.config
+        lhs_desc = rhs_desc = out_desc = None
+        if self.by_tma:
+            lhs_desc = describe(lhs, (config.block_k, config.block_m))
+            rhs_desc = describe(rhs, (config.block_k, config.block_n))
+        if self.out_by_tma:
+            out_desc = describe(out, (1, config.block_m, config.block_n))
+        tiles = p.num_groups * -(-p.m // config.block_m) * self.n_tiles
+        programs = min(tiles, p.spec.num_sms * config.programs_per_sm) if config.programs_per_sm else tiles
+        self.kernel(
+            (programs, 1, 1), lhs, lhs.stride(0), rhs, rhs.stride(0), lhs_desc, rhs_desc, out, *out.stride(), out_desc,
+            None if p.gathered is None else rows.row_to_slot, rows.schedule,
+        )  # fmt: skip
+
+
+LAUNCHERS = {"gemm": Gemm, "up_proj": UpProj, "down_dgrad": DownDgrad, "wgrad": Wgrad}

@@ -7,35 +7,11 @@ from torch import Tensor
 from ...block import Block
 from ...block_scaled import BlockScaled
 from .. import triton
-from ..triton import (
-    bias_grads,
-    combine,
-    combine_grad,
-    down_dgrad,
-    gather_rows,
-    gemm,
-    num_bias_dots,
-    pack_factor,
-    pack_rows,
-    place_rows,
-    plan_exchange,
-    project,
-    project_backward,
-    quantizes,
-    sum_dots,
-    take_slots,
-    unpack_rows,
-    up_proj,
-    wgrad,
-)
+from ..triton import *  # noqa: F403 (all of its functions; those below take the place of four)
+from ..triton import __all__ as __all__
 from .decode import decode_experts, groups_slots
-from .routing import route, split_rows
-
-__all__ = [
-    "bias_grads", "combine", "combine_grad", "decode", "down_dgrad", "gather_rows", "gemm", "is_decode",
-    "num_bias_dots", "pack_factor", "pack_rows", "place_rows", "plan_exchange", "project", "project_backward",
-    "quantizes", "route", "split_rows", "sum_dots", "take_slots", "unpack_rows", "up_proj", "wgrad",
-]  # fmt: skip
+from .routing import route as route
+from .routing import split_rows as split_rows
 
 
 def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:

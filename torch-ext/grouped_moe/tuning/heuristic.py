@@ -125,6 +125,15 @@ _HOPPER_GEMM_TILES = {
     "gemm_hopper": GemmConfig(128, 128, 64, 4, 6),
     "gemm_hopper_wide": GemmConfig(128, 256, 64, 4, 4, 16),
 }
+# By product, of the other Gluon kernels for Hopper; num_warps: of each of two consumers, which share tiles of 256
+# columns. The dgrad's ring leaves room for pre-activations; four m tiles in turn suit weights larger than the L2 cache,
+# by measurement (benchmarks/NOTES.md).
+HOPPER_TILES = {
+    "up_proj": GemmConfig(128, 128, 64, 4, 6),
+    "gathered_up_proj": GemmConfig(128, 256, 64, 4, 4, 16),
+    "down_dgrad": GemmConfig(128, 128, 64, 4, 5, 4),
+    "quantized": GemmConfig(128, 256, 128, 4, 4, 32),  # a step is one block of K
+}
 _LONG_K = 4096  # from where on wide tiles can pay
 _QUANTIZED_ROWS = 16  # of an expert on average from where on 8-bit rows pay
 _TRANSPOSED_ROWS = 600  # of a group on average up to which an H200 does not copy codes
@@ -214,19 +223,6 @@ def up_config(block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, gated:
     return _fitted(kernel, block_m, default, n, dtype, spec, weight_tiles)
 
 
-def hopper_up_config(block_m: int, width: int) -> Optional[GemmConfig]:
-    """Config of an up-projection by the Gluon kernel for Hopper, of so many columns, those of gate and up together.
-
-    None: not by that one. num_warps: of each of its two consumers.
-    """
-    return GemmConfig(128, 128, 64, 4, 6) if block_m == 128 and width >= 128 else None
-
-
-def hopper_gathered_up_config(block_m: int, width: int) -> Optional[GemmConfig]:
-    """The same of rows that are gathered, whose two consumers share a tile."""
-    return GemmConfig(128, 256, 64, 4, 4, 16) if block_m == 128 and width > 128 else None
-
-
 def dgrad_config(
     block_m: int, n: int, dtype: torch.dtype, spec: DeviceSpec, interleaved: bool, tma: bool, low_rank: bool = False
 ) -> GemmConfig:
@@ -248,14 +244,6 @@ def dgrad_config(
     kernel = "down_dgrad" + ("_tma" if tma else "") + ("_interleaved" if interleaved else "")
     config = _fitted(kernel, block_m, default, n, dtype, spec)
     return replace(config, block_n=min(config.block_n, 64 if block_m == 64 else 128)) if low_rank else config
-
-
-def hopper_dgrad_config(block_m: int, n: int) -> Optional[GemmConfig]:
-    """The same by the Gluon kernel for Hopper, None: not by that one. Its ring leaves room for boxes of pre-activation.
-
-    Four m tiles in turn suit weights larger than the L2 cache, by measurement (benchmarks/NOTES.md).
-    """
-    return GemmConfig(128, 128, 64, 4, 5, 4) if block_m == 128 and n > 64 else None
 
 
 def wgrad_config(
@@ -304,16 +292,11 @@ def hopper_wgrad_config(
     return choose_tile(kernel, rows, None if wide and gathered and rows < 128 else default, 2, spec)
 
 
-def hopper_quantized_config() -> GemmConfig:
-    """Config of the Gluon kernels for Hopper that multiply rows of 8-bit floats: a step is one block of K.
-
-    num_warps: of each of its two consumers, which share a tile.
-    """
-    return GemmConfig(128, 256, 128, 4, 4, 32)
-
-
 def quantized_config(spec: DeviceSpec) -> GemmConfig:
-    """Config of the Triton kernels that do. Where operands take registers, too, a step is half a block of K."""
+    """Config of the Triton kernels that multiply rows of 8-bit floats.
+
+    A step is one block of K or, where operands take registers, too, half of it.
+    """
     return GemmConfig(128, 128, 128, 8, 4) if spec.wide_tiles else GemmConfig(128, 128, 64, 8, 6)
 
 

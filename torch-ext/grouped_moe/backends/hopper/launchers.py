@@ -6,16 +6,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import power_of_two
-from ...tuning.heuristic import (
-    THIN,
-    GemmConfig,
-    hopper_dgrad_config,
-    hopper_gathered_up_config,
-    hopper_gemm_config,
-    hopper_quantized_config,
-    hopper_up_config,
-    hopper_wgrad_config,
-)
+from ...tuning.heuristic import HOPPER_TILES, THIN, GemmConfig, hopper_gemm_config, hopper_wgrad_config
 from ..kernels.hopper_down_dgrad import hopper_down_dgrad_kernel
 from ..kernels.hopper_gemm import hopper_gemm_kernel
 from ..kernels.hopper_quantized import hopper_quantized_gemm_kernel, hopper_quantized_up_proj_kernel
@@ -83,7 +74,7 @@ class QuantizedGemm(_Product):
     """Of 8-bit rows and weights. Two warp groups share tiles of 256 columns, a third loads."""
 
     def __init__(self, problem: GemmProblem):
-        p, config = problem, hopper_quantized_config()
+        p, config = problem, HOPPER_TILES["quantized"]
         self.set_blocks(p, config, _CODES, *config.weight_block(p.layout))
         factor_layout = "kn" if p.low_rank.strides[2] == 1 else "nk"  # a backward's, the a of a LoRA, comes as "kn"
         factor_block = TmaBlock(_CODES, 1, *config.weight_block(factor_layout))
@@ -102,14 +93,14 @@ class QuantizedGemm(_Product):
 
 
 def _fits(problem: BlockProblem) -> bool:
-    """Whether the fused kernels for plain weights take a block of this kind.
+    """Whether the fused kernels for plain weights take a block of this kind, in tiles of 128 rows.
 
     Not the exact GELU where there is no gate: of so many values a tile the up-projection would be more code than caches
     hold, and the dgrad as much as they do.
     """
     p = problem
-    known_act = p.gated or p.activation.name != "gelu"
-    return known_act and p.n % 8 == 0 and not p.many_rows and p.rows_by_tma and p.layout is not None
+    known_act, by_tma = p.gated or p.activation.name != "gelu", p.rows_by_tma and p.layout is not None
+    return known_act and by_tma and p.block_m == 128 and p.n % 8 == 0 and not p.many_rows
 
 
 def _describe_halves(preact: Optional[Tensor], problem: BlockProblem, block: RaggedTmaBlock) -> Tuple[Any, Any]:
@@ -128,7 +119,7 @@ class UpProj(_Product):
     """Two warp groups multiply; one warp loads rows in place, or four gather them from tokens."""
 
     def __init__(self, problem: BlockProblem):
-        p, config = problem, self.choose(problem)
+        p, config = problem, HOPPER_TILES["gathered_up_proj" if problem.top_k else "up_proj"]
         # An activation alone leaves in fewer, wider pieces where rows are gathered.
         columns = 2 * _STORE_COLUMNS if p.top_k > 0 and not p.saves_preact else _STORE_COLUMNS
         self.out_block = RaggedTmaBlock(p.dtype, config.block_m // 2 if p.top_k else config.block_m, columns)
@@ -144,17 +135,13 @@ class UpProj(_Product):
         super().__init__(p, config, function, constants, p.width, _PATH)
 
     @staticmethod
-    def choose(p: BlockProblem) -> Optional[GemmConfig]:
-        """The tile, None where there is none."""
-        return (hopper_gathered_up_config if p.top_k else hopper_up_config)(p.block_m, p.width)
-
-    @classmethod
-    def supports(cls, problem: BlockProblem) -> bool:
+    def supports(problem: BlockProblem) -> bool:
         """Not [gate | up] of a weight (E, H, 2 I): a block of both halves would be no operand of wgmma."""
         p = problem
         if p.transposed and p.gated and not p.interleaved:
             return False
-        return _fits(p) and (p.top_k == 0 or p.k % 8 == 0) and cls.choose(p) is not None
+        fills_tiles = p.width > 128 and p.k % 8 == 0 if p.top_k else p.width >= 128
+        return _fits(p) and fills_tiles
 
     def __call__(self, block, x, low_rank, scales, preact, act, rows) -> None:
         p, up = self.problem, block.up
@@ -175,7 +162,7 @@ class QuantizedUpProj(_Product):
     """Of 8-bit rows and weights. Two warp groups share tiles of 128 columns of gate and up each; four warps gather."""
 
     def __init__(self, problem: BlockProblem):
-        p, config = problem, hopper_quantized_config()
+        p, config = problem, HOPPER_TILES["quantized"]
         self.set_blocks(p, config, _CODES, 2, config.block_n // 2, config.block_k)
         self.preact_block = RaggedTmaBlock(p.dtype, config.block_m // 2, _STORE_COLUMNS)
         self.act_block = RaggedTmaBlock(_CODES, config.block_m // 2, BLOCK)
@@ -200,7 +187,7 @@ class DownDgrad(_Product):
     reads_sorted_rows = True
 
     def __init__(self, problem: BlockProblem):
-        p, config = problem, hopper_dgrad_config(problem.block_m, problem.n)
+        p, config = problem, HOPPER_TILES["down_dgrad"]
         self.set_blocks(p, config, p.dtype, *config.weight_block(p.layout))
         self.row_block = RaggedTmaBlock(p.dtype, config.block_m, _STORE_COLUMNS)
         constants = {"R": p.low_rank.padded_rank, "W_KN": p.layout == "kn", "SLOTS": _SLOTS[p.gated]}
@@ -209,7 +196,7 @@ class DownDgrad(_Product):
     @staticmethod
     def supports(problem: BlockProblem) -> bool:
         """Sorted copies of routed rows must suit descriptors, too."""
-        return _fits(problem) and problem.k % 8 == 0 and hopper_dgrad_config(problem.block_m, problem.n) is not None
+        return _fits(problem) and problem.k % 8 == 0 and problem.n > 64
 
     def __call__(self, block, dout, low_rank, scales, preact, dpreact, act, dots, rows) -> None:
         p, row_block = self.problem, self.row_block

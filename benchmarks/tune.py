@@ -122,17 +122,10 @@ def make_products(
     x, dout, act, preact = tensor(tokens, h), tensor(tokens, h), tensor(ids.numel(), i), tensor(ids.numel(), 2 * i)
     x_rows, weights = tensor(ids.numel(), h), torch.ones(tokens, top_k, device=device)
     dup, ddown, wide = (torch.empty_like(w, dtype=d) for w, d in ((up, None), (down, None), (up, torch.float32)))
-    dgrad = {
-        "needs_dpreact": True,
-        "leads_to_x": True,
-        "needs_act": True,
-        "needs_dots": True,
-        "more_dots": 0,
-        "overwrite": False,
-    }
+    needs = package["block"].Needs(*[True] * 7)
 
     def down_dgrad(_: int) -> List[Tensor]:
-        dpreact, _, a, dots = kernels.down_dgrad(block, dout, rows, weights, preact, **dgrad)
+        dpreact, _, a, dots = kernels.down_dgrad(block, dout, rows, weights, preact, needs)
         return [dpreact, a, dots.sum(0) if real else dots]
 
     def wgrad(lhs: Tensor, rhs: Tensor, out: Tensor, **gathered: bool) -> Callable[[int], List[Tensor]]:

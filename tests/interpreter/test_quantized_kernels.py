@@ -141,6 +141,13 @@ def assert_quantized(got, want: Tensor) -> None:
     assert ((values - blocks).abs() <= 1.001 * (2.0**-4 * blocks.abs() + 2.0**-10 / 448 * largest)).all()
 
 
+def needs_of(module, results: str):
+    """Gradients that these results are for, and no others."""
+    asked = {"codes": "x", "dpreact": "up", "act": "down", "dots": "act_scales"}
+    needs = module("block").Needs
+    return needs(*[False] * 7)._replace(**{asked[result]: True for result in results.split()})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("kind, quantizes", GRADS.values(), ids=GRADS)
 def test_activation_grad(module, grouped_moe, kernels, activation_grad, kind, quantizes, dtype):
@@ -154,11 +161,9 @@ def test_activation_grad(module, grouped_moe, kernels, activation_grad, kind, qu
     want = reference(module, block, dact[grouped], scales[slots], preact[grouped])
 
     def run(needs: str, more_dots: int = 0, overwrite: bool = False, given=preact):
-        asked = {f"needs_{name}": name in needs.split() for name in ("dpreact", "codes", "act", "dots")}
+        asked = needs_of(module, needs)
         with GuardedAllocations(dact, given, scales, rows.schedule, rows.row_to_slot):
-            return activation_grad(
-                block, dact, rows, scales, given, **asked, more_dots=more_dots, overwrite=overwrite
-            )  # fmt: skip
+            return activation_grad(block, dact, rows, scales, given, asked, more_dots=more_dots, overwrite=overwrite)
 
     dpreact, codes, act, dots = run("dpreact codes act dots" if quantizes else "dpreact act dots", more_dots=2)
     assert_close("dpreact", dpreact[grouped], want[0], dtype)
@@ -185,11 +190,10 @@ def test_activation_grad_overwrites(module, grouped_moe, kernels, activation_gra
     """The gradient takes the memory of the pre-activation, of rows of an expert; codes have memory of their own."""
     block, (rows, grouped, _) = block_of(module, grouped_moe, Kind()), make_rows(kernels, torch.float16, True)
     dact, preact = torch.randn(rows.num_rows, 256).half(), torch.randn(rows.num_rows, 512).half()
-    asked = {"needs_act": False, "needs_dots": False, "more_dots": 0, "overwrite": True}
     before = preact.clone()
-    _, codes, _, _ = activation_grad(block, dact, rows, None, preact, needs_dpreact=False, needs_codes=True, **asked)
+    _, codes, _, _ = activation_grad(block, dact, rows, None, preact, needs_of(module, "codes"), overwrite=True)
     assert_bitwise("preact", preact, before)
-    plain, *_ = activation_grad(block, dact, rows, None, preact, needs_dpreact=True, needs_codes=False, **asked)
+    plain, *_ = activation_grad(block, dact, rows, None, preact, needs_of(module, "dpreact"), overwrite=True)
     assert plain.data_ptr() == preact.data_ptr()
     assert_bitwise("rows of no expert", preact[~grouped], before[~grouped])
     assert codes.dtype == torch.float16 and not torch.equal(preact[grouped], before[grouped])

@@ -6,7 +6,7 @@ per row.
 """
 
 from types import ModuleType
-from typing import Optional, Tuple
+from typing import Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -69,35 +69,34 @@ def backward(
     routed, transposed = rows.top_k > 0, block.transposed
     dout, x = unit_rows(dout), None if x is None else unit_rows(x)
     preact, up_rows, down_rows = saved
-    dpreact = codes = act = dots = dx = dup = dup_bias = ddown = None
-    dup_a = dup_b = ddown_a = ddown_b = None
+    dpreact = codes = act = dots = None
+    grads = {}
     if needs.preact and block.recompute:
         low_rank, up_rows = project(kernels, block.up_lora, x, rows, of_tokens=routed)
         preact, _ = kernels.up_proj(block, x, rows, None, save=True, activate=False, low_rank=low_rank)
     if needs.preact or needs.down_b:
-        low_rank, ddown_b = project_backward(
+        low_rank, grads["down_b"] = project_backward(
             kernels, block.down_lora, dout, rows, down_rows if needs.down_b else None, of_tokens=routed
         )
     if needs.preact:
+        more_dots = num_bias_dots(kernels, block, rows, needs, dout.shape[1])
         dpreact, codes, act, dots = kernels.down_dgrad(
-            block, dout, rows, act_scales, preact, needs_dpreact=needs.beyond_x, leads_to_x=needs.x,
-            needs_act=needs.act, needs_dots=needs.act_scales,
-            more_dots=num_bias_dots(kernels, block, rows, needs, dout.shape[1]),
-            overwrite=overwrite or block.recompute, low_rank=low_rank,
+            block, dout, rows, act_scales, preact, needs, more_dots=more_dots, overwrite=overwrite or block.recompute,
+            low_rank=low_rank,
         )  # fmt: skip
     owns_preact = overwrite and not block.recompute and preact is not None
     if dpreact is None:  # else it may be in the memory of preact
         if owns_preact:
             preact.untyped_storage().resize_(0)
         preact = None
-    scale_grads = scale_and_bias_grads(kernels, block, dout, rows, act_scales, bias_scales, dots, needs)
+    grads.update(scale_and_bias_grads(kernels, block, dout, rows, act_scales, bias_scales, dots, needs))
     dots = dots if combines_dots(rows, needs) else None
     if needs.down_a:
-        ddown_a = grad_of_a(kernels, block.down_lora, low_rank, act, rows)
+        grads["down_a"] = grad_of_a(kernels, block.down_lora, low_rank, act, rows)
     act = act if needs.down else None
     low_rank = None
     if needs.x or needs.up_a or needs.up_b:
-        low_rank, dup_b = project_backward(
+        low_rank, grads["up_b"] = project_backward(
             kernels, block.up_lora, codes if dpreact is None else dpreact, rows, up_rows if needs.up_b else None
         )
     if needs.x:
@@ -105,24 +104,25 @@ def backward(
         source = dpreact if codes is None else codes
         dx = kernels.gemm(source, block.up, rows, transposed=not transposed, zero_rest=not routed, low_rank=low_rank)
         del source, codes
-        dx = kernels.combine(dx, None, rows, dots, scale_grads[0]) if routed else dx
+        grads["x"] = kernels.combine(dx, None, rows, dots, grads["act_scales"]) if routed else dx
+        del dx
     del dots
     if needs.up_bias:
-        dup_bias = dout.new_empty(block.up_bias.shape)
-        kernels.bias_grads(dpreact, rows._replace(top_k=0), None, None, dup_bias, None)  # dpreact is per row
+        grads["up_bias"] = dout.new_empty(block.up_bias.shape)
+        kernels.bias_grads(dpreact, rows._replace(top_k=0), None, None, grads["up_bias"], None)  # dpreact is per row
     if needs.up_a:
-        dup_a = grad_of_a(kernels, block.up_lora, low_rank, x, rows, of_tokens=routed)
+        grads["up_a"] = grad_of_a(kernels, block.up_lora, low_rank, x, rows, of_tokens=routed)
     if needs.up:
-        dup = torch.empty_like(block.up)
-        kernels.wgrad(dpreact, x, rows, _as_nk(dup, block), rhs_of_tokens=routed)
+        grads["up"] = torch.empty_like(block.up)
+        kernels.wgrad(dpreact, x, rows, _as_nk(grads["up"], block), rhs_of_tokens=routed)
     del dpreact
     if owns_preact and preact is not None:
         preact.untyped_storage().resize_(0)
     del preact
     if needs.down:
-        ddown = torch.empty_like(block.down)
-        kernels.wgrad(dout, act, rows, _as_nk(ddown, block), lhs_of_tokens=routed)
-    return Grads(dx, *scale_grads[:2], dup, ddown, dup_bias, scale_grads[2], dup_a, dup_b, ddown_a, ddown_b)
+        grads["down"] = torch.empty_like(block.down)
+        kernels.wgrad(dout, act, rows, _as_nk(grads["down"], block), lhs_of_tokens=routed)
+    return Grads(**grads)
 
 
 def num_bias_dots(kernels: ModuleType, block: Block, rows: Rows, needs: Needs, hidden: int) -> int:
@@ -145,7 +145,7 @@ def scale_and_bias_grads(
     bias_scales: Optional[Tensor],
     dots: Optional[Tensor],
     needs: Needs,
-) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+) -> Dict[str, Optional[Tensor]]:
     """The gradients of act_scales, of bias_scales and of the second bias; the first is unwritten if `combines_dots`.
 
     dots: the parts of <gradient of the activation, activation> of each row, with room for `num_bias_dots` more.
@@ -167,7 +167,7 @@ def scale_and_bias_grads(
         kernels.sum_dots(dots, rows, d_bias_scales)
     elif needs.down_bias and not bias_dots:
         kernels.bias_grads(dout, rows, act_scales if routed else bias_scales, None, dbias, None)
-    return d_act_scales, d_bias_scales, dbias
+    return {"act_scales": d_act_scales, "bias_scales": d_bias_scales, "down_bias": dbias}
 
 
 def _as_nk(weight: Tensor, block: Block) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Iterator, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ...block import Block
+from ...block import Block, Needs
 from ...common import activation as act
 from ...common.numbers import wide_dtype
 from ...operands import LowRank
@@ -49,16 +49,15 @@ def up_proj(
 
 @in_its_dtype
 def down_dgrad(
-    block: Block, dout: Tensor, rows: Rows, scales: Optional[Tensor], preact: Tensor, *, needs_dpreact: bool,
-    leads_to_x: bool, needs_act: bool, needs_dots: bool, more_dots: int, overwrite: bool,
-    low_rank: Optional[LowRank] = None,
+    block: Block, dout: Tensor, rows: Rows, scales: Optional[Tensor], preact: Tensor, needs: Needs, *,
+    more_dots: int = 0, overwrite: bool = False, low_rank: Optional[LowRank] = None,
 ) -> Tuple[Tensor, None, Tensor, Tensor]:  # fmt: skip
     """With g[r] = dout[r] W2[e], of dout[token of r] for routed rows, and the activation a[r] recomputed out of preact:
 
     (dpreact (rows, P) = scales[r] g[r] * a'(preact[r]), None, scales[r] a[r] (rows, I), dots (1 + more_dots, rows), of
-    which the first are <g[r], a[r]>). scales: per row, or per slot for routed rows. Rows of no expert stay unwritten.
-    more_dots: further inner products there is room for. overwrite: dpreact takes the place of preact. low_rank: what is
-    added to g.
+    which the first are <g[r], a[r]>), whatever the needs. scales: per row, or per slot for routed rows. Rows of no
+    expert stay unwritten. more_dots: further inner products there is room for. overwrite: dpreact takes the place of
+    preact. low_rank: what is added to g.
     """
     wide = wide_dtype(preact.dtype)
     grad = products(

@@ -6,7 +6,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ...block import Block
+from ...block import Block, Needs
 from ...common.activation import Activation
 from ...rows import Rows
 from ..kernels.activation_grad import activation_grad_kernel
@@ -18,21 +18,21 @@ _ROWS = 16  # of a program, which takes the activation's columns of one scale
 
 
 def activation_grad(
-    block: Block, dact: Tensor, rows: Rows, scales: Optional[Tensor], preact: Tensor, *, needs_dpreact: bool,
-    needs_codes: bool, needs_act: bool, needs_dots: bool, more_dots: int, overwrite: bool,
+    block: Block, dact: Tensor, rows: Rows, scales: Optional[Tensor], preact: Tensor, needs: Needs, *,
+    more_dots: int = 0, overwrite: bool = False,
 ) -> Tuple[Optional[Tensor], Optional[QuantizedRows], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
     """What `down_dgrad` returns, of the gradient of the activation before its scales: dact[r] = W2[e]^T dout[r].
 
-    dact: (rows, I), preact: (rows, P), contiguous and of one dtype. needs_codes: dpreact, unrounded, also becomes 8-bit
-    floats; needs I to be a multiple of 128, so that gate and up have blocks of their own. Rows of no expert are neither
-    read nor written.
+    dact: (rows, I), preact: (rows, P), contiguous and of one dtype. For the gradient of x dpreact, unrounded, becomes
+    8-bit floats, which needs I to be a multiple of 128, so that gate and up have blocks of their own. Rows of no expert
+    are neither read nor written.
     """
     num_rows, n = dact.shape
-    dpreact = (preact if overwrite else torch.empty_like(preact)) if needs_dpreact else None
-    codes = empty_rows(num_rows, preact.shape[1], preact) if needs_codes else None
-    act = torch.empty_like(dact) if needs_act else None
+    dpreact = (preact if overwrite else torch.empty_like(preact)) if needs.beyond_x else None
+    codes = empty_rows(num_rows, preact.shape[1], preact) if needs.x else None
+    act = torch.empty_like(dact) if needs.act else None
     num_tiles, dots = -(-n // BLOCK), None
-    if needs_dots:
+    if needs.act_scales:
         dots = dact.new_empty(num_tiles + more_dots, num_rows, dtype=torch.float32)
     if num_rows:
         kernel = _kernel(rows.num_groups, n, block.gated, block.interleaved, block.activation)

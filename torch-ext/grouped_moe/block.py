@@ -81,23 +81,10 @@ def factors_of(*loras: Optional[LoRA]) -> List[Optional[Tensor]]:
 
 
 def make_block(
-    up: Tensor,
-    down: Tensor,
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
-    up_a: Optional[Tensor],
-    up_b: Optional[Tensor],
-    down_a: Optional[Tensor],
-    down_b: Optional[Tensor],
-    up_scale: Optional[Tensor],
-    down_scale: Optional[Tensor],
-    activation: str,
-    parameters: Sequence[float],
-    flags: Sequence[int],
-    blocks: Optional[Sequence[int]],
-    capacity: Optional[int] = None,
-) -> Block:
-    """The block of an op's arguments: the inverse of `parts_of`, `factors_of` and `kind_arguments`."""
+    up, down, up_bias, down_bias, up_a, up_b, down_a, down_b, up_scale, down_scale, activation, parameters, flags,
+    blocks, capacity=None,
+) -> Block:  # fmt: skip
+    """The block of an op's arguments, as `BLOCK_SCHEMA` has them: the inverse of `parts_of` and those two above."""
     alpha, limit, up_offset, up_scaling, down_scaling = parameters
     act = Activation(activation, alpha, limit or None, up_offset)
     up_lora = None if up_a is None else LoRA(up_a, up_b, up_scaling)

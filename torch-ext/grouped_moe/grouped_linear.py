@@ -1,6 +1,6 @@
 """Linear layer with one weight per group of consecutive rows."""
 
-from typing import Optional, Sequence, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from .operands import LoRA, check_loras, grad_of_a, project, project_backward
 from .rows import schedule_size, unit_rows
 from .splits import Splits, as_splits
 
+# The functions of ops below have the arguments, and these the types, of their schemas.
 _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor splits, Tensor? bias, Tensor? bias_scales, Tensor? a, Tensor? b, Tensor? adapters,"
     " Tensor? weight_scale, int[]? block, float scaling, bool transposed"
@@ -27,18 +28,7 @@ _ARGUMENTS = (
 
 
 def _forward(
-    x: Tensor,
-    weight: Tensor,
-    splits: Tensor,
-    bias: Optional[Tensor],
-    bias_scales: Optional[Tensor],
-    a: Optional[Tensor],
-    b: Optional[Tensor],
-    adapters: Optional[Tensor],
-    weight_scale: Optional[Tensor],
-    block: Optional[Sequence[int]],
-    scaling: float,
-    transposed: bool,
+    x, weight, splits, bias, bias_scales, a, b, adapters, weight_scale, block, scaling, transposed
 ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
     """(y, the schedule of its rows, which a backward takes as splits, x projected on the ranks of a LoRA or None)."""
     kernels, x = backend_of(x), unit_rows(x)
@@ -62,20 +52,8 @@ def _forward_fake(x, weight, splits, bias, bias_scales, a, b, adapters, weight_s
 
 
 def _backward(
-    dy: Tensor,
-    x: Optional[Tensor],
-    weight: Tensor,
-    splits: Tensor,
-    a: Optional[Tensor],
-    b: Optional[Tensor],
-    adapters: Optional[Tensor],
-    projected: Optional[Tensor],
-    weight_scale: Optional[Tensor],
-    block: Optional[Sequence[int]],
-    scaling: float,
-    transposed: bool,
-    needs: Sequence[bool],
-) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+    dy, x, weight, splits, a, b, adapters, projected, weight_scale, block, scaling, transposed, needs
+) -> Tuple[Optional[Tensor], ...]:
     """The gradients of x, weight, a and b, None where not asked for.
 
     splits: also the schedule of the forward. x: for the gradients of weight and a alone, projected: for that of b.
@@ -110,9 +88,7 @@ def _backward_fake(dy, x, weight, splits, a, b, adapters, projected, weight_scal
     return dx, torch.empty_like(weight) if needs_weight else None, *factors
 
 
-def _bias_backward(
-    dy: Tensor, splits: Tensor, num_groups: int, bias: Optional[Tensor], scales: Optional[Tensor], needs_bias: bool
-) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+def _bias_backward(dy, splits, num_groups, bias, scales, needs_bias) -> Tuple[Optional[Tensor], Optional[Tensor]]:
     """The gradients of bias, None if not asked for, and of its scales, None without a bias.
 
     splits: also the schedule of the forward. bias: for the gradient of its scales alone.

@@ -1,6 +1,7 @@
 """Backends: the products and passes that ops are made of, once in torch for CPUs, once in Triton for accelerators.
 
-Each backend is a module with these functions, whose docstrings there say what they compute:
+Each backend is a module with these functions, whose docstrings in `triton` say what they take and compute; those of
+other backends say in one line what it is, and what differs:
     routes and groups   route, split_rows                          -> `rows.Rows`
     products            gemm, up_proj, down_dgrad, wgrad, project, project_backward
     factors of LoRA     pack_factor

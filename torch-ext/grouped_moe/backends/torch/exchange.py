@@ -9,10 +9,7 @@ from ...packed import WORD, PackedRow
 
 
 def plan_exchange(ids: Tensor, num_local: int, ranks: int, capacity: int) -> Tuple[Tensor, Tensor, Tensor]:
-    """(source (ranks * capacity,), places (T, top_k), dropped (ranks,)), all int32: see `places.Plan`.
-
-    ids: (T, top_k), over the num_local experts of each rank.
-    """
+    """(source (ranks * capacity,), places (T, top_k), dropped (ranks,)), all int32: see `places.Plan`."""
     known = (ids >= 0) & (ids < ranks * num_local)
     owner = torch.where(known, ids, ranks * num_local) // num_local
     goes = torch.zeros((ids.shape[0], ranks + 1), dtype=torch.int32, device=ids.device).scatter_(1, owner.long(), 1)
@@ -31,10 +28,7 @@ def plan_exchange(ids: Tensor, num_local: int, ranks: int, capacity: int) -> Tup
 def pack_rows(
     x: Tensor, weights: Tensor, ids: Tensor, source: Tensor, num_local: int, capacity: int, empty: int
 ) -> Tensor:
-    """(places, words) int64: the `PackedRow` of each place's token, ids as its rank numbers its own, num_local if none.
-
-    A place without a token is 0, and `empty` in its ids. x: (T, H). weights, ids: (T, top_k). source: (places,).
-    """
+    """(places, words) int64: the `PackedRow` of each place's token. Tensors have any strides."""
     row = PackedRow(x.shape[1], x.dtype, weights.shape[1], weights.dtype)
     rows = ids.new_zeros((source.shape[0], row.starts[-1] // WORD), dtype=torch.int64)
     filled = (source >= 0).nonzero().squeeze(1)
@@ -49,10 +43,7 @@ def pack_rows(
 
 
 def unpack_rows(rows: Tensor, row: PackedRow, capacity: int, refusal: int) -> Tuple[Tensor, Tensor, Tensor]:
-    """(weights (places, top_k), ids (places, top_k) int64, fits () int32) of rows that `pack_rows` has packed.
-
-    fits: 0 if the first id of any rank's places is `refusal`, else 1.
-    """
+    """(weights (places, top_k), ids (places, top_k) int64, fits () int32) of rows that `pack_rows` has packed."""
     _, weights, ids = row.parts(rows)
     return weights.clone(memory_format=torch.contiguous_format), ids.long(), (ids[::capacity, 0] != refusal).all().int()
 

@@ -27,11 +27,7 @@ def up_proj(
     block: Block, x: Tensor, rows: Rows, scales: Optional[Tensor], *, save: bool, activate: bool,
     low_rank: Optional[LowRank] = None,
 ) -> Tuple[Optional[Tensor], Optional[Tensor]]:  # fmt: skip
-    """(preact (rows, P) if save, scales * activation (rows, I) if activate); rows of no expert stay unwritten.
-
-    preact[r] = W1[e] x[r] + b1[e], of x[token of r] for routed rows. scales: (rows,), of rows in place. low_rank: what
-    is added to the product.
-    """
+    """(preact (rows, P) if save, scales * activation (rows, I) if activate), neither in 8-bit floats."""
     preact = products(
         x, block.up, rows, transposed=block.transposed, bias=block.up_bias, of_tokens=rows.top_k > 0, low_rank=low_rank
     )
@@ -52,13 +48,7 @@ def down_dgrad(
     block: Block, dout: Tensor, rows: Rows, scales: Optional[Tensor], preact: Tensor, needs: Needs, *,
     more_dots: int = 0, overwrite: bool = False, low_rank: Optional[LowRank] = None,
 ) -> Tuple[Tensor, None, Tensor, Tensor]:  # fmt: skip
-    """With g[r] = dout[r] W2[e], of dout[token of r] for routed rows, and the activation a[r] recomputed out of preact:
-
-    (dpreact (rows, P) = scales[r] g[r] * a'(preact[r]), None, scales[r] a[r] (rows, I), dots (1 + more_dots, rows), of
-    which the first are <g[r], a[r]>), whatever the needs. scales: per row, or per slot for routed rows. Rows of no
-    expert stay unwritten. more_dots: further inner products there is room for. overwrite: dpreact takes the place of
-    preact. low_rank: what is added to g.
-    """
+    """(dpreact, None, act, dots) whatever the needs; the inner products of the activation are in one part."""
     wide = wide_dtype(preact.dtype)
     grad = products(
         dout, block.down, rows, transposed=not block.transposed, of_tokens=rows.top_k > 0, low_rank=low_rank

@@ -85,11 +85,7 @@ def gemm(
     scales: Optional[Tensor] = None, zero_rest: bool = False, low_rank: Optional[LowRank] = None,
     quantizes: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y[r] = W[e] x[r] + scales[r] bias[e], for rows in place. Rows never become 8-bit floats here.
-
-    x: (rows, K). weight: (E, N, K) or, transposed, (E, K, N). bias: (E, N). low_rank: what is added to the product.
-    Returns (rows, N), where rows of no group are unwritten or, with zero_rest, 0.
-    """
+    """y[r] = W[e] x[r] + scales[r] bias[e], for rows in place, which never become 8-bit floats here."""
     y = products(x, weight, rows, transposed=transposed, bias=bias, scales=scales, low_rank=low_rank)
     if zero_rest:
         y[: rows.group_offsets[0]] = 0
@@ -107,12 +103,7 @@ def project(
     x: Tensor, factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool = False,
     scales: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Optional[Tensor]]:  # fmt: skip
-    """z[r] = scaling factor[l, e]^T x[r] for each adapter l, of x[token of r] with of_tokens; and z times scales.
-
-    x: (rows, K) or (T, K). factor: (L, E, K, r). scales: one per slot of routed rows. Returns z (rows, R), the ranks of
-    all adapters side by side, 0 past the last one and, with `rows.adapters`, in those that are not of the row's
-    adapter; and the same scaled, None without scales. Rows of no group are unwritten.
-    """
+    """z[r] = scaling factor[l, e]^T x[r] for each adapter l, of x[token of r] with of_tokens; and z times scales."""
     num_adapters, _, _, rank = factor.shape
     z = x.new_empty((rows.num_rows, pad_rank(num_adapters * rank)))
     scaled, wide = None if scales is None else torch.empty_like(z), wide_dtype(x.dtype)
@@ -135,10 +126,7 @@ def wgrad(
     lhs: Tensor, rhs: Tensor, rows: Rows, out: Tensor, *, lhs_of_tokens: bool = False, rhs_of_tokens: bool = False,
     accumulate: bool = False,
 ) -> None:  # fmt: skip
-    """out[g] = sum over the rows r of group g of lhs[r] rhs[r]^T, 0 for a group without rows; or is added to out[g].
-
-    lhs: (rows, M), or (T, M) with lhs_of_tokens. rhs: (rows, N), the same. out: (G, M, N), any strides and dtype.
-    """
+    """out[g] = sum over the rows r of group g of lhs[r] rhs[r]^T, 0 for a group without rows; or is added to out[g]."""
     if not accumulate:
         out[rows.group_offsets.diff() == 0] = 0
     for group, start, end in groups_with_rows(rows):
@@ -158,11 +146,7 @@ def project_backward(
     dy: Tensor, factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool = False,
     projected: Optional[Tensor] = None, grad: Optional[Tensor] = None,
 ) -> Tensor:  # fmt: skip
-    """z[r] = scaling factor[l, e]^T dy[r] for each adapter l, and grad[e] = sum of dy[r] projected[r]^T over rows of e.
-
-    dy: (rows, N), or (T, N), of whose rows those of the tokens are taken, with of_tokens. factor: (L, E, N, r).
-    projected: (rows, R), grad: (E, N, R), both or none. Returns z, (rows, R), as `project` does.
-    """
+    """z[r] = scaling factor[l, e]^T dy[r], and grad[e] = sum of dy[r] projected[r]^T over rows of e, any strides."""
     if grad is not None:
         wgrad(dy, projected, rows, grad, lhs_of_tokens=of_tokens)
     return project(dy, factor, rows, scaling=scaling, of_tokens=of_tokens)[0]
@@ -178,11 +162,7 @@ def bias_grads(
     dy: Tensor, rows: Rows, scales: Optional[Tensor], bias: Optional[Tensor], dbias: Optional[Tensor],
     dots: Optional[Tensor], accumulate: bool = False,
 ) -> None:  # fmt: skip
-    """dbias[e] = sum over the rows r of e of scales[r] dy[r], or plus that; dots[:, r] = parts of <dy[r], bias[e]>.
-
-    dy: (rows, N), or (T, N) of routed rows, whose scales are per slot. bias: (E, N). dbias: (E, N) or None. dots:
-    (`num_bias_dots`, rows), or None without a bias.
-    """
+    """dbias[e] = sum over the rows r of e of scales[r] dy[r], or plus that; dots[:, r] = parts of <dy[r], bias[e]>."""
     if dbias is not None and not accumulate:
         dbias.zero_()
     wide = wide_dtype(dy.dtype)

@@ -23,11 +23,7 @@ def gather_rows(x: Tensor, rows: Rows) -> Tensor:
 def combine(
     y: Tensor, weights: Optional[Tensor], rows: Rows, dots: Optional[Tensor] = None, dscales: Optional[Tensor] = None
 ) -> Tensor:
-    """out[t] = sum over the routed slots of token t, in order, of weights[slot] y[row], in fp32 or wider.
-
-    y: (rows, H). weights: (S,) or (T, top_k), None for ones. Returns (T, H) in the dtype of y.
-    With dots (parts, rows) also writes dscales, (S,) or (T, top_k): what `sum_dots` writes.
-    """
+    """out[t] = sum over the routed slots of token t, in order, of weights[slot] y[row], in fp32 or wider."""
     if dots is not None:
         sum_dots(dots, rows, dscales)
     top_k, slot_to_row = rows.top_k, rows.slot_to_row

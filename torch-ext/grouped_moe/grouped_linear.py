@@ -223,19 +223,6 @@ def grouped_linear(
     checks.check_tensor("x", x)
     scaled = check_scaled("weight", weight, x, "x", transposed)
     weight, weight_scale, block = parts_of(weight)
-    x, *tensors = _checked(x, weight, splits, bias, bias_scales, transposed, scaled)
-    if lora is None is adapter_index:
-        factors, scaling = (None, None, None), 0.0
-    else:
-        check_loras({"lora": (lora, weight)}, transposed, x, adapter_index)
-        factors = lora.a, lora.b, None if adapter_index is None else adapter_index.contiguous()
-        scaling = float(lora.scaling)
-    refuse_forward_mode("grouped_linear", x, *tensors, *factors)
-    return _grouped_linear(x, *tensors, *factors, weight_scale, block, scaling, transposed)
-
-
-def _checked(x, weight, splits, bias, bias_scales, transposed, scaled) -> Tuple[Tensor, ...]:
-    """The op's tensors. Raises what `grouped_linear` raises. scaled: whether the weight has scales."""
     checks.check_tensor("weight", weight)
     if bias is not None:
         checks.check_tensor("bias", bias)
@@ -246,4 +233,12 @@ def _checked(x, weight, splits, bias, bias_scales, transposed, scaled) -> Tuple[
         x, weight, bias = (checks.autocast(tensor, dtype) for tensor in (x, weight, bias))
     checks.check_linear(x, weight, bias, bias_scales, transposed, scaled)
     splits = as_splits(splits, weight.shape[0], x.shape[0], x.device)
-    return x, weight, splits, bias, None if bias_scales is None else bias_scales.contiguous()
+    bias_scales = None if bias_scales is None else bias_scales.contiguous()
+    factors, scaling = (None, None, None), 0.0
+    if lora is not None or adapter_index is not None:
+        check_loras({"lora": (lora, weight)}, transposed, x, adapter_index)
+        factors = lora.a, lora.b, None if adapter_index is None else adapter_index.contiguous()
+        scaling = float(lora.scaling)
+    tensors = weight, splits, bias, bias_scales, *factors
+    refuse_forward_mode("grouped_linear", x, *tensors)
+    return _grouped_linear(x, *tensors, weight_scale, block, scaling, transposed)

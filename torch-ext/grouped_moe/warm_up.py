@@ -78,23 +78,19 @@ def warm_up(
     from .backends.triton.launch import COMPILED, compiling_together
 
     count, (first, last) = len(COMPILED), num_tokens
-    runs = []
-    for layer in layers:
-        smallest = {layer.choice(tokens): tokens for tokens in range(last, first - 1, -1)}
-        for tokens in sorted(smallest.values()):
-            runs += [partial(_run, layer, tokens, trains) for trains in ((False, True) if backward else (False,))]
+    smallest = [{layer.choice(tokens): tokens for tokens in range(last, first - 1, -1)}.values() for layer in layers]
+
+    def run_all() -> None:
+        for layer, numbers in zip(layers, smallest):
+            for tokens, trains in itertools.product(sorted(numbers), (False, True) if backward else (False,)):
+                with torch.set_grad_enabled(trains):
+                    layer.run(tokens)
+
     with _CompilingThreads(progress) as threads:
         with compiling_together(threads), torch.autograd.set_multithreading_enabled(False):
-            for run in runs:
-                run()
-    for run in runs:
-        run()
+            run_all()
+    run_all()
     return len(COMPILED) - count
-
-
-def _run(layer: _Layer, num_tokens: int, trains: bool) -> None:
-    with torch.set_grad_enabled(trains):
-        layer.run(num_tokens)
 
 
 class _CompilingThreads(ThreadPoolExecutor):

@@ -1,5 +1,6 @@
 """The experts block: its weights and what kind it is, and which gradients it owes."""
 
+from collections import namedtuple
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -141,20 +142,10 @@ class Saved(NamedTuple):
     down_rows: Optional[Tensor]
 
 
-class Grads(NamedTuple):
+class Grads(namedtuple("Grads", Needs._fields, defaults=(None,) * len(Needs._fields))):
     """The gradients, None where not asked for. Those of weights have the weights' strides, others are contiguous."""
 
-    x: Optional[Tensor] = None
-    act_scales: Optional[Tensor] = None
-    bias_scales: Optional[Tensor] = None
-    up: Optional[Tensor] = None
-    down: Optional[Tensor] = None
-    up_bias: Optional[Tensor] = None
-    down_bias: Optional[Tensor] = None
-    up_a: Optional[Tensor] = None
-    up_b: Optional[Tensor] = None
-    down_a: Optional[Tensor] = None
-    down_b: Optional[Tensor] = None
+    __slots__ = ()
 
 
 def fake_grads(

@@ -24,18 +24,7 @@ from machine import DEVICE
 from problems import MAX_ERROR, OURS
 from timing import EAGER, GRAPH, HOST, Call
 from torch import Tensor
-from workload import (
-    BYTES_PER_SECOND,
-    DEEPSEEK_V3,
-    FLOPS_PER_SECOND,
-    ITEM,
-    QWEN3_30B,
-    SMOKE,
-    Cell,
-    Layer,
-    Routed,
-    make_inputs,
-)
+from workload import BYTES_PER_SECOND, EP_LAYERS, FLOPS_PER_SECOND, ITEM, SMOKE, Cell, Layer, Routed, make_inputs
 
 ALL_TO_ALL, BYTES = "all_to_all", "bytes"
 PARTS = ("dispatch", "experts", "combine")
@@ -68,10 +57,9 @@ def cases(smoke: bool) -> List[Case]:
     """Those of the same weights in a row. On more ranks than top_k there is room for twice what comes, else for all."""
     if smoke:
         return [Case(SMOKE, 4, 6, 2.0)]
-    deepseek = DEEPSEEK_V3._replace(name="DeepSeek-V3", experts=256)
     return [
         Case(layer, ranks, tokens, 2.0 if ranks > layer.top_k else None)
-        for layer in (QWEN3_30B, deepseek)
+        for layer in EP_LAYERS
         for ranks in (4, 8, 64)
         for tokens in (1, 64, 1024, 8192)
     ]
@@ -219,31 +207,45 @@ def check(kernel: ModuleType, block: Block, state: tuple, rows: Tensor) -> float
     return float((rows[some].float() - want).norm() / want.norm())
 
 
+def layer_calls(layer: Callable[..., Tensor], batch: Routed, weights: Sequence[Tensor]) -> Dict[str, Call]:
+    """layer(x, routing weights) without gradients, and a step, on any input set."""
+    leaves = batch.x, batch.weights
+
+    def step(_: int) -> Sequence[Tensor]:
+        return torch.autograd.grad(layer(*leaves), (*leaves, *weights), batch.dout)
+
+    return {"layer": without_graph(layer, *leaves), "step": step}
+
+
+def without_graph(function: Callable, *arguments: object) -> Call:
+    """The call of a function, of which the tensors among its results are kept."""
+
+    def call(_: int) -> Sequence[Tensor]:
+        with torch.no_grad():
+            out = function(*arguments)
+        return [t for t in out if isinstance(t, Tensor)] if isinstance(out, tuple) else [out]
+
+    return call
+
+
 def calls_of(parts: Parts, weights: Sequence[Tensor], batch: Routed) -> Dict[str, Call]:
-    """What is timed of a provider, by measure; each call ignores which input set is asked for."""
+    """What is timed of a provider, by measure."""
     with torch.no_grad():
         state = parts.dispatch(batch.x, batch.weights)
         rows = parts.experts(*state)
+    arguments = ((batch.x, batch.weights), state, (rows, batch.weights, state))
+    alone = {part: without_graph(getattr(parts, part), *given) for part, given in zip(PARTS, arguments)}
+    return {**alone, **layer_calls(parts.layer, batch, weights)}
 
-    def without_graph(function: Callable, *arguments: object) -> Call:
-        def call(_: int) -> Sequence[Tensor]:
-            with torch.no_grad():
-                out = function(*arguments)
-            return [t for t in out if isinstance(t, Tensor)] if isinstance(out, tuple) else [out]
 
-        return call
-
-    def step(_: int) -> Sequence[Tensor]:
-        out = parts.layer(batch.x, batch.weights)
-        return torch.autograd.grad(out, (batch.x, batch.weights, *weights), batch.dout)
-
-    return {
-        "dispatch": without_graph(parts.dispatch, batch.x, batch.weights),
-        "experts": without_graph(parts.experts, *state),
-        "combine": without_graph(parts.combine, rows, batch.weights, state),
-        "layer": without_graph(parts.layer, batch.x, batch.weights),
-        "step": step,
-    }
+def time_layers(calls: Dict[str, Dict[str, Call]], plan: timing.Plan, **options) -> Dict[str, Dict[str, dict]]:
+    """Times by measure and provider: layer and step eagerly, the layer by the host. One warms up the card for all."""
+    times = {}
+    for what, way in (("layer", EAGER), ("layer", HOST), ("step", EAGER)):
+        some = {name: each[what] for name, each in calls.items()}
+        times[timing.measure_of(what, way)] = timing.described_in_turn(some, plan, way, **options)
+        plan = plan._replace(warm_seconds=0.0)
+    return times
 
 
 def line(cell: dict) -> str:
@@ -256,26 +258,14 @@ def line(cell: dict) -> str:
 
 
 def measure(calls: Dict[str, Dict[str, Call]], plan: timing.Plan) -> Dict[str, Dict[str, dict]]:
-    """Times by measure and provider: layer and step eagerly, the layer by the host, parts of ours as graphs.
-
-    The parts of the other are eager. One measurement warms up the card for all.
-    """
-    times: Dict[str, Dict[str, dict]] = {name: {} for name in PARTS}
-
-    def note(what: str, found: Dict[str, List[float]]) -> None:
-        times[what] = {name: timing.described(samples) for name, samples in found.items()}
-
-    for what, way in (("layer", EAGER), ("layer", HOST), ("step", EAGER)):
-        both = {name: each[what] for name, each in calls.items()}
-        note(what if way == EAGER else f"{what}, {way}", timing.time_in_turn(both, plan, way))
-        plan = plan._replace(warm_seconds=0.0)
-    found = timing.time_in_turn({part: calls[ALL_TO_ALL][part] for part in PARTS}, plan)
-    for part, samples in found.items():
-        note(part, {ALL_TO_ALL: samples})
+    """Times by measure and provider: those of layers, parts of ours as graphs, and parts of the other eagerly."""
+    times = {**dict.fromkeys(PARTS), **time_layers(calls, plan)}
+    plan = plan._replace(warm_seconds=0.0)
+    found = timing.described_in_turn({part: calls[ALL_TO_ALL][part] for part in PARTS}, plan)
+    times.update({part: {ALL_TO_ALL: entry} for part, entry in found.items()})
     graphs = {part: timing.capture(calls[OURS][part], 1) for part in (*PARTS, "layer")}
-    for part, samples in timing.time_in_turn(graphs, plan, GRAPH).items():
-        note(f"{part}, {GRAPH}", {OURS: samples})
-    return times
+    found = timing.described_in_turn(graphs, plan, GRAPH)
+    return {**times, **{timing.measure_of(part, GRAPH): {OURS: entry} for part, entry in found.items()}}
 
 
 def run(kernel: ModuleType, case: Case, arguments: argparse.Namespace) -> List[dict]:

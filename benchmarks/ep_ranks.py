@@ -15,25 +15,26 @@ A sample is that of the slowest rank.
 """
 
 import argparse
+import math
 import os
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Sequence
+from typing import Callable, List, NamedTuple, Sequence
 
 import timing
 import torch
 import torch.distributed as dist
+from ep import ALL_TO_ALL, CHECKED, layer_calls, time_layers
 from machine import DEVICE, build_id, describe_machine, load_kernel, write
 from problems import MAX_ERROR, OURS
-from timing import EAGER, GRAPH, HOST, Call
+from timing import GRAPH, Call
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from workload import DEEPSEEK_V3, ITEM, QWEN3_30B, SMOKE, Cell, Layer, Routed, make_inputs
+from workload import EP_LAYERS, ITEM, SMOKE, Cell, Layer, Routed, make_inputs
 
-ALL_TO_ALL, ALL_REDUCE, OURS_REDUCED, WIRE = "all_to_all", "all_reduce", "ours, all_reduce", "wire"
+ALL_REDUCE, OURS_REDUCED, WIRE = "all_reduce", "ours, all_reduce", "wire"
 PLAN = {"experts.gate_up_proj": "grouped_gemm", "experts.down_proj": "grouped_gemm", "experts": "ep_dispatch_experts"}
 NAMES = ("gate_up_proj", "down_proj")
-CHECKED = 64  # tokens
 
 
 class Case(NamedTuple):
@@ -49,7 +50,7 @@ class Case(NamedTuple):
 
 def cases(smoke: bool) -> List[Case]:
     """Those of the same weights in a row."""
-    layers = (SMOKE,) if smoke else (QWEN3_30B, DEEPSEEK_V3._replace(name="DeepSeek-V3", experts=256))
+    layers = (SMOKE,) if smoke else EP_LAYERS
     tokens = (6,) if smoke else (1, 64, 1024, 8192)
     return [Case(layer, count, shared) for layer in layers for count in tokens for shared in (False, True)]
 
@@ -104,22 +105,7 @@ def expected(reference: Callable, weights: Sequence[Tensor], batch: Routed) -> T
     return out
 
 
-def calls_of(experts: nn.Module, batch: Routed) -> Dict[str, Call]:
-    """A layer without gradients, and a step, on any input set."""
-
-    def layer(_: int) -> Sequence[Tensor]:
-        with torch.no_grad():
-            return [experts(batch.x, batch.ids, batch.weights)]
-
-    def step(_: int) -> Sequence[Tensor]:
-        out = experts(batch.x, batch.ids, batch.weights)
-        leaves = batch.x, batch.weights, *(getattr(experts, name) for name in NAMES)
-        return torch.autograd.grad(out, leaves, batch.dout)
-
-    return {"layer": layer, "step": step}
-
-
-def wire_of(case: Case) -> Dict[str, Call]:
+def wire_of(case: Case) -> Call:
     """The all-to-alls of ours, and the all-gather of a shared batch, with nothing between."""
     ranks, hidden = dist.get_world_size(), case.layer.hidden
     tokens = -(-case.tokens // ranks) if case.shared else case.tokens
@@ -128,14 +114,14 @@ def wire_of(case: Case) -> Dict[str, Call]:
     back = torch.empty((ranks * tokens, hidden), device=DEVICE, dtype=torch.bfloat16)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
 
-    def layer(_: int) -> Sequence[Tensor]:
+    def call(_: int) -> Sequence[Tensor]:
         for rows in (there, back):
             dist.all_to_all_single(torch.empty_like(rows), rows)
         if case.shared:
             gather(torch.empty_like(back), back[:tokens])
         return [back]
 
-    return {"layer": layer}
+    return call
 
 
 def slowest(value: float) -> float:
@@ -145,28 +131,16 @@ def slowest(value: float) -> float:
     return largest.item()
 
 
-def time_in_turn(calls: Dict[str, Call], arguments: argparse.Namespace, way: str) -> Dict[str, dict]:
-    """As `timing.time_in_turn`, with as many calls on each rank, which wait for each other before a sample."""
-    sampler = timing.issue if way == HOST else timing.sample
-    counts, times = {}, {name: [] for name in calls}
-    for name, call in calls.items():
-        enough = arguments.sample_seconds * 1e3 / max(slowest(sampler(call, 2)), 1e-3)
-        counts[name] = timing.HOST_CALLS if way == HOST else max(2, min(64, round(enough)))
-    turns = timing.orders(list(calls))
-    with timing.without_gc():
-        for turn in range(arguments.rounds):
-            for name in turns[turn % len(turns)]:
-                slowest(0.0)
-                times[name].append(sampler(calls[name], counts[name]))
-    return {name: timing.described([slowest(t) for t in samples]) for name, samples in times.items()}
-
-
 def measure(case: Case, kernel: object, weights: Sequence[Tensor], mesh: DeviceMesh, arguments: argparse.Namespace):
     """The cell of a case."""
     kernel.register_experts_implementation(ep_max_tokens=case.tokens)
     batch = batch_of(case)
     names = (OURS, ALL_TO_ALL, OURS_REDUCED, ALL_REDUCE) if case.shared else (OURS, ALL_TO_ALL)
-    calls = {n: calls_of(make_experts(case.layer, weights, mesh, case.shared, n), batch) for n in names}
+    calls = {}
+    for name in names:
+        experts = make_experts(case.layer, weights, mesh, case.shared, name)
+        parameters = [getattr(experts, parameter) for parameter in NAMES]
+        calls[name] = layer_calls(lambda x, scales, e=experts: e(x, batch.ids, scales), batch, parameters)
     cell = {"name": str(case), **case._asdict(), "layer": case.layer.name, "ranks": dist.get_world_size()}
     cell.update(errors={}, wrong=[], times={}, peak_mib={}, skipped={f"{ALL_TO_ALL}, {GRAPH}": "reads split sizes"})
     right = expected(kernel.reference.grouped_mm_experts, weights, batch)
@@ -177,15 +151,15 @@ def measure(case: Case, kernel: object, weights: Sequence[Tensor], mesh: DeviceM
         cell["wrong"] += [name] if not error < MAX_ERROR[torch.bfloat16] else []
         peak = timing.peak_mib(each["step"])
         cell["peak_mib"][name] = None if peak is None else slowest(peak)
-    for what, way in (("layer", EAGER), ("layer", HOST), ("step", EAGER)):
-        found = {name: each[what] for name, each in calls.items()}
-        cell["times"][what if way == EAGER else f"{what}, {way}"] = time_in_turn(found, arguments, way)
-    graphs = {name: timing.capture(each["layer"], 1) for name, each in calls.items() if name != ALL_TO_ALL}
-    graphs[WIRE] = timing.capture(wire_of(case)["layer"], 1)
-    cell["times"][f"layer, {GRAPH}"] = time_in_turn(graphs, arguments, GRAPH)
-    if not case.shared:
-        graphs = {OURS: timing.capture(calls[OURS]["step"], 1)}
-        cell["times"][f"step, {GRAPH}"] = time_in_turn(graphs, arguments, GRAPH)
+    plan = timing.Plan(0.0, arguments.rounds, math.inf, arguments.sample_seconds, 2)
+    cell["times"].update(time_layers(calls, plan, agree=slowest))
+    graphs = {"layer": {name: each["layer"] for name, each in calls.items() if name != ALL_TO_ALL}}
+    graphs["layer"][WIRE] = wire_of(case)
+    graphs.update({} if case.shared else {"step": {OURS: calls[OURS]["step"]}})
+    for what, some in graphs.items():
+        captured = {name: timing.capture(call, 1) for name, call in some.items()}
+        times = timing.described_in_turn(captured, plan, GRAPH, agree=slowest)
+        cell["times"][timing.measure_of(what, GRAPH)] = times
     return cell
 
 

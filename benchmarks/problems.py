@@ -172,8 +172,7 @@ def run_group(
         for part in problems[0].parts:
             if way == timing.GRAPH and part not in (FORWARD, STEP):
                 continue
-            measure = part if way == timing.EAGER else f"{part}, {way}"
-            calls = {}
+            measure, calls = timing.measure_of(part, way), {}
             for number, (cell, problem) in enumerate(zip(cells, problems)):
                 made = {name: make_call(provider, part) for name, provider in problem.providers.items()}
                 for name, call in {**made, **problem.baselines}.items():
@@ -184,8 +183,8 @@ def run_group(
                         calls[number, name] = timing.capture(call, problem.sets) if way == timing.GRAPH else call
                     except Exception as error:  # a peer that waits for the device can't be captured
                         cell["skipped"][f"{name}, {measure}"] = first_line(error)
-            for (number, name), samples in timing.time_in_turn(calls, timing.plan_of(arguments), way).items():
-                cells[number]["times"].setdefault(measure, {})[name] = timing.described(samples)
+            for (number, name), entry in timing.described_in_turn(calls, timing.plan_of(arguments), way).items():
+                cells[number]["times"].setdefault(measure, {})[name] = entry
             del calls
             timing.release_memory()  # graphs have memory pools of their own
     return cells

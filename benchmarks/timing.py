@@ -145,15 +145,21 @@ def orders(names: Sequence[Hashable]) -> List[List[Hashable]]:
     return [turn for row in rows for turn in (row, row[::-1])] if n % 2 else rows
 
 
-def time_in_turn(calls: Dict[Hashable, Call], plan: Plan, way: str = EAGER) -> Dict[Hashable, List[float]]:
+def time_in_turn(
+    calls: Dict[Hashable, Call], plan: Plan, way: str = EAGER, agree: Callable[[float], float] = float
+) -> Dict[Hashable, List[float]]:
     """Samples in ms per call, for whole sets of `orders`: at least plan.rounds, unless plan.seconds are over.
 
     A round takes all calls in turn, after one sample of the first call that is not counted. way: EAGER, GRAPH (calls
-    that were captured) or HOST.
+    that were captured) or HOST. agree: by which processes that time together wait for each other after a sample, and
+    take one time for it; only a plan without limits in time has as many rounds in all of them.
     """
     if not calls:
         return {}
-    sampler = issue if way == HOST else sample
+
+    def take(name: Hashable, count: int) -> float:
+        return agree((issue if way == HOST else sample)(calls[name], count))
+
     if way == HOST:
         plan = plan._replace(sample_seconds=math.inf, most_calls=HOST_CALLS)
     names, turns, counts = list(calls), orders(list(calls)), {}
@@ -161,23 +167,33 @@ def time_in_turn(calls: Dict[Hashable, Call], plan: Plan, way: str = EAGER) -> D
     deadline, warm_until = time.monotonic() + plan.seconds, time.monotonic() + plan.warm_seconds
     while time.monotonic() < warm_until or not counts:
         for name in names:
-            enough = plan.sample_seconds * 1e3 / max(sampler(calls[name], 4), 1e-6)
+            enough = plan.sample_seconds * 1e3 / max(take(name, 4), 1e-6)
             counts[name] = max(plan.least_calls, math.ceil(min(enough, plan.most_calls)))
     with without_gc():
         for done in range(-(-plan.rounds // len(turns)) * len(turns)):
             place = done % len(turns)
             if done and place == 0 and time.monotonic() > deadline:
                 break
-            sampler(calls[turns[place][0]], 1)
+            take(turns[place][0], 1)
             for name in turns[place]:
-                times[name].append(sampler(calls[name], counts[name]))
+                times[name].append(take(name, counts[name]))
     return times
+
+
+def measure_of(part: str, way: str) -> str:
+    """What the times of a part, taken this way, are called in the JSON."""
+    return part if way == EAGER else f"{part}, {way}"
 
 
 def described(samples: Sequence[float]) -> dict:
     """A provider's times as they are in the JSON."""
     spread = {"min_ms": min(samples), "max_ms": max(samples)}
     return {"median_ms": statistics.median(samples), **spread, "samples": len(samples)}
+
+
+def described_in_turn(calls: Dict[Hashable, Call], *rest, **options) -> Dict[Hashable, dict]:
+    """As `time_in_turn`, as it is in the JSON."""
+    return {name: described(samples) for name, samples in time_in_turn(calls, *rest, **options).items()}
 
 
 def peak_mib(call: Call) -> Optional[float]:

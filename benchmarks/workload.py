@@ -63,6 +63,7 @@ DEEPSEEK_V3 = Layer("DeepSeek-V3 EP8 rank", experts=32, top_k=8, hidden=7168, in
 QWEN3_NEXT = Layer("Qwen3-Next", experts=512, top_k=10, hidden=2048, intermediate=512)
 GPT_OSS = Layer("gpt-oss-120b", experts=128, top_k=4, hidden=2880, intermediate=2880, **OSS)
 LAYERS = (QWEN3_30B, DEEPSEEK_V3, MIXTRAL, OLMOE, QWEN3_NEXT, GPT_OSS)
+EP_LAYERS = QWEN3_30B, DEEPSEEK_V3._replace(name="DeepSeek-V3", experts=256)  # with the experts of all ranks
 NEMOTRON = Layer("Nemotron-3-Nano-30B", 128, 6, hidden=2688, intermediate=1856, gated=False, activation=RELU2)
 # More models, by the sizes in their configurations on the Hub. Decoding's tiles were chosen on these, too, no others.
 MODELS = (

@@ -7,10 +7,11 @@ tokens cuBLAS' dense products of as many 8-bit rows, with blockwise scales, run 
 """
 
 from types import ModuleType
-from typing import Callable, Dict, List, NamedTuple, Tuple
+from typing import Callable, Dict, List, NamedTuple
 
 import torch
 from experts import make_block
+from lora import make_factors, pairs
 from machine import DEVICE
 from problems import FORWARD, OURS, STEP, Inputs, Problem, Provider
 from timing import Call
@@ -50,10 +51,8 @@ def cases(smoke: bool) -> List[Case]:
     forward = [Case(QWEN3_30B, tokens) for tokens in BATCHES]
     training = [(tokens, True, 1.0, rank) for tokens in (LARGE // 4, LARGE) for rank in (0, RANK)]
     qwen = [*forward, Case(QWEN3_30B, LARGE, local=1 / 8), *(Case(QWEN3_30B, *rest) for rest in training)]
-    return [
-        *qwen,
-        *(Case(DEEPSEEK_V3, *rest) for rest in ((64,), (512,), (LARGE,), (LARGE, False, 1 / 8), *training)),
-    ]
+    of_deepseek = (64,), (512,), (LARGE,), (LARGE, False, 1 / 8), *training
+    return qwen + [Case(DEEPSEEK_V3, *rest) for rest in of_deepseek]
 
 
 def dense_products(case: Case) -> Dict[str, Call]:
@@ -67,26 +66,14 @@ def dense_products(case: Case) -> Dict[str, Call]:
     operands = []
     for n, k in ((layer.preact_width, layer.hidden), (layer.hidden, layer.intermediate)):
         codes = [torch.randn(extent, k, device=DEVICE).to(torch.float8_e4m3fn) for extent in (rows, n)]
-        of_rows, of_blocks = (
-            torch.rand(k // 128, rows, device=DEVICE).T,
-            torch.rand(n // 128, k // 128, device=DEVICE).T,
-        )
+        of_rows = torch.rand(k // 128, rows, device=DEVICE).T
+        of_blocks = torch.rand(n // 128, k // 128, device=DEVICE).T
         operands.append((codes[0], codes[1].T, of_rows, recipes.BlockWise1x128, of_blocks, recipes.BlockWise128x128))
 
     def multiply(_: int) -> List[Tensor]:
         return [torch.nn.functional.scaled_mm(*each, output_dtype=torch.bfloat16) for each in operands]
 
     return {CUBLAS: multiply}
-
-
-def make_factors(case: Case) -> List[Tensor]:
-    """The factors of a LoRA for each weight, a and b in turn; none without a rank."""
-    layer, rank, factors = case.layer, case.rank, []
-    for n, k in ((layer.preact_width, layer.hidden), (layer.hidden, layer.intermediate)) if rank else ():
-        for shape in ((rank, k), (n, rank)):
-            factor = torch.randn(layer.experts, *shape, device=DEVICE) / (8 * shape[1] ** 0.5)
-            factors.append(factor.to(torch.bfloat16).requires_grad_(case.backward))
-    return factors
 
 
 def make_problem(kernel: ModuleType, case: Case) -> Problem:
@@ -98,19 +85,15 @@ def make_problem(kernel: ModuleType, case: Case) -> Problem:
     plain = [weight.dequantize() for weight in scaled]
     cell = Cell(case.layer, case.tokens, case.local, backward=case.backward)
     sets = [make_inputs(cell, DEVICE) for _ in range(SETS)]
-    factors = make_factors(case)
+    factors = make_factors(plain, case.rank) if case.rank else []
+    factors = [factor.div_(8).requires_grad_(case.backward) for factor in factors]
     inputs = [Inputs((s.x, s.weights, *plain, *factors), s.dout) for s in sets]
 
-    def pairs(factors: Tuple[Tensor, ...]) -> dict:
-        if not factors:
-            return {}
-        return {"gate_up_lora": kernel.LoRA(*factors[:2]), "down_lora": kernel.LoRA(*factors[2:])}
-
-    def with_weights(up, down) -> Function:
-        return lambda i, x, weights, _up, _down, *factors: experts(x, sets[i].ids, weights, up, down, **pairs(factors))
-
-    def in_bf16(i: int, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, *factors: Tensor) -> Tensor:
-        return experts(x, sets[i].ids, weights, up, down, **pairs(factors))
+    def by(*given) -> Function:
+        """The block on these weights in FP8 or, without any, on the leaves in bf16."""
+        return lambda i, x, weights, up, down, *factors: experts(
+            x, sets[i].ids, weights, *(given or (up, down)), **pairs(kernel, factors)
+        )
 
     def right(first: int, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, *factors: Tensor) -> Tensor:
         if factors:
@@ -118,11 +101,8 @@ def make_problem(kernel: ModuleType, case: Case) -> Problem:
         return kernel.reference.grouped_mm_experts(x, sets[0].ids - first, weights, up, down)
 
     described = {**cell.described(), "name": str(case), "rank": case.rank}
-    functions = {OURS: with_weights(*scaled), W8A16: with_weights(*exact), BF16: in_bf16}
+    functions = {OURS: by(*scaled), W8A16: by(*exact), BF16: by()}
     providers = {name: Provider(function, inputs) for name, function in functions.items()}
-    baselines = dense_products(case)
     names, frozen = NAMES + FACTORS[: len(factors)], [part for weight in scaled for part in weight[:2]]
-    return Problem(
-        described, providers, (STEP if case.backward else FORWARD,), right, names, 2, baselines=baselines,
-        frozen=frozen, max_errors={OURS: MAX_ERROR},
-    )  # fmt: skip
+    options = {"baselines": dense_products(case), "frozen": frozen, "max_errors": {OURS: MAX_ERROR}}
+    return Problem(described, providers, (STEP if case.backward else FORWARD,), right, names, 2, **options)

@@ -9,7 +9,7 @@ split             x W^T + (x a^T) b^T by PyTorch's grouped_mm, over rows that ar
 """
 
 from types import ModuleType
-from typing import Callable, List, NamedTuple, Tuple
+from typing import Callable, List, NamedTuple, Sequence, Tuple
 
 import torch
 from experts import GROUPED, Block, make_block
@@ -53,13 +53,16 @@ def cases(smoke: bool) -> List[Case]:
     return steps + [Case(QWEN3_30B, RANKS[0], tokens, False) for tokens in BATCHES]
 
 
-def make_factors(block: Block, rank: int, *adapters: int) -> List[Tensor]:
-    """up_a, up_b, down_a, down_b of unit scale over the root of their fan-in."""
-    up, down = block.weights
-    shapes = [
-        shape for e, n, k in (up.shape, down.shape) for shape in ((*adapters, e, rank, k), (*adapters, e, n, rank))
-    ]
-    return [torch.randn(shape, device=DEVICE, dtype=up.dtype).div_(shape[-1] ** 0.5) for shape in shapes]
+def make_factors(weights: Sequence[Tensor], rank: int, *adapters: int) -> List[Tensor]:
+    """up_a, up_b, down_a, down_b of unit scale over the root of their fan-in. weights: (E, N, K) in bf16."""
+    ends = [((rank, k), (n, rank)) for _, n, k in (weight.shape for weight in weights)]
+    shapes = [(*adapters, len(weights[0]), *shape) for pair in ends for shape in pair]
+    return [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).div_(shape[-1] ** 0.5) for shape in shapes]
+
+
+def pairs(kernel: ModuleType, factors: Sequence[Tensor]) -> dict:
+    """Both LoRAs, or none, as arguments of the block."""
+    return {"gate_up_lora": kernel.LoRA(*factors[:2]), "down_lora": kernel.LoRA(*factors[2:])} if factors else {}
 
 
 def as_peft(name: str, factor: Tensor) -> Tensor:
@@ -99,14 +102,11 @@ def make_problem(kernel: ModuleType, case: Case) -> Problem:
     block = make_block(case.layer, DEVICE)
     (up, down), experts = [weight.requires_grad_(False) for weight in block.weights], kernel.grouped_mm_experts
     sets = [make_inputs(case.cell, DEVICE) for _ in range(SETS)]
-    factors = [factor.requires_grad_(case.backward) for factor in make_factors(block, case.rank)]
+    factors = [factor.requires_grad_(case.backward) for factor in make_factors(block.weights, case.rank)]
     inputs = [Inputs((s.x, s.weights, *factors), s.dout) for s in sets]
 
-    def pairs(up_a: Tensor, up_b: Tensor, down_a: Tensor, down_b: Tensor) -> dict:
-        return {"gate_up_lora": kernel.LoRA(up_a, up_b), "down_lora": kernel.LoRA(down_a, down_b)}
-
     def ours(i: int, x: Tensor, weights: Tensor, *some: Tensor) -> Tensor:
-        return experts(x, sets[i].ids, weights, up, down, **pairs(*some))
+        return experts(x, sets[i].ids, weights, up, down, **pairs(kernel, some))
 
     def merged(i: int, x: Tensor, weights: Tensor, up_a: Tensor, up_b: Tensor, *of_down: Tensor) -> Tensor:
         return experts(x, sets[i].ids, weights, merge(up, up_a, up_b), merge(down, *of_down))
@@ -118,9 +118,9 @@ def make_problem(kernel: ModuleType, case: Case) -> Problem:
         return moe.grouped_mm_experts_forward(module, x, sets[i].ids, weights)
 
     def frozen(n: int) -> Tuple[Tensor, ...]:
-        s = sets[n % SETS]
-        out = experts(s.x, s.ids, s.weights, up, down)
-        return (out, *torch.autograd.grad(out, (s.x, s.weights), s.dout)) if case.backward else (out,)
+        x, ids, weights, dout = sets[n % SETS]
+        out = experts(x, ids, weights, up, down)
+        return (out, *torch.autograd.grad(out, (x, weights), dout)) if case.backward else (out,)
 
     baselines, providers = {FROZEN: frozen}, {OURS: Provider(ours, inputs)}
     if case.backward:
@@ -131,14 +131,9 @@ def make_problem(kernel: ModuleType, case: Case) -> Problem:
         providers[f"{GROUPED} {MERGED}"] = Provider(grouped_merged, inputs)
         providers[SPLIT] = Provider(lambda i, *leaves: split[i](*leaves), inputs)
     else:
-        eight = pairs(*make_factors(block, case.rank, 8))
-        chosen = [torch.arange(case.tokens, device=DEVICE) % 8 for _ in sets]
-        baselines[EIGHT] = lambda n: (
-            experts(
-                sets[n % SETS].x, sets[n % SETS].ids, sets[n % SETS].weights, up, down,
-                adapter_index=chosen[n % SETS], **eight,
-            ),
-        )  # fmt: skip
+        eight = pairs(kernel, make_factors(block.weights, case.rank, 8))
+        eight["adapter_index"] = torch.arange(case.tokens, device=DEVICE) % 8
+        baselines[EIGHT] = lambda n: (experts(*sets[n % SETS][:3], up, down, **eight),)
 
     def right(first: int, x: Tensor, weights: Tensor, up_a: Tensor, up_b: Tensor, *of_down: Tensor) -> Tensor:
         some = slice(first, first + len(up_a))

@@ -150,6 +150,13 @@ def draw_ids(draw: Draw, layer: Layer, tokens: int) -> Tensor:
     return torch.where((draw.uniform(*shape) < share) | whole, chosen, ids).to(dtype)
 
 
+def sort_slots(ids: Tensor, experts: int) -> Tuple[Tensor, Tensor]:
+    """By a stable sort: the E + 1 offsets of experts' rows, and each row's slot."""
+    ids = torch.where(is_sentinel(ids, experts), experts, ids).flatten().long()
+    offsets = F.pad(torch.bincount(ids, minlength=experts + 1)[:experts].cumsum(0), (1, 0))
+    return offsets, ids.argsort(stable=True)[: int(offsets[-1])]
+
+
 def draw_splits(draw: Draw, groups: int, rows: int, kind: str, valid: bool) -> Tensor:
     """Sizes (G,) or offsets (G + 1,); kind: "offsets" or other. Unless valid, they may be of any values."""
     shares = draw.uniform(groups) ** draw.one(0.2, 1, 4)

@@ -4,7 +4,7 @@ import contextlib
 from typing import Dict, List, Sequence
 
 import torch
-from fuzz_cases import BIASES, CONTEXTS, Case, PerGroup, expect, is_sentinel, per_group
+from fuzz_cases import BIASES, CONTEXTS, Case, PerGroup, expect, is_sentinel, per_group, sort_slots
 from quantized import has_float8
 from torch import Tensor
 
@@ -111,13 +111,11 @@ def draw_parts(case: Case) -> None:
         return package.combine_rows(rows, tensors["top_k_weights"], routing)
 
     def want(reference, tensors: Dict[str, Tensor], routings: List[Tensor]) -> Tensor:
-        x, scales, bias = tensors["hidden_states"], tensors["top_k_weights"], tensors.get("bias", [None] * layer.E)
-        out = x.new_zeros(tokens, layer.I)
-        for e, weight in enumerate(tensors["weight"]):
-            some, ks = (routings[0] == e).nonzero(as_tuple=True)
-            y = reference.linear(x[some], weight.t() if layer.transposed else weight, bias[e])
-            out = out.index_add(0, some, reference.scale_rows(y, scales[some, ks]))
-        return out
+        x, (offsets, slots) = tensors["hidden_states"], sort_slots(routings[0], layer.E)
+        given, some = (tensors["weight"], offsets, tensors.get("bias")), slots // layer.top_k
+        rows = reference.grouped_linear(x[some], *given, transposed=layer.transposed)
+        rows = reference.scale_rows(rows, tensors["top_k_weights"].flatten()[slots])
+        return x.new_zeros(tokens, layer.I).index_add(0, some, rows)
 
     case.call, case.want = call, want
 
@@ -132,13 +130,9 @@ def draw_route(case: Case) -> None:
         return {"expert_offsets": found.expert_offsets, "row_to_slot": rows, "slot_to_row": found.slot_to_row}
 
     def want(reference, tensors: Dict[str, Tensor], routings: List[Tensor]) -> Dict[str, Tensor]:
-        """A stable sort."""
-        ids = routings[0].flatten().long()
-        ids = torch.where(is_sentinel(ids, layer.E), layer.E, ids)
-        offsets = torch.nn.functional.pad(torch.bincount(ids, minlength=layer.E + 1)[: layer.E].cumsum(0), (1, 0))
-        rows = ids.argsort(stable=True)[: int(offsets[-1])]
-        slots = torch.full_like(ids, -1)
-        slots[rows] = torch.arange(len(rows), device=ids.device)
+        offsets, rows = sort_slots(routings[0], layer.E)
+        slots = torch.full_like(routings[0], -1, dtype=torch.int64).flatten()
+        slots[rows] = torch.arange(len(rows), device=slots.device)
         return {"expert_offsets": offsets, "row_to_slot": rows, "slot_to_row": slots}
 
     case.call, case.want = call, want

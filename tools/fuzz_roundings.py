@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import NamedTuple, Optional, Tuple
 
 import torch
+from fuzz_cases import sort_slots
 from torch import Tensor
-from torch.nn.functional import pad
 
 LOSSES = 4  # last digits that an activation may be off by: about eight operations
 
@@ -184,10 +184,7 @@ def with_roundings(reference: ModuleType, roundings: Roundings) -> ModuleType:
         hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj, down_proj, **given
     ) -> Tensor:
         """By `grouped_mlp`: the package, too, has the gradients of routing weights from those of the activation."""
-        ids = top_k_index.flatten().long()
-        ids = torch.where((ids < 0) | (ids >= gate_up_proj.shape[0]), gate_up_proj.shape[0], ids)
-        offsets = pad(torch.bincount(ids, minlength=gate_up_proj.shape[0] + 1)[:-1].cumsum(0), (1, 0))
-        slots = ids.argsort(stable=True)[: int(offsets[-1])]
+        offsets, slots = sort_slots(top_k_index, gate_up_proj.shape[0])
         tokens, scales = slots // top_k_index.shape[1], top_k_weights.flatten()[slots]
         y = copy.grouped_mlp(hidden_states[tokens], offsets, scales, gate_up_proj, down_proj, scales, **given)
         return torch.zeros_like(hidden_states).index_add(0, tokens, y)

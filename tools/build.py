@@ -38,12 +38,21 @@ OPS_TEMPLATE = ROOT / "tools" / "_ops.py.in"
 
 
 class Config(NamedTuple):
-    """What the build reads from noarch/build.toml. package: folder of the source. pyext: suffixes of what is packed."""
+    """What is built, by noarch/build.toml. package: folder of the source. files: of it, those that are packed.
+
+    unique_id, provenance: as `identify` finds them.
+    """
 
     general: dict[str, Any]
     repo_id: str
     package: Path
-    pyext: list[str]
+    files: list[Path]
+    unique_id: str
+    provenance: dict[str, Any]
+
+    def id_of(self, backend: str) -> str:
+        """Of a variant, in which its ops are registered."""
+        return f"_{self.package.name}_{backend}_{self.unique_id}"
 
 
 def parse(folder: Path) -> Build:
@@ -59,7 +68,7 @@ def read_toml(folder: Path) -> dict[str, Any]:
 
 
 def read_config(root: Path) -> Config:
-    """Read and validate noarch/build.toml.
+    """Read and validate noarch/build.toml, and find what it packs.
 
     Raises `BuildError` if the real parser rejects it, or if it asks for what only kernel-builder can do.
     """
@@ -74,17 +83,14 @@ def read_config(root: Path) -> Config:
     if "repo-id" not in general.get("hub", {}):
         raise BuildError("noarch/build.toml: repo-id is missing in [general.hub]")
     package = root / "torch-ext" / general["name"].replace("-", "_")
-    return Config(general, general["hub"]["repo-id"], package, framework.get("pyext", ["py", "pyi"]))
+    suffixes = framework.get("pyext", ["py", "pyi"])
+    files = sorted(path for path in package.rglob("*") if path.is_file() and path.suffix[1:] in suffixes)
+    files = [path for path in files if path != package / "_ops.py"]  # written by the build, never taken from the source
+    return Config(general, general["hub"]["repo-id"], package, files, *identify(root, package, files))
 
 
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
-
-
-def package_files(config: Config) -> list[Path]:
-    """The files of the package that go into a variant. `_ops.py` is written by the build, never taken from it."""
-    files = [path for path in config.package.rglob("*") if path.is_file() and path.suffix[1:] in config.pyext]
-    return sorted(path for path in files if path != config.package / "_ops.py")
 
 
 def git(root: Path, *arguments: str) -> str | None:
@@ -140,21 +146,12 @@ def render_card(root: Path, config: Config, names: list[str]) -> str:
     )
 
 
-def copy_package(config: Config, files: list[Path], variant: Path) -> None:
-    for path in files:
-        target = variant / path.relative_to(config.package)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
-
-
-def metadata(
-    config: Config, backend: str, unique_id: str, provenance: dict[str, Any], archs: list[str] | None = None
-) -> dict[str, Any]:
+def metadata(config: Config, backend: str, archs: list[str] | None) -> dict[str, Any]:
     """The content of metadata.json but for the digest, in the order in which the builder writes it."""
     general = config.general
     return {
         "name": general["name"],
-        "id": f"_{config.package.name}_{backend}_{unique_id}",
+        "id": config.id_of(backend),
         "version": general["version"],
         "license": general["license"],
         **{key: general[key] for key in ("upstream", "source") if key in general},
@@ -162,7 +159,7 @@ def metadata(
         "kernel-depends": [],
         "backend": {"type": backend, **({"archs": archs} if archs else {})},
         "digest": {},
-        "provenance": {"kernel-builder": {"version": BUILDER_VERSION}, **provenance},
+        "provenance": {"kernel-builder": {"version": BUILDER_VERSION}, **config.provenance},
     }
 
 
@@ -171,10 +168,7 @@ def write_metadata(variant: Path, content: dict[str, Any]) -> None:
 
     Raises `BuildError` if that gives anything else.
     """
-    content["digest"] = {
-        "algorithm": "sha256",
-        "files": Digest.hash_variant(DigestAlgorithm.SHA256, variant).files,
-    }
+    content["digest"] = {"algorithm": "sha256", "files": Digest.hash_variant(DigestAlgorithm.SHA256, variant).files}
     text = json.dumps(content, indent=2, ensure_ascii=False)
     (variant / "metadata.json").write_text(text, encoding="utf-8", newline="\n")
     try:
@@ -186,20 +180,29 @@ def write_metadata(variant: Path, content: dict[str, Any]) -> None:
         raise BuildError(f"{variant.name}: metadata.json does not read back as it was written")
 
 
+def write_variant(
+    config: Config, variant: Path, backend: str, ops: str, library: Path | None = None, archs: list[str] | None = None
+) -> None:
+    """The package, its `_ops.py` and metadata, and of a variant with native code the library for these GPUs."""
+    for path in config.files:
+        target = variant / path.relative_to(config.package)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    (variant / "_ops.py").write_text(ops, encoding="utf-8", newline="\n")
+    if library:
+        shutil.copyfile(library, variant / library.name)
+    write_metadata(variant, metadata(config, backend, archs))
+
+
 def build(root: Path, stage: Path) -> Config:
     """Build every variant, the card and the benchmarks into `stage`. Raises `BuildError`; it is incomplete then."""
     config = read_config(root)
     names = source_rules.check_package(config.package, root)
     # The builder scans the tests for names of ops together with the package.
     source_rules.check_files(root / "tests", root, source_rules.unprefixed_ops)
-    files = package_files(config)
-    unique_id, provenance = identify(root, config.package, files)
-    ops = render(OPS_TEMPLATE, kernel_name=config.package.name, kernel_unique_id=unique_id)
+    ops = render(OPS_TEMPLATE, kernel_name=config.package.name, kernel_unique_id=config.unique_id)
     for backend in config.general["backends"]:
-        variant = stage / f"torch-{backend}"
-        copy_package(config, files, variant)
-        (variant / "_ops.py").write_text(ops, encoding="utf-8", newline="\n")
-        write_metadata(variant, metadata(config, backend, unique_id, provenance))
+        write_variant(config, stage / f"torch-{backend}", backend, ops)
     (stage / "CARD.md").write_text(render_card(root, config, names), encoding="utf-8", newline="\n")
     if (root / "benchmarks").is_dir():
         bytecode = shutil.ignore_patterns("__pycache__", "*.pyc")

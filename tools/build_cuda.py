@@ -77,10 +77,9 @@ def read_project(root: Path) -> Project:
 
 def find_nvcc(given: Path | None) -> Path:
     packaged = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", "nvcc")
-    on_path = shutil.which("nvcc")
-    for nvcc in (given, packaged, Path(on_path) if on_path else None):
-        if nvcc is not None and nvcc.is_file():
-            return nvcc
+    for nvcc in filter(None, (given, packaged, shutil.which("nvcc"))):
+        if Path(nvcc).is_file():
+            return Path(nvcc)
     raise BuildError("there is no nvcc: pip install -r requirements/cuda.txt, or give one by --nvcc")
 
 
@@ -159,20 +158,14 @@ def variant_name(project: Project, toolkit: Toolkit) -> str:
 def build_variant(root: Path, stage: Path, toolkit: Toolkit) -> List[str]:
     """Adds the variant to the noarch build in `stage`; what it needs of the system beyond manylinux_2_28."""
     project, config = read_project(root), build.read_config(root)
-    files = build.package_files(config)
-    unique_id, provenance = build.identify(root, config.package, files)
-    name = f"_{config.package.name}_cuda_{unique_id}"
-    variant = stage / variant_name(project, toolkit)
-    build.copy_package(config, files, variant)
+    name, variant = config.id_of("cuda"), stage / variant_name(project, toolkit)
     ops = OPS_TEMPLATE.read_text(encoding="utf-8").replace("@OPS_NAME@", name)
-    (variant / "_ops.py").write_text(ops, encoding="utf-8", newline="\n")
     with tempfile.TemporaryDirectory() as scratch:
         library = compile_library(root, project, toolkit, name, Path(scratch))
         needs = native_library.needs_of(library)
         native_library.check_symbols(needs, project.torch_version)
         native_library.check_architectures(library, project.capabilities)
-        shutil.copyfile(library, variant / library.name)
-    build.write_metadata(variant, build.metadata(config, "cuda", unique_id, provenance, project.capabilities))
+        build.write_variant(config, variant, "cuda", ops, library, project.capabilities)
     return native_library.beyond_manylinux(needs)
 
 

@@ -13,7 +13,7 @@ So the error of a result is in proportion to the magnitudes that it is made of, 
 import importlib.util
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple, Optional, Tuple
+from typing import Callable, NamedTuple, Optional, Tuple
 
 import torch
 from fuzz_cases import sort_slots
@@ -75,88 +75,42 @@ class Roundings:
         return self.sum(left @ right, left.abs() @ right.abs(), left.shape[1])
 
 
-class _Stored(torch.autograd.Function):
-    """x in a dtype, and its gradient in one, unless this is None."""
+class _By(torch.autograd.Function):
+    """forward(*tensors), whose gradients are backward(gradient of the result, *tensors)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, dtype: torch.dtype, grad_dtype: Optional[torch.dtype], roundings: Roundings) -> Tensor:
-        ctx.roundings, ctx.dtype = roundings, grad_dtype
-        return roundings.to_dtype(x, dtype)
+    def forward(ctx, forward: Callable, backward: Callable, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.gradients = backward
+        return forward(*tensors)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tuple[Tensor, None, None, None]:
-        return grad if ctx.dtype is None else ctx.roundings.to_dtype(grad, ctx.dtype), None, None, None
-
-
-class _Product(torch.autograd.Function):
-    """x (R, K) times the transpose of weight (N, K)."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, roundings: Roundings) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.roundings = roundings
-        return roundings.product(x, weight.t())
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor], None]:
-        (x, weight), (needs_x, needs_weight, _) = ctx.saved_tensors, ctx.needs_input_grad
-        dx = ctx.roundings.product(grad, weight) if needs_x else None
-        return dx, ctx.roundings.product(grad.t(), x) if needs_weight else None, None
-
-
-class _Scaled(torch.autograd.Function):
-    """y (R, N) times scales (R,)."""
-
-    @staticmethod
-    def forward(ctx, y: Tensor, scales: Tensor, roundings: Roundings) -> Tensor:
-        ctx.save_for_backward(y, scales)
-        ctx.roundings = roundings
-        return roundings.to_dtype(y * scales[:, None], roundings.wide)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tuple[Tensor, Tensor, None]:
-        (y, scales), roundings = ctx.saved_tensors, ctx.roundings
-        terms = grad * y
-        dscales = roundings.sum(terms.sum(1), terms.abs().sum(1), y.shape[1])
-        return roundings.to_dtype(grad * scales[:, None], roundings.wide), dscales, None
-
-
-class _Activation(torch.autograd.Function):
-    """act(x) = x s(x), of which the derivative is s(x) + x s'(x).
-
-    adds_one: s is made of 1 and of another term, which may cancel.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, act, adds_one: bool, roundings: Roundings) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.act, ctx.adds_one, ctx.roundings = act, adds_one, roundings
-        value = act(x)
-        return roundings.off(value, x.abs() if adds_one else value.abs(), LOSSES)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tuple[Tensor, None, None, None]:
-        with torch.enable_grad():
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            value = ctx.act(x)
-            (slope,) = torch.autograd.grad(value.sum(), x)
-        factor = torch.where(x == 0, slope, value / x).detach()
-        magnitude = (1.0 if ctx.adds_one else factor.abs()) + (slope - factor).abs()
-        return grad * ctx.roundings.off(slope, magnitude, LOSSES), None, None, None
+    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        return None, None, *ctx.gradients(grad, *ctx.saved_tensors)
 
 
 def with_roundings(reference: ModuleType, roundings: Roundings) -> ModuleType:
     """A copy of the reference that rounds as the package does."""
-    dtype, rows = roundings.dtype, roundings.rows
+    dtype, rows, wide = roundings.dtype, roundings.rows, roundings.wide
     spec = importlib.util.spec_from_file_location("reference_with_roundings", reference.__file__)
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
 
     def stored(x: Tensor, dtype: torch.dtype, grad_dtype: Optional[torch.dtype]) -> Tensor:
-        return _Stored.apply(x, dtype, grad_dtype, roundings)
+        """x in a dtype, and its gradient in one, unless this is None."""
+
+        def backward(grad: Tensor, _) -> Tuple[Tensor]:
+            return (grad if grad_dtype is None else roundings.to_dtype(grad, grad_dtype),)
+
+        return _By.apply(lambda x: roundings.to_dtype(x, dtype), backward, x)
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
-        return _Product.apply(x, weight, roundings)
+        """x (R, K) times the transpose of weight (N, K)."""
+
+        def backward(grad: Tensor, x: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor]:
+            return roundings.product(grad, weight), roundings.product(grad.t(), x)
+
+        return _By.apply(lambda x, weight: roundings.product(x, weight.t()), backward, x, weight)
 
     def linear(x: Tensor, weight, bias: Optional[Tensor] = None, bias_scales: Optional[Tensor] = None) -> Tensor:
         pair = weight if isinstance(weight, Adapted) else None
@@ -175,10 +129,31 @@ def with_roundings(reference: ModuleType, roundings: Roundings) -> ModuleType:
         return stored(y, dtype, rows)
 
     def activation(x: Tensor, name: str = "silu", alpha: float = 1.0) -> Tensor:
-        return _Activation.apply(x, partial(reference.activation, name=name, alpha=alpha), "gelu" in name, roundings)
+        """act(x) = x s(x), of which the derivative is s(x) + x s'(x). A gelu's s is 1 and a term that may cancel it."""
+        act, adds_one = partial(reference.activation, name=name, alpha=alpha), "gelu" in name
+
+        def forward(x: Tensor) -> Tensor:
+            value = act(x)
+            return roundings.off(value, x.abs() if adds_one else value.abs(), LOSSES)
+
+        def backward(grad: Tensor, x: Tensor) -> Tuple[Tensor]:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                value = act(x)
+                (slope,) = torch.autograd.grad(value.sum(), x)
+            factor = torch.where(x == 0, slope, value / x).detach()
+            magnitude = (1.0 if adds_one else factor.abs()) + (slope - factor).abs()
+            return (grad * roundings.off(slope, magnitude, LOSSES),)
+
+        return _By.apply(forward, backward, x)
 
     def scale_rows(y: Tensor, scales: Tensor) -> Tensor:
-        return _Scaled.apply(y, scales, roundings)
+        def backward(grad: Tensor, y: Tensor, scales: Tensor) -> Tuple[Tensor, Tensor]:
+            terms = grad * y
+            dscales = roundings.sum(terms.sum(1), terms.abs().sum(1), y.shape[1])
+            return roundings.to_dtype(grad * scales[:, None], wide), dscales
+
+        return _By.apply(lambda y, scales: roundings.to_dtype(y * scales[:, None], wide), backward, y, scales)
 
     def grouped_mm_experts(
         hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj, down_proj, **given

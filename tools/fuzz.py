@@ -14,6 +14,7 @@ failure depends on what ran before: --only takes a range, such as 1200-1234, too
 
 import argparse
 import collections
+import contextlib
 import itertools
 import sys
 import textwrap
@@ -34,6 +35,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder 
 from compare import UNIT_ROUNDOFF, tolerances  # noqa: E402
 from machine import describe_machine, load_kernel, scrub, write  # noqa: E402
 from poison import dirty_allocator, poisoned_allocations  # noqa: E402
+from timing import capture  # noqa: E402
 
 # Many, as each layer compiles kernels of its own on a GPU, and so do an op's options: dtypes, strides, what is wanted.
 CASES_PER_LAYER, CASES_PER_OPTIONS = 100, 4
@@ -121,11 +123,8 @@ class Trial:
         got = self.run(self.inputs())
         self.compare(got, self.routings)
         poison = self.case.draw.one(None, float("nan"), float("inf"), float("-inf"))
-        if self.case.draw.chance(0.6):
-            with poisoned_allocations():
-                assert_same("second run", self.run(self.inputs(poison)), got)
-        else:
-            dirty_allocator(self.device)
+        is_filled = self.case.draw.chance(0.6)
+        with poisoned_allocations() if is_filled else contextlib.nullcontext(dirty_allocator(self.device)):
             assert_same("second run", self.run(self.inputs(poison)), got)
         if self.case.mode == "replay":
             self.replay(got)
@@ -134,18 +133,10 @@ class Trial:
         """Captures a graph, replays it with its routing and with the other one."""
         tensors, routing = self.inputs(), self.lay("routing", self.case.routings[0])
         run = partial(self.case.run, self.call, tensors, [routing])
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = run()
-        graph.replay()
-        assert_same("replay", results, got)
+        replayed = capture(lambda _: list(run().values()), 1)
+        assert_same("replay", dict(zip(got, replayed(0))), got)
         routing.copy_(self.routings[1])
-        graph.replay()
+        results = dict(zip(got, replayed(0)))
         self.compare(results, self.routings[1:])
         assert_same("replay of another routing", results, run())
 

@@ -156,8 +156,9 @@ class Run:
     def step(self, ids: Tensor) -> None:
         """One update."""
         synchronize()
-        before = start_peak()
-        start = time.perf_counter()
+        if DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        before, start = torch.cuda.memory_allocated(), time.perf_counter()  # 0 without a GPU
         loss = self.model(input_ids=ids, labels=ids).loss
         loss.backward()
         self.optimizer.step()
@@ -165,8 +166,7 @@ class Run:
         synchronize()
         self.milliseconds.append((time.perf_counter() - start) * 1e3)
         self.losses.append(loss.item())
-        if before is not None:
-            self.added.append(torch.cuda.max_memory_allocated() - before)
+        self.added.append(torch.cuda.max_memory_allocated() - before)
 
     def resident(self) -> int:
         """Bytes of parameters, buffers and the optimizer's state."""
@@ -175,13 +175,9 @@ class Run:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())
 
-
-def start_peak() -> Optional[int]:
-    """Bytes that are allocated now, from which on the peak counts. None without a GPU."""
-    if DEVICE != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
+    def peak_mib(self, first: int) -> Optional[float]:
+        """What is resident and what steps, from the first one that counts on, add at most. None without a GPU."""
+        return (self.resident() + max(self.added[first:])) / 2**20 if DEVICE == "cuda" else None
 
 
 def distance(ours: List[float], theirs: List[float]) -> Dict[str, float]:
@@ -206,7 +202,7 @@ def measure(kernel: ModuleType, case: Training) -> List[dict]:
     cell = {
         "name": str(case), **case._asdict(), "layer": case.layer.name, "learning_rate": LEARNING_RATE,
         "times": {"step": {name: described(run.milliseconds[first:]) for name, run in runs.items()}},
-        "peak_mib": {name: peak_mib(run, first) for name, run in runs.items()},
+        "peak_mib": {name: run.peak_mib(first) for name, run in runs.items()},
         "resident_mib": {name: run.resident() / 2**20 for name, run in runs.items()},
         "shown_steps": shown, "losses": {name: [values[step] for step in shown] for name, values in losses.items()},
         "from_bf16": apart, "skipped": {}, "errors": {FP8: apart[FP8]},
@@ -214,11 +210,6 @@ def measure(kernel: ModuleType, case: Training) -> List[dict]:
     }  # fmt: skip
     show(cell)
     return [cell]
-
-
-def peak_mib(run: Run, first: int) -> Optional[float]:
-    """What the run holds and its steps, from the first one that counts on, add at most. None without a GPU."""
-    return (run.resident() + max(run.added[first:])) / 2**20 if run.added else None
 
 
 def show(cell: dict) -> None:

@@ -93,11 +93,7 @@ def make_parser(description: Optional[str], budget: float = 900) -> argparse.Arg
     add("--smoke", action="store_true", help="tiny sizes, also without a GPU")
     add("--only", nargs="+", action="append", metavar="WORD", help="cells whose name has all these words; repeatable")
     add("--budget", type=float, default=budget, help=f"seconds after which no cell starts ({budget:g})")
-    add(
-        "--seconds",
-        type=float,
-        help="of one measurement, past all orders once (2, of linear and builds 1, of ep 0.2)",
-    )
+    add("--seconds", type=float, help="of one measurement, past all orders (2, of linear and builds 1, of ep 0.2)")
     add("--warm-seconds", type=float, default=0.3, help="before each measurement (0.3)")
     add("--rounds", type=int, default=7, help="in which all providers take their turn (7)")
     add("--first-seconds", type=float, default=200, help="for a first call, which may compile or tune (200)")

@@ -150,22 +150,21 @@ def make_products(
 
 @functools.lru_cache(maxsize=1)
 def unwritten(gpu: Gpu, layer: Layer, rows: int) -> tuple:
-    """(package, DeviceSpec, products on a CPU) for a process that compiles."""
-    package = compile_check.Package(load_kernel())
+    """(package, DeviceSpec, context in which launches compile, products on a CPU) for a process that compiles."""
+    package, target = compile_check.Package(load_kernel()), compile_check.GPUTarget(*gpu.target)
     spec = package["common.device"].DeviceSpec(*gpu.spec)
-    with compile_check.compiling_for(package, compile_check.GPUTarget(*gpu.target), spec, lambda *_: None):
-        return package, spec, make_products(package, layer, rows, "cpu")
+    compiling = functools.partial(compile_check.compiling_for, package, target, spec, lambda *_: None)
+    with compiling():
+        return package, spec, compiling, make_products(package, layer, rows, "cpu")
 
 
 def compile_case(gpu: Gpu, case: Case, changes: Dict[Key, Tile]) -> Tuple[str, List[Tuple[Key, Tile]]]:
     """Compiles into the cache on disk. Returns the error, if any, and which tiles were asked for."""
-    package, spec, products = unwritten(gpu, case.layer, case.rows)
-    target = compile_check.GPUTarget(*gpu.target)
-    with replaced(package, spec) as tiles:
+    package, spec, compiling, products = unwritten(gpu, case.layer, case.rows)
+    with replaced(package, spec) as tiles, compiling():
         tiles.take(changes)
         try:
-            with compile_check.compiling_for(package, target, spec, lambda *_: None):
-                products[case.product](0)
+            products[case.product](0)
         except Exception as error:  # no more than one candidate less
             return first_line(error), []
         return "", list(tiles.asked)

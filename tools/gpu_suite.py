@@ -190,11 +190,8 @@ def fuzz(arguments: argparse.Namespace) -> dict:
     return {**found, "seed": arguments.seed, "cases_done": sum(each["cases"] for each in reports), "failures": failures}
 
 
-STEPS = {
-    "tests": tests,
-    "fuzz": fuzz,
-    **{tool: partial(sanitize, tool) for tool in ("memcheck", "racecheck", "synccheck")},
-}
+TOOLS = {tool: partial(sanitize, tool) for tool in ("memcheck", "racecheck", "synccheck")}
+STEPS = {"tests": tests, "fuzz": fuzz, **TOOLS}
 
 
 def line(name: str, result: dict) -> str:

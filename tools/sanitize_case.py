@@ -144,9 +144,8 @@ def print_dispatch(kernel: ModuleType) -> None:
 def main(argv: Optional[List[str]] = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default=DEVICE)
-    parser.add_argument(
-        "--share", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="each N-th from the I-th"
-    )
+    add = parser.add_argument
+    add("--share", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="each N-th from the I-th")
     arguments = parser.parse_args(argv)
     kernel, (first, step) = load_kernel(), arguments.share
     for name, case in list(make_cases(arguments.device))[first::step]:

@@ -37,21 +37,21 @@ class ExpertsBenchmark(Benchmark):
         self.leaves = [self.x, weights, up, down]
         self.out = torch.empty_like(self.x)
 
-    def block(self, function, leaves: list) -> torch.Tensor:
-        """The package's function or the reference's."""
-        x, *rest = leaves
-        return function(x, self.ids, *rest)
+    def result(self, function, leaves: list, dout: torch.Tensor) -> torch.Tensor:
+        """The output of the package's function or the reference's; of a step, the gradient of the hidden states."""
+        with torch.set_grad_enabled(leaves[0].requires_grad):
+            x, *rest = leaves
+            out = function(x, self.ids, *rest)
+        return torch.autograd.grad(out, leaves, dout)[0] if out.requires_grad else out
 
-    def forward(self) -> None:
-        """One call under no_grad."""
-        with torch.no_grad():
-            self.out = self.block(self.kernel.grouped_mm_experts, self.leaves)
+    def call(self) -> None:
+        """One call under no_grad or, where the leaves require gradients, a step with all gradients."""
+        self.out = self.result(self.kernel.grouped_mm_experts, self.leaves, self.dout)
 
-    def verify_forward(self) -> torch.Tensor:
-        """The reference's output in fp32."""
-        with torch.no_grad():
-            leaves = [leaf.float() for leaf in self.leaves]
-            return self.checked(self.block(self.kernel.reference.grouped_mm_experts, leaves))
+    def verify(self) -> torch.Tensor:
+        """What the reference gives in fp32."""
+        leaves = [leaf.detach().float().requires_grad_(leaf.requires_grad) for leaf in self.leaves]
+        return self.checked(self.result(self.kernel.reference.grouped_mm_experts, leaves, self.dout.float()))
 
     def checked(self, expected: torch.Tensor) -> torch.Tensor:
         """expected, after a relative check: the runner's own allows 1e-2 whatever the size of the numbers.
@@ -79,15 +79,5 @@ class ExpertsBenchmark(Benchmark):
         for leaf in self.leaves:
             leaf.requires_grad_()
 
-    benchmark_decode = benchmark_long_batch = benchmark_sentinels = forward
-    verify_decode = verify_long_batch = verify_sentinels = verify_forward
-
-    def benchmark_training(self) -> None:
-        """Forward and backward, all gradients; out is the gradient of the hidden states."""
-        out = self.block(self.kernel.grouped_mm_experts, self.leaves)
-        self.out = torch.autograd.grad(out, self.leaves, self.dout)[0]
-
-    def verify_training(self) -> torch.Tensor:
-        leaves = [leaf.detach().float().requires_grad_() for leaf in self.leaves]
-        out = self.block(self.kernel.reference.grouped_mm_experts, leaves)
-        return self.checked(torch.autograd.grad(out, leaves, self.dout.float())[0])
+    benchmark_decode = benchmark_long_batch = benchmark_sentinels = benchmark_training = call
+    verify_decode = verify_long_batch = verify_sentinels = verify_training = verify

@@ -11,6 +11,7 @@ from compare import assert_bitwise, assert_same
 from layers import LAYOUTS, ROWS, SIZES, G, K, N, assert_matches, make, make_module, packed, reference, run, step
 from poison import poisoned_allocations
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @pytest.mark.kernels_ci
@@ -233,6 +234,32 @@ def test_weights_modified_before_the_backward_are_refused(grouped_moe, device, n
             getattr(twin, name).mul_(2)
         with pytest.raises(RuntimeError, match="modified"):
             y.backward(batch.dy, inputs=[x] if alone else None)
+
+
+def test_copied_weights_may_be_modified(grouped_moe, device):
+    """Weights with memory of their own, as `functional_call` may be given: the product is made of a copy."""
+    module, batch = make(grouped_moe, LAYOUTS[-1], device)
+    weights = {name: weight.detach().clone() for name, weight in module.named_parameters()}
+    x = batch.x.clone().requires_grad_()
+    want = torch.autograd.grad(module(x, *batch[1:3]), x, batch.dy)
+    y = torch.func.functional_call(module, weights, (x, *batch[1:3]))
+    weights["weight0"].mul_(2)
+    assert_bitwise("x", *torch.autograd.grad(y, x, batch.dy), *want)
+
+
+def test_discrete_weights_below_autograd(grouped_moe, device):
+    """A mode that handles ops is called where gradients are enabled, and autograd records nothing."""
+    module, batch = make(grouped_moe, LAYOUTS[-1], device)
+    x = batch.x.clone().requires_grad_()
+
+    class Replacing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return module(x, *batch[1:3])
+
+    with Replacing():
+        y = batch.x.exp()
+    assert not y.requires_grad
+    assert_bitwise("y", y, module(*batch[:3]).detach())
 
 
 @layers.by_delay

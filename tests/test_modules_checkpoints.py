@@ -137,8 +137,10 @@ def test_copies(grouped_moe, form, how):
     assert module.discard_delayed_wgrad() == 2
 
 
-def test_pickle_writes_the_weights_once(grouped_moe):
-    size = {f.weight: len(pickle.dumps(make_module(grouped_moe, f, "cpu"))) for f in (LAYOUTS[0], LAYOUTS[-1])}
+@pytest.mark.parametrize("shared", [False, True])
+def test_pickle_writes_the_weights_once(grouped_moe, shared):
+    modules = {form.weight: make_module(grouped_moe, form, "cpu") for form in (LAYOUTS[0], LAYOUTS[-1])}
+    size = {single: len(pickle.dumps(m.share_memory() if shared else m)) for single, m in modules.items()}
     assert size[False] < 1.5 * size[True]
 
 

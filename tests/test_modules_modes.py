@@ -118,6 +118,11 @@ def test_vmap(grouped_moe, device, single):
     call = functools.partial(torch.func.functional_call, module)
     y = torch.func.vmap(lambda state, x: call(state, (x, offsets)))(stacked, xs)
     assert_bitwise("ensemble", y, torch.stack([one(x, offsets) for one, x in zip(modules, xs)]))
+    x = xs[0].requires_grad_()
+    y = torch.func.vmap(lambda state: call(state, (x, offsets)))(stacked)
+    want = torch.stack([one(x, offsets) for one in modules])
+    assert_bitwise("one input", y, want)
+    torch.testing.assert_close(*(torch.autograd.grad(out, x, dy)[0] for out in (y, want)))
 
 
 @pytest.mark.parametrize("option", ["accumulate_into_main_grad", "delay_wgrad"])

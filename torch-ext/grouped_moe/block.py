@@ -85,7 +85,7 @@ def make_block(
     up, down, up_bias, down_bias, up_a, up_b, down_a, down_b, up_scale, down_scale, activation, parameters, flags,
     blocks, capacity=None,
 ) -> Block:  # fmt: skip
-    """The block of an op's arguments, as `BLOCK_SCHEMA` has them: the inverse of `parts_of` and those two above."""
+    """The block of an op's arguments, `BLOCK_SCHEMA`: the inverse of `parts_of`, `factors_of` and `kind_arguments`."""
     alpha, limit, up_offset, up_scaling, down_scaling = parameters
     act = Activation(activation, alpha, limit or None, up_offset)
     up_lora = None if up_a is None else LoRA(up_a, up_b, up_scaling)

@@ -18,7 +18,7 @@ from ..operands import LoRA
 from ..splits import Splits, as_splits
 from . import frozen
 from .main_grad import Delayed, Later, MainGrad, Wanted, WgradTap, accumulate, check_leaves, main_grads_of, mark_added
-from .packing import Pack, as_one, for_pickle, watch
+from .packing import Pack, as_one, for_pickle, take_shared, watch
 from .parameters import FLAGS, check_arguments, fit_checkpoint
 
 _MAX_DELAYED = 64  # microbatches: more than a pipeline has in flight
@@ -198,14 +198,13 @@ class GroupedLinear(nn.Module):
         """For pickle, which would write the whole storage with each of the weights that share it, or 8-bit floats."""
         state = self._state()
         if not self.single_grouped_weight:
-            state["_parameters"] = parameters = dict(self._parameters)
-            for name, weight in zip(self._names["weight"], self._of("weight")):
-                parameters[name] = nn.Parameter(for_pickle(weight), weight.requires_grad)
-                parameters[name].__dict__.update(weight.__dict__)
+            state["_shared"], copies = for_pickle(self._of("weight"))
+            state["_parameters"] = {**self._parameters, **dict(zip(self._names["weight"], copies))}
         return state if self._scaled is None else frozen.as_integers(state)
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         super().__setstate__(frozen.from_integers(state))
+        take_shared(self._of("weight"), self.__dict__.pop("_shared", None))
         self._settle()
 
     def _load_from_state_dict(self, state_dict, *args) -> None:
@@ -270,7 +269,8 @@ class GroupedLinear(nn.Module):
             if any(wanted) if self.delay_wgrad else wanted[0]:
                 return self._forward_tapped(x, splits, bias_scales, *wanted, **low_rank)
         weight, bias = self._packed("weight", not grad), self._packed("bias", not grad)
-        return watch(grouped_linear(x, weight, splits, bias, bias_scales, **low_rank), self._watched(x) if grad else ())
+        y = grouped_linear(x, weight, splits, bias, bias_scales, **low_rank)
+        return watch(y, weight, self._watched(x) if grad else ())
 
     def _forward_tapped(
         self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor], wants_weight: bool, wants_bias: bool,

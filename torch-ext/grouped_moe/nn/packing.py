@@ -1,10 +1,10 @@
 """One tensor over the weights of all groups, where they lie so, and what was modified since it was read."""
 
 import operator
-from typing import Callable, Optional, Sequence
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..common import _compat
 from ..common.autograd import is_plain
@@ -35,10 +35,24 @@ def as_one(tensors: Sequence[Tensor]) -> Optional[Tensor]:
     return first.as_strided((groups, *first.shape), (step // itemsize, *first.stride())) if fit else None
 
 
-def for_pickle(weight: Tensor) -> Tensor:
-    """A copy, with which pickle writes nothing else of its storage. Memory that processes share stays shared."""
-    weight = weight.detach()
-    return weight if is_plain(weight) and weight.is_cpu and weight.is_shared() else weight.clone()
+def for_pickle(weights: Sequence[Tensor]) -> Tuple[Optional[Tensor], List[nn.Parameter]]:
+    """(the weights as one where processes share their memory, else None; copies of them, without data in that case).
+
+    Pickle writes the whole storage of each tensor it meets, and shares that of shared memory with another process.
+    """
+    first = weights[0].detach()
+    shared = as_one(weights) if is_plain(first) and first.is_cpu and first.is_shared() else None
+    data = [w.detach().clone() if shared is None else w.new_empty(0) for w in weights]
+    copies = [nn.Parameter(one, weight.requires_grad) for one, weight in zip(data, weights)]
+    for copy, weight in zip(copies, weights):
+        copy.__dict__.update(weight.__dict__)
+    return shared, copies
+
+
+def take_shared(weights: Sequence[Tensor], shared: Optional[Tensor]) -> None:
+    """Gives the copies of `for_pickle` their data where it is shared."""
+    for weight, data in zip(weights, () if shared is None else shared):
+        weight.data = data
 
 
 def unchanged(
@@ -56,9 +70,13 @@ def unchanged(
     return check
 
 
-def watch(y: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """y, whose backward raises, whatever gradients it leads to, if a weight was modified in place since now."""
-    if weights:
+def watch(y: Tensor, packed: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """y, whose backward raises, whatever gradients it leads to, if a weight was modified in place since now.
+
+    packed: the weights as y was made of them. If they were copied for that, they may be modified. Below autograd and
+    within vmap y has no backward of its own.
+    """
+    if weights and y.grad_fn is not None and packed._is_view():
         check = unchanged(weights)
         y.grad_fn.register_prehook(lambda _: check())
     return y

@@ -88,7 +88,7 @@ class UpProj(Launcher):
 
 
 class DownDgrad(Launcher):
-    """The same of the dgrad."""
+    """Gathers routed rows; the weight comes by descriptor or by pointer."""
 
     def __init__(self, problem: BlockProblem):
         p, self.by_tma = problem, _weight_by_tma(problem)

@@ -9,9 +9,9 @@ other backends say in one line what it is, and what differs:
     between ranks       plan_exchange, pack_rows, unpack_rows, place_rows, take_slots
     few tokens          is_decode; decode, not in torch
     8-bit rows          quantizes
-`table` lists the kernels of each product in order of preference: Gluon's in `hopper`, Triton's in `triton`, and those
-of scaled weights in `block_scaled`. The CUDA build has `native` ops for few tokens and routes, with the Triton backend
-for all else.
+`table` finds the kernel of a product in the modules `launchers`, in order of preference: Gluon's in `hopper`, Triton's
+in `triton`, and those of scaled weights in `block_scaled`. The CUDA build has `native` ops for few tokens and routes,
+with the Triton backend for all else.
 """
 
 import importlib

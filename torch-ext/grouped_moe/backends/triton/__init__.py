@@ -1,4 +1,4 @@
-"""The Triton backend: a launcher beside each kernel. Importing it imports Triton."""
+"""The Triton backend: what makes the kernels' operands and results. Importing it imports Triton."""
 
 from .codes import quantizes
 from .decode import decode, is_decode

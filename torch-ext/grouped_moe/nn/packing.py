@@ -76,7 +76,7 @@ def watch(y: Tensor, packed: Tensor, weights: Sequence[Tensor]) -> Tensor:
     packed: the weights as y was made of them. If they were copied for that, they may be modified. Below autograd and
     within vmap y has no backward of its own.
     """
-    if weights and y.grad_fn is not None and packed._is_view():
+    if weights and y.grad_fn is not None and is_plain(packed) and packed.data_ptr() == weights[0].data_ptr():
         check = unchanged(weights)
         y.grad_fn.register_prehook(lambda _: check())
     return y

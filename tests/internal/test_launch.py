@@ -372,8 +372,9 @@ def test_a_backward_has_the_tiles_of_its_forward(grouped_moe, stub, monkeypatch,
 
     def record(self, grid, *args):
         by_row = "quantize_rows_kernel", "activation_grad_kernel"  # which ask for no tiles
-        if self.function.__name__ not in by_row and "BLOCK_M" in self.constants:
-            heights.setdefault(self.constants["BLOCK_M"], []).append(self.function.__name__)
+        height = getattr(self.constants.get("TILING"), "BLOCK_M", self.constants.get("BLOCK_M"))
+        if self.function.__name__ not in by_row and height is not None:
+            heights.setdefault(height, []).append(self.function.__name__)
         call(self, grid, *args)
 
     def lie(codes, layout):

@@ -4,7 +4,7 @@ No field depends on the number of rows but for classes of it, of which there are
 before finds the launcher of an earlier one.
 """
 
-from typing import Any, Dict, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -12,6 +12,7 @@ from ..block_scaled import ScaleLayout
 from ..common.activation import Activation
 from ..common.device import DeviceSpec
 from ..operands import FactorLayout
+from .kernels.activation import Options
 
 
 class GemmProblem(NamedTuple):
@@ -38,10 +39,6 @@ class GemmProblem(NamedTuple):
     many_rows: bool
     wide: bool
     scales: Optional[ScaleLayout] = None
-
-    def constants(self) -> Dict[str, Any]:
-        """The constexprs that the kernels of every backend have in common."""
-        return {"NUM_EXPERTS": self.num_groups, "N": self.n, "K": self.k, "ZERO_UNGROUPED": self.zero_rest}
 
 
 class BlockProblem(NamedTuple):
@@ -76,18 +73,10 @@ class BlockProblem(NamedTuple):
         """Columns of the pre-activation."""
         return 2 * self.n if self.gated else self.n
 
-    def constants(self) -> Dict[str, Any]:
-        """As of `GemmProblem`."""
-        constants = activation_constants(self.activation, self.gated, self.interleaved)
-        return {"NUM_EXPERTS": self.num_groups, "N": self.n, "K": self.k, **constants}
-
-
-def activation_constants(activation: Activation, gated: bool, interleaved: bool) -> Dict[str, Any]:
-    """The constexprs that tell a kernel its activation."""
-    return {
-        "GATED": gated, "INTERLEAVED": interleaved, "ACTIVATION": activation.name, "ALPHA": activation.alpha,
-        "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
-    }  # fmt: skip
+    @property
+    def options(self) -> Options:
+        """The activation, as kernels take it."""
+        return Options(self.n, self.gated, self.interleaved, *self.activation)
 
 
 class WgradProblem(NamedTuple):

@@ -42,12 +42,6 @@ class GemmConfig:
             f"{self.num_stages} stages, {'tuned' if self.tuned else 'heuristic'}"
         )
 
-    def constants(self, gluon: bool = False) -> dict:
-        """The constexprs of a kernel that say its tile; of one in Gluon the stages, too."""
-        stages = {"STAGES": self.num_stages} if gluon else {}
-        tile = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP_M": self.group_m}
-        return {**stages, **tile}
-
     def options(self, gluon: bool = False) -> dict:
         """Triton's options for a kernel of this tile."""
         return {"num_warps": self.num_warps, **({} if gluon else {"num_stages": self.num_stages})}

@@ -3,14 +3,14 @@
 from typing import Any, Dict
 
 from ...tuning.heuristic import quantized_config, scaled_config
-from ..kernels.block_scaled import scaled_down_dgrad_kernel, scaled_gemm_kernel, scaled_up_proj_kernel
+from ..kernels.block_scaled import ScaledProduct, scaled_down_dgrad_kernel, scaled_gemm_kernel, scaled_up_proj_kernel
 from ..kernels.quantized import quantized_up_proj_kernel
 from ..problems import BlockProblem, GemmProblem
 from ..triton.launch import Launcher
 from ..triton.launchers import bias_and_strides
-from ..triton.low_rank import factor_constants
+from ..triton.low_rank import factor_of
 from ..triton.quantize import QuantizedRows
-from ..triton.scales import codes_and_scales, scale_constants, step_of
+from ..triton.scales import codes_and_scales, step_of
 
 _WIDENING, _OF_CODES = "Triton, weights widened in registers", "Triton, 8-bit rows and weights"
 
@@ -21,9 +21,9 @@ class Gemm(Launcher):
     def __init__(self, problem: GemmProblem, of_codes: bool = False):
         p, step = problem, step_of(problem.scales, problem.k)
         config = quantized_config(p.spec) if of_codes else scaled_config("gemm", p.block_m, p.n, p.dtype, p.spec, step)
-        scales = {"PRECISION": p.precision, **factor_constants(p.low_rank), **scale_constants(p.scales)}
-        constants, path = {**p.constants(), **scales}, _OF_CODES if of_codes else _WIDENING
-        super().__init__(p, config, scaled_gemm_kernel, constants, p.n, path)
+        product = ScaledProduct(p.n, p.k, *p.scales, p.precision, config.block_k, HALVES=1)
+        constants = {"ZERO_UNGROUPED": p.zero_rest, "PRODUCT": product, "FACTOR": factor_of(p.low_rank)}
+        super().__init__(p, config, scaled_gemm_kernel, constants, p.n, _OF_CODES if of_codes else _WIDENING)
 
     def __call__(self, x, weight, bias, scales, low_rank, y, rows) -> None:
         p, (values, x_scales) = self.problem, x[:2] if isinstance(x, QuantizedRows) else (x, None)
@@ -40,11 +40,10 @@ class QuantizedGemm(Gemm):
         super().__init__(problem, of_codes=True)
 
 
-def _block_constants(problem: BlockProblem) -> Dict[str, Any]:
-    return {
-        **problem.constants(), "TOP_K": problem.top_k, "PRECISION": problem.precision,
-        **factor_constants(problem.low_rank), **scale_constants(problem.scales),
-    }  # fmt: skip
+def _block_constants(problem: BlockProblem, columns: int, block_k: int, halves: int = 1) -> Dict[str, Any]:
+    p = problem
+    product = ScaledProduct(columns, p.k, *p.scales, p.precision, block_k, halves)
+    return {"TOP_K": p.top_k, "PRODUCT": product, "FACTOR": factor_of(p.low_rank), "OPTIONS": p.options}
 
 
 class UpProj(Launcher):
@@ -53,7 +52,8 @@ class UpProj(Launcher):
     def __init__(self, problem: BlockProblem):
         p, step, weights = problem, step_of(problem.scales, problem.k), 2 if problem.gated else 1
         config = scaled_config("up_proj", p.block_m, p.n, p.dtype, p.spec, step, weights)
-        super().__init__(p, config, scaled_up_proj_kernel, _block_constants(p), p.n, _WIDENING)
+        constants = _block_constants(p, p.width, config.block_k, halves=2 if p.gated and not p.interleaved else 1)
+        super().__init__(p, config, scaled_up_proj_kernel, constants, p.n, _WIDENING)
 
     def __call__(self, block, x, low_rank, scales, preact, act, rows) -> None:
         p = self.problem
@@ -69,7 +69,8 @@ class QuantizedUpProj(Launcher):
 
     def __init__(self, problem: BlockProblem):
         p, config = problem, quantized_config(problem.spec)
-        super().__init__(p, config, quantized_up_proj_kernel, _block_constants(p), p.n, _OF_CODES)
+        constants = _block_constants(p, p.width, config.block_k, halves=2 if p.gated else 1)
+        super().__init__(p, config, quantized_up_proj_kernel, constants, p.n, _OF_CODES)
 
     def __call__(self, block, x, low_rank, scales, preact, act, rows) -> None:
         p = self.problem
@@ -86,7 +87,7 @@ class DownDgrad(Launcher):
     def __init__(self, problem: BlockProblem):
         p, step = problem, step_of(problem.scales, problem.k)
         config = scaled_config("down_dgrad", p.block_m, p.n, p.dtype, p.spec, step)
-        super().__init__(p, config, scaled_down_dgrad_kernel, _block_constants(p), p.n, _WIDENING)
+        super().__init__(p, config, scaled_down_dgrad_kernel, _block_constants(p, p.n, config.block_k), p.n, _WIDENING)
 
     def __call__(self, block, dout, low_rank, scales, preact, dpreact, act, dots, rows) -> None:
         p = self.problem

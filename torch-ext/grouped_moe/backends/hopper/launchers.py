@@ -10,6 +10,8 @@ from ...tuning.heuristic import HOPPER_TILES, THIN, GemmConfig, hopper_gemm_conf
 from ..kernels.hopper_down_dgrad import hopper_down_dgrad_kernel
 from ..kernels.hopper_gemm import hopper_gemm_kernel
 from ..kernels.hopper_quantized import hopper_quantized_gemm_kernel, hopper_quantized_up_proj_kernel
+from ..kernels.hopper_ring import Product
+from ..kernels.hopper_scheduler import WgradTiling
 from ..kernels.hopper_up_proj import hopper_gathered_up_proj_kernel, hopper_up_proj_kernel
 from ..kernels.hopper_wgrad import hopper_gathered_wgrad_kernel, hopper_wgrad_kernel
 from ..problems import BlockProblem, GemmProblem, WgradProblem
@@ -28,7 +30,7 @@ _MAX_ORDERED = 128  # to rank more experts would take longer than their few rows
 _CONSUMERS = 2
 
 
-class _Product(Launcher):
+class _Pipelined(Launcher):
     """Two warp groups multiply; others load rows and weights, a step of K at a time."""
 
     gluon = True
@@ -38,8 +40,15 @@ class _Product(Launcher):
         self.x_block, self.w_block = TmaBlock(dtype, config.block_m, config.block_k), TmaBlock(dtype, 1, *weights)
         self.rank_blocks = RankBlocks(problem, self.x_block, self.w_block, problem.layout)
 
+    @staticmethod
+    def product(problem: NamedTuple, config: GemmConfig, columns: int) -> Product:
+        """How the product is made, as kernels take it. columns: of the result."""
+        p, is_kn = problem, problem.layout == "kn"
+        ranks = p.low_rank.padded_rank
+        return Product(columns, p.k, ranks, is_kn, is_kn, config.block_n, config.block_k, RANKS_FIRST=False)
 
-class Gemm(_Product):
+
+class Gemm(_Pipelined):
     """Two warp groups multiply, one warp loads. The groups take tiles in turn, or share tiles of 256 columns."""
 
     def __init__(self, problem: GemmProblem):
@@ -49,7 +58,7 @@ class Gemm(_Product):
         # staging tile of their own.
         store_rows = min(config.block_m, 128 * 128 // config.block_n)
         self.y_block = RaggedTmaBlock(p.dtype, store_rows, 32 if p.zero_rest else 64)
-        constants = {**p.constants(), "R": p.low_rank.padded_rank, "W_KN": p.layout == "kn"}
+        constants = {"ZERO_UNGROUPED": p.zero_rest, "PRODUCT": self.product(p, config, p.n)}
         super().__init__(p, config, hopper_gemm_kernel, constants, p.n, _PATH)
 
     @staticmethod
@@ -70,7 +79,7 @@ class Gemm(_Product):
         )  # fmt: skip
 
 
-class QuantizedGemm(_Product):
+class QuantizedGemm(_Pipelined):
     """Of 8-bit rows and weights. Two warp groups share tiles of 256 columns, a third loads."""
 
     def __init__(self, problem: GemmProblem):
@@ -80,8 +89,8 @@ class QuantizedGemm(_Product):
         factor_block = TmaBlock(_CODES, 1, *config.weight_block(factor_layout))
         self.rank_blocks = RankBlocks(p, self.x_block, factor_block, factor_layout)
         self.y_block = RaggedTmaBlock(p.dtype, config.block_m // 2, 32 if p.zero_rest else 64)
-        layouts = {"W_KN": p.layout == "kn", "FACTOR_KN": factor_layout == "kn"}
-        constants = {**p.constants(), "R": p.low_rank.padded_rank, **layouts}
+        product = self.product(p, config, p.n)._replace(FACTOR_KN=factor_layout == "kn", RANKS_FIRST=True)
+        constants = {"ZERO_UNGROUPED": p.zero_rest, "PRODUCT": product}
         super().__init__(p, config, hopper_quantized_gemm_kernel, constants, p.n, _PATH_OF_CODES)
 
     def __call__(self, x, weight, bias, scales, low_rank, y, rows) -> None:
@@ -115,7 +124,7 @@ def _describe_halves(preact: Optional[Tensor], problem: BlockProblem, block: Rag
     return block.of_rows(preact, problem.n), block.of_rows(preact.narrow(1, problem.n, problem.n))
 
 
-class UpProj(_Product):
+class UpProj(_Pipelined):
     """Two warp groups multiply; one warp loads rows in place, or four gather them from tokens."""
 
     def __init__(self, problem: BlockProblem):
@@ -128,7 +137,7 @@ class UpProj(_Product):
         self.set_blocks(
             p, config, p.dtype, *(halves if p.gated and not p.interleaved else config.weight_block(p.layout))
         )
-        constants = {**p.constants(), "R": p.low_rank.padded_rank, "W_KN": p.layout == "kn"}
+        constants = {"PRODUCT": self.product(p, config, p.width), "OPTIONS": p.options}
         if p.top_k:
             constants.update(TOP_K=p.top_k, BUFFERS=_STAGED_COLUMNS // columns)
         function = hopper_gathered_up_proj_kernel if p.top_k else hopper_up_proj_kernel
@@ -158,7 +167,7 @@ class UpProj(_Product):
         )  # fmt: skip
 
 
-class QuantizedUpProj(_Product):
+class QuantizedUpProj(_Pipelined):
     """Of 8-bit rows and weights. Two warp groups share tiles of 128 columns of gate and up each; four warps gather."""
 
     def __init__(self, problem: BlockProblem):
@@ -166,7 +175,8 @@ class QuantizedUpProj(_Product):
         self.set_blocks(p, config, _CODES, 2, config.block_n // 2, config.block_k)
         self.preact_block = RaggedTmaBlock(p.dtype, config.block_m // 2, _STORE_COLUMNS)
         self.act_block = RaggedTmaBlock(_CODES, config.block_m // 2, BLOCK)
-        constants = {**p.constants(), "R": p.low_rank.padded_rank, "TOP_K": p.top_k}
+        product = self.product(p, config, p.width)._replace(RANKS_FIRST=True)
+        constants = {"TOP_K": p.top_k, "PRODUCT": product, "OPTIONS": p.options}
         super().__init__(p, config, hopper_quantized_up_proj_kernel, constants, p.width, _PATH_OF_CODES)
 
     def __call__(self, block, x, low_rank, scales, preact, act, rows) -> None:
@@ -181,7 +191,7 @@ class QuantizedUpProj(_Product):
         )  # fmt: skip
 
 
-class DownDgrad(_Product):
+class DownDgrad(_Pipelined):
     """Two warp groups take tiles in turn, one warp loads rows in place."""
 
     reads_sorted_rows = True
@@ -190,8 +200,8 @@ class DownDgrad(_Product):
         p, config = problem, HOPPER_TILES["down_dgrad"]
         self.set_blocks(p, config, p.dtype, *config.weight_block(p.layout))
         self.row_block = RaggedTmaBlock(p.dtype, config.block_m, _STORE_COLUMNS)
-        constants = {"R": p.low_rank.padded_rank, "W_KN": p.layout == "kn", "SLOTS": _SLOTS[p.gated]}
-        super().__init__(p, config, hopper_down_dgrad_kernel, {**p.constants(), **constants}, p.n, _PATH)
+        constants = {"PRODUCT": self.product(p, config, p.n), "OPTIONS": p.options, "SLOTS": _SLOTS[p.gated]}
+        super().__init__(p, config, hopper_down_dgrad_kernel, constants, p.n, _PATH)
 
     @staticmethod
     def supports(problem: BlockProblem) -> bool:
@@ -215,16 +225,16 @@ class Wgrad(Launcher):
     def __init__(self, problem: WgradProblem):
         p, self.problem, self.config = problem, problem, self.choose(problem)
         config = self.config
-        constants = {
-            "NUM_EXPERTS": p.num_groups, "M": p.m, "N": p.n, "ACCUMULATE": p.accumulate,
-            "ORDER_SIZE": power_of_two(p.num_groups, 32) if p.num_groups <= _MAX_ORDERED else 0,
-            "STAGES": config.num_stages, "GROUP_M": config.group_m,
-        }  # fmt: skip
+        self.m_tiles, self.n_tiles = -(-p.m // config.block_m), -(-p.n // config.block_n)
+        order_size = power_of_two(p.num_groups, 32) if p.num_groups <= _MAX_ORDERED else 0
+        tiling = WgradTiling(p.num_groups, self.m_tiles, self.n_tiles, config.group_m, order_size)
+        constants = {"ACCUMULATE": p.accumulate, "TILING": tiling, "STAGES": config.num_stages}
         self.lhs_block = RaggedTmaBlock(p.dtype, config.block_k, config.block_m)
         self.rhs_block = RaggedTmaBlock(p.dtype, config.block_k, config.block_n)
         self.out_block = TmaBlock(p.out_dtype, 1, config.block_m // _CONSUMERS, config.block_n)
         if p.gathered:
-            constants.update(TOP_K=p.top_k, P_GATHERED=p.gathered == "lhs")
+            is_lhs = p.gathered == "lhs"
+            constants.update(TOP_K=p.top_k, P_GATHERED=is_lhs, COLUMNS=p.m if is_lhs else p.n)
         function = hopper_gathered_wgrad_kernel if p.gathered else hopper_wgrad_kernel
         self.kernel = Kernel(function, constants, config.options(gluon=True), config.describe(_PATH))
 
@@ -241,14 +251,14 @@ class Wgrad(Launcher):
         return p.n > THIN and p.rows_by_tma and p.out_by_tma and not p.many_rows and cls.choose(p) is not None
 
     def __call__(self, lhs, rhs, out, rows) -> None:
-        p, config = self.problem, self.config
+        p = self.problem
         if p.gathered == "lhs":
             operands = lhs, lhs.stride(0) // 8, rows.row_to_slot, self.rhs_block.of_rows(rhs)
         elif p.gathered == "rhs":
             operands = rhs, rhs.stride(0) // 8, rows.row_to_slot, self.lhs_block.of_rows(lhs)
         else:
             operands = self.lhs_block.of_rows(lhs), self.rhs_block.of_rows(rhs)
-        tiles = p.num_groups * -(-p.m // config.block_m) * -(-p.n // config.block_n)
+        tiles = p.num_groups * self.m_tiles * self.n_tiles
         self.kernel((min(tiles, p.spec.num_sms), 1, 1), *operands, self.out_block.of(out), rows.schedule)
 
 

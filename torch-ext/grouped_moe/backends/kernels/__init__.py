@@ -1,4 +1,12 @@
 """Triton kernels, one file per op, and the device functions they share; files hopper_*.py are in Gluon.
 
 Nothing here allocates tensors, checks arguments or chooses tile sizes: the launchers do, one level up.
+
+Compile-time values that belong together come as one NamedTuple, which the launchers make:
+    TILING   `tiles.Tiling`, `hopper_scheduler.WgradTiling`
+    PRODUCT  `products.Product`, `block_scaled.ScaledProduct`, `hopper_ring.Product`
+    SCALES   `block_scaled.ScaleBlocks`
+    FACTOR   `low_rank.Factor`
+    OPTIONS  `activation.Options`
+Their fields are plain values: a string or None can't be handed on by itself, nor a number to `static_range`.
 """

@@ -38,10 +38,11 @@ def relu(x):
 
 
 @triton.jit
-def activate(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
+def activate(x, OPTIONS: tl.constexpr):
     """act(x)."""
+    NAME: tl.constexpr = OPTIONS.ACTIVATION
     if NAME == "silu":
-        return x * sigmoid(x * ALPHA)
+        return x * sigmoid(x * OPTIONS.ALPHA)
     elif NAME == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     elif NAME == "gelu_tanh":
@@ -54,11 +55,12 @@ def activate(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
 
 
 @triton.jit
-def activate_grad(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
+def activate_grad(x, OPTIONS: tl.constexpr):
     """act'(x)."""
+    NAME: tl.constexpr = OPTIONS.ACTIVATION
     if NAME == "silu":
-        s = sigmoid(x * ALPHA)
-        return s * (1.0 + x * ALPHA * (1.0 - s))
+        s = sigmoid(x * OPTIONS.ALPHA)
+        return s * (1.0 + x * OPTIONS.ALPHA * (1.0 - s))
     elif NAME == "gelu":
         return 0.5 * (1.0 + tl.erf(x * _SQRT_HALF)) + x * _INV_SQRT_2PI * tl.exp(-0.5 * x * x)
     elif NAME == "gelu_tanh":
@@ -72,48 +74,51 @@ def activate_grad(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
 
 
 @triton.jit
-def clamp_above(x, LIMIT: tl.constexpr):
+def clamp_above(x, OPTIONS: tl.constexpr):
     """min(x, LIMIT); a NaN stays one."""
-    return x if LIMIT is None else tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return x if OPTIONS.LIMIT is None else tl.minimum(x, OPTIONS.LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def clamp_up(up, LIMIT: tl.constexpr):
+def clamp_up(up, OPTIONS: tl.constexpr):
     """up limited to [-LIMIT, LIMIT]; a NaN stays one."""
-    return up if LIMIT is None else tl.maximum(clamp_above(up, LIMIT), -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    if OPTIONS.LIMIT is None:
+        return up
+    else:
+        return tl.maximum(clamp_above(up, OPTIONS), -OPTIONS.LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def glu(gate, up, OPTIONS: tl.constexpr):
     """act(min(gate, LIMIT)) * (clamp(up) + UP_OFFSET); not GATED, act(min(gate, LIMIT))."""
-    value = activate(clamp_above(gate, OPTIONS.LIMIT), OPTIONS.ACTIVATION, OPTIONS.ALPHA)
+    value = activate(clamp_above(gate, OPTIONS), OPTIONS)
     if OPTIONS.GATED:
-        value *= clamp_up(up, OPTIONS.LIMIT) + OPTIONS.UP_OFFSET
+        value *= clamp_up(up, OPTIONS) + OPTIONS.UP_OFFSET
     return value
 
 
 @triton.jit
 def act_grad(x, OPTIONS: tl.constexpr):
     """(act, its derivative with respect to min(x, LIMIT)); `zero_past` then makes a gradient one with respect to x."""
-    clamped = clamp_above(x, OPTIONS.LIMIT)
-    grad = activate_grad(clamped, OPTIONS.ACTIVATION, OPTIONS.ALPHA)
-    return activate(clamped, OPTIONS.ACTIVATION, OPTIONS.ALPHA), grad
+    clamped = clamp_above(x, OPTIONS)
+    grad = activate_grad(clamped, OPTIONS)
+    return activate(clamped, OPTIONS), grad
 
 
 @triton.jit
-def zero_past(grad, x, LIMIT: tl.constexpr):
+def zero_past(grad, x, OPTIONS: tl.constexpr):
     """grad, but 0 where x > LIMIT, also if grad is not finite there."""
-    return grad if LIMIT is None else tl.where(x > clamp_above(x, LIMIT), 0.0, grad)
+    return grad if OPTIONS.LIMIT is None else tl.where(x > clamp_above(x, OPTIONS), 0.0, grad)
 
 
 @triton.jit
 def glu_grad(gate, up, OPTIONS: tl.constexpr):
     """(glu, d glu / d gate, d glu / d up)."""
-    clamped_gate = clamp_above(gate, OPTIONS.LIMIT)
-    shifted_up = clamp_up(up, OPTIONS.LIMIT) + OPTIONS.UP_OFFSET
-    value = activate(clamped_gate, OPTIONS.ACTIVATION, OPTIONS.ALPHA)
-    d_gate = activate_grad(clamped_gate, OPTIONS.ACTIVATION, OPTIONS.ALPHA) * shifted_up
+    clamped_gate = clamp_above(gate, OPTIONS)
+    shifted_up = clamp_up(up, OPTIONS) + OPTIONS.UP_OFFSET
+    value = activate(clamped_gate, OPTIONS)
+    d_gate = activate_grad(clamped_gate, OPTIONS) * shifted_up
     # Compared with LIMIT itself, LLVM would compare the bf16 values behind x, in a fourth more instructions.
-    d_gate = zero_past(d_gate, gate, OPTIONS.LIMIT)
-    d_up = zero_past(value, tl.abs(up), OPTIONS.LIMIT)
+    d_gate = zero_past(d_gate, gate, OPTIONS)
+    d_up = zero_past(value, tl.abs(up), OPTIONS)
     return value * shifted_up, d_gate, d_up

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .activation import Options, act_grad, glu_grad, zero_past
+from .activation import act_grad, glu_grad, zero_past
 from .dependent import wait_for_stream
 from .epilogues import down_dgrad_epilogue, load_preact, split_pairs
 from .quantize import BLOCK, scale_of
@@ -48,7 +48,7 @@ def quantizing_grad_epilogue(
     else:
         preact = gate.to(tl.float32)
         value, d_act = act_grad(preact, OPTIONS)
-        d_preact = zero_past(d_act * weighted, preact, OPTIONS.LIMIT)
+        d_preact = zero_past(d_act * weighted, preact, OPTIONS)
         store_twice(dpreact_ptr, codes_ptr, scale_ptr, d_preact, first_row, row_mask, first_column, N)
     if act_ptr is not None:
         store_columns(act_ptr, scale_rows(value, weights), first_row, row_mask, first_column, N)
@@ -66,9 +66,7 @@ def activation_grad_kernel(
     partials_ptr, stride_pn,  # (n tiles, rows) fp32 or None, out
     row_to_slot_ptr,  # (rows,) int32, or None
     schedule_ptr,
-    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, OPTIONS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """With the weight w[r] of a row or of its slot, and a[r], the activation recomputed from preact[r]:
 
@@ -79,8 +77,8 @@ def activation_grad_kernel(
     The caller guarantees contiguous rows and, with codes_ptr, that N is a multiple of BLOCK_N, and this of 128.
     """
     wait_for_stream()
+    N: tl.constexpr = OPTIONS.N
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     # Tiles of the same rows run at the same time, so that all of a row is read at once.
     row = tl.load(schedule_ptr) + tl.program_id(0) // NUM_N_TILES * BLOCK_M
     end = end_of_rows(schedule_ptr, NUM_EXPERTS)

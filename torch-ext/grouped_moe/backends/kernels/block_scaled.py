@@ -11,15 +11,13 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import constexpr_function
 
-from .activation import Options
 from .dependent import wait_for_stream
 from .epilogues import down_dgrad_epilogue, gemm_epilogue, load_preact, up_epilogue
 from .gemm import zero_chunk, zero_rows
-from .low_rank import Factor, LowRank, add_low_rank
+from .low_rank import LowRank, add_low_rank
 from .products import load_masked, locate_rows
 from .quantize import BLOCK, row_scale_ptrs, widen_codes
 from .tiles import (
-    Tiling,
     column_pieces,
     end_of_rows,
     find_tile,
@@ -46,11 +44,23 @@ class ScaledWeights(NamedTuple):
     stride_sk: tl.tensor
 
 
+class ScaleBlocks(NamedTuple):
+    """Which scale an element of a weight has: compile-time values.
+
+    N_BLOCK, K_BLOCK: extents of the block of a scale. N_PARTS, K_PARTS: equal parts with blocks of their own.
+    """
+
+    N_BLOCK: tl.constexpr
+    K_BLOCK: tl.constexpr
+    N_PARTS: tl.constexpr
+    K_PARTS: tl.constexpr
+
+
 class ScaledProduct(NamedTuple):
     """How products with scaled weights are made: compile-time values.
 
-    N_BLOCK, K_BLOCK: extents of the block of a scale. N_PARTS, K_PARTS: equal parts with blocks of their own. HALVES: 2
-    if tiles lie in either half of N, gate or up, and start at multiples of their width there; else 1.
+    N_BLOCK to K_PARTS: as of `ScaleBlocks`. HALVES: 2 if tiles lie in either half of N, gate or up, and start at
+    multiples of their width there; else 1.
     """
 
     N: tl.constexpr
@@ -151,7 +161,8 @@ def dot_scaled(
     The caller guarantees that no BLOCK_K columns from a multiple of it on, of a part of K, have two scales.
     """
     BLOCK_K: tl.constexpr = PRODUCT.BLOCK_K
-    PART: tl.constexpr = PRODUCT.K // PRODUCT.K_PARTS
+    K_PARTS: tl.constexpr = PRODUCT.K_PARTS
+    PART: tl.constexpr = PRODUCT.K // K_PARTS
     offsets = tl.arange(0, BLOCK_K)
     columns = locate_columns(w, expert, first_column, BLOCK_N, PRODUCT)
     acc = tl.zeros((x.mask.shape[0], BLOCK_N), tl.float32)
@@ -161,7 +172,7 @@ def dot_scaled(
         up_columns = locate_columns(w, expert, up_column, BLOCK_N, PRODUCT)
         up_acc = tl.zeros((x.mask.shape[0], BLOCK_N), tl.float32)
         up_scales = load_k_scales(up_columns, w, 0, BLOCK_N, PRODUCT)
-    for part in tl.static_range(PRODUCT.K_PARTS):
+    for part in tl.static_range(K_PARTS):
         for start in range(part * PART, (part + 1) * PART, BLOCK_K):
             k_inside = offsets < (part + 1) * PART - start
             k = (start + offsets).to(tl.int64)
@@ -198,12 +209,8 @@ def scaled_gemm_kernel(
     y_ptr,  # (rows, N), out
     schedule_ptr,
     total_rows,
-    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ZERO_UNGROUPED: tl.constexpr,
-    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
-    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
-    PRECISION: tl.constexpr,
-    N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    ZERO_UNGROUPED: tl.constexpr, BLOCK_N: tl.constexpr,
+    TILING: tl.constexpr, PRODUCT: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e.
 
@@ -212,24 +219,23 @@ def scaled_gemm_kernel(
     The caller guarantees a schedule made for BLOCK_M, what `dot_scaled` needs, and of codes that BLOCK_K divides 128.
     """
     wait_for_stream()
-    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: tl.constexpr = ScaledProduct(N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K, 1)
-    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
+    N: tl.constexpr = PRODUCT.N
+    K: tl.constexpr = PRODUCT.K
+    BLOCK_M: tl.constexpr = TILING.BLOCK_M
     w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
     low_rank = LowRank(projected_ptr, factor_ptr)
-    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
-    last_row = end_of_rows(schedule_ptr, NUM_EXPERTS)
+    num_tiles = num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES
+    last_row = end_of_rows(schedule_ptr, TILING.NUM_EXPERTS)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
         first_row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
         rows, row_mask = tile_rows(first_row, count, BLOCK_M)
         sources = rows.to(tl.int64)
         column = n_tile * BLOCK_N
-        x = locate_rows(x_ptr, stride_xr if x_scale_ptr is None else K, stride_xk, sources, row_mask, BLOCK_K)
+        x = locate_rows(x_ptr, stride_xr if x_scale_ptr is None else K, stride_xk, sources, row_mask, PRODUCT.BLOCK_K)
         x_scale_ptrs = row_scale_ptrs(x_scale_ptr, sources, K) if x_scale_ptr is not None else None
         acc, _ = dot_scaled(x, x_scale_ptrs, w, expert, column, column, BLOCK_N, PRODUCT, False)
-        acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION)
+        acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, FACTOR, PRODUCT)
         gemm_epilogue(
             acc, bias_ptr, stride_be, stride_bn, scales_ptr, y_ptr, expert, rows, first_row, row_mask, column, N
         )
@@ -253,14 +259,8 @@ def scaled_up_proj_kernel(
     scales_ptr,  # (rows,) or None
     row_to_slot_ptr,  # (rows,) int32, or None if TOP_K is 0
     schedule_ptr,
-    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
-    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
-    PRECISION: tl.constexpr,
-    N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, TILING: tl.constexpr,
+    PRODUCT: tl.constexpr, FACTOR: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """preact[r] = W[e] x[token of r] + bias[e]; act[r] = scales[r] activation(preact[r]), from the unrounded preact.
 
@@ -269,33 +269,28 @@ def scaled_up_proj_kernel(
     The caller guarantees a schedule made for BLOCK_M, and what `dot_scaled` needs.
     """
     wait_for_stream()
-    WIDTH: tl.constexpr = 2 if GATED else 1
-    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    HALVES: tl.constexpr = 2 if GATED and not INTERLEAVED else 1
-    PRODUCT: tl.constexpr = ScaledProduct(WIDTH * N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K, HALVES)
-    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
-    OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+    N: tl.constexpr = OPTIONS.N
+    WIDTH: tl.constexpr = 2 if OPTIONS.GATED else 1
     w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
     low_rank = LowRank(projected_ptr, factor_ptr)
-    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
+    num_tiles = num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
-        row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
-        rows, row_mask = tile_rows(row, count, BLOCK_M)
+        row, count = tile_extent(expert, m_tile, schedule_ptr, TILING.BLOCK_M)
+        rows, row_mask = tile_rows(row, count, TILING.BLOCK_M)
         tokens = tokens_of(load_slots(row_to_slot_ptr, rows), TOP_K)
-        x = locate_rows(x_ptr, stride_xt, stride_xk, tokens, row_mask, BLOCK_K)
+        x = locate_rows(x_ptr, stride_xt, stride_xk, tokens, row_mask, PRODUCT.BLOCK_K)
         expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
         scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
         column = n_tile * BLOCK_N
-        if GATED and not INTERLEAVED:
+        if OPTIONS.GATED and not OPTIONS.INTERLEAVED:
             gate, up = dot_scaled(x, None, w, expert, column, N + column, BLOCK_N, PRODUCT, True)
-            gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, 2 * N, FACTOR, PRECISION)
-            up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, FACTOR, PRECISION)
+            gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, 2 * N, FACTOR, PRODUCT)
+            up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, FACTOR, PRODUCT)
         else:
             # One product of WIDTH columns per output column: gate and up in turn, or the one column itself.
             gate, _ = dot_scaled(x, None, w, expert, WIDTH * column, 0, WIDTH * BLOCK_N, PRODUCT, False)
-            gate = add_low_rank(gate, low_rank, expert, rows, row_mask, WIDTH * column, WIDTH * N, FACTOR, PRECISION)
+            gate = add_low_rank(gate, low_rank, expert, rows, row_mask, WIDTH * column, WIDTH * N, FACTOR, PRODUCT)
             up = gate
         gates, ups = column_pieces(gate, 2), column_pieces(up, 2)
         for i in tl.static_range(2):
@@ -318,14 +313,8 @@ def scaled_down_dgrad_kernel(
     partials_ptr, stride_pn,  # (n tiles, rows) fp32 or None, out
     row_to_slot_ptr,  # (rows,) int32, or None if TOP_K is 0
     schedule_ptr,
-    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
-    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
-    PRECISION: tl.constexpr,
-    N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, TILING: tl.constexpr,
+    PRODUCT: tl.constexpr, FACTOR: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """With g[r] = dout[token of r] W[e], the routing weight w[r] and a[r], the activation recomputed from preact[r]:
 
@@ -337,25 +326,21 @@ def scaled_down_dgrad_kernel(
     wait_for_stream()
     PIECES: tl.constexpr = 2
     PIECE: tl.constexpr = BLOCK_N // PIECES
-    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: tl.constexpr = ScaledProduct(N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K, 1)
-    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
-    OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+    BLOCK_M: tl.constexpr = TILING.BLOCK_M
     w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
     low_rank = LowRank(projected_ptr, factor_ptr)
-    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
+    num_tiles = num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
         row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
         rows, row_mask = tile_rows(row, count, BLOCK_M)
         slots = load_slots(row_to_slot_ptr, rows)
-        dout = locate_rows(dout_ptr, stride_dt, stride_dk, tokens_of(slots, TOP_K), row_mask, BLOCK_K)
+        dout = locate_rows(dout_ptr, stride_dt, stride_dk, tokens_of(slots, TOP_K), row_mask, PRODUCT.BLOCK_K)
         weights = load_scales(weights_ptr, slots) if weights_ptr is not None else None
         column = n_tile * BLOCK_N
         grad, _ = dot_scaled(dout, None, w, expert, column, column, BLOCK_N, PRODUCT, False)
         grads = column_pieces(
-            add_low_rank(grad, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION), PIECES
+            add_low_rank(grad, low_rank, expert, rows, row_mask, column, PRODUCT.N, FACTOR, PRODUCT), PIECES
         )
         inner = tl.zeros((BLOCK_M,), tl.float32)
         for i in tl.static_range(PIECES):

@@ -6,7 +6,7 @@ Each slot reads the weights of its expert. If several slots share an expert, all
 import triton
 import triton.language as tl
 
-from .activation import Options, glu
+from .activation import glu
 from .block_scaled import block_of, widen_scales
 from .dependent import wait_for_stream
 from .low_rank import find_adapter, inner_ranks
@@ -72,12 +72,9 @@ def slot_up_proj_kernel(
     factor_ptr, stride_fl, stride_fe, stride_fn, stride_fr,  # (L, E, 2 N or N, R), or None
     adapters_ptr,  # (T,) adapter of each token, or None
     act_ptr,  # (S, N), out: rows of sentinels stay unwritten
-    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, SCALES: tl.constexpr,
     NUM_ADAPTERS: tl.constexpr, R: tl.constexpr, R_POW2: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    OPTIONS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """act[s] = activation(W[e] x[token of s] + bias[e]), e being the expert of slot s, with the low-rank part in W.
 
@@ -85,30 +82,31 @@ def slot_up_proj_kernel(
     """
     if projected_ptr is None:
         wait_for_stream()
-    OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+    N: tl.constexpr = OPTIONS.N
+    K_BLOCK: tl.constexpr = SCALES.K_BLOCK
     slot = tl.program_id(1)
     expert = tl.load(ids_ptr + slot).to(tl.int64)
     if (expert >= 0) & (expert < NUM_EXPERTS):
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = columns < N
         x_row_ptr = x_ptr + (slot // TOP_K).to(tl.int64) * stride_xt
-        gate_rows = 2 * columns if INTERLEAVED else columns
+        gate_rows = 2 * columns if OPTIONS.INTERLEAVED else columns
         w_ptrs = (
             w_ptr + expert * stride_we + gate_rows.to(tl.int64)[:, None] * stride_wn + tl.arange(0, BLOCK_K)[None, :]
         )
         expert_bias_ptr = bias_ptr + expert * stride_be if bias_ptr is not None else None
         scale_ptrs = None
         if w_scale_ptr is not None:
-            WIDTH: tl.constexpr = 2 if GATED else 1
-            block = block_of(gate_rows, WIDTH * N, N_BLOCK, N_PARTS).to(tl.int64)
+            WIDTH: tl.constexpr = 2 if OPTIONS.GATED else 1
+            block = block_of(gate_rows, WIDTH * N, SCALES.N_BLOCK, SCALES.N_PARTS).to(tl.int64)
             scale_ptrs = w_scale_ptr + expert * stride_se + block * stride_sn
         gate = inner_products(x_row_ptr, w_ptrs, scale_ptrs, stride_sk, n_mask, N, K, K_BLOCK, BLOCK_N, BLOCK_K)
         gate += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows, n_mask)
-        if GATED:
-            TO_UP: tl.constexpr = 1 if INTERLEAVED else N
+        if OPTIONS.GATED:
+            TO_UP: tl.constexpr = 1 if OPTIONS.INTERLEAVED else N
             up_ptrs = w_ptrs + tl.cast(stride_wn, tl.int64) * TO_UP
             if w_scale_ptr is not None:
-                block = block_of(gate_rows + TO_UP, WIDTH * N, N_BLOCK, N_PARTS).to(tl.int64)
+                block = block_of(gate_rows + TO_UP, WIDTH * N, SCALES.N_BLOCK, SCALES.N_PARTS).to(tl.int64)
                 scale_ptrs = w_scale_ptr + expert * stride_se + block * stride_sn
             up = inner_products(x_row_ptr, up_ptrs, scale_ptrs, stride_sk, n_mask, N, K, K_BLOCK, BLOCK_N, BLOCK_K)
             up += load_bias_or_zeros(expert_bias_ptr, stride_bn, gate_rows + TO_UP, n_mask)
@@ -121,7 +119,7 @@ def slot_up_proj_kernel(
             row_ptrs = projected_ptr + slot.to(tl.int64) * R + 0 * columns
             factor_ptrs = factor_ptr + adapter * stride_fl + expert * stride_fe + gate_rows.to(tl.int64) * stride_fn
             gate += inner_ranks(row_ptrs, factor_ptrs, stride_fr, has_pair, R, R_POW2)
-            if GATED:
+            if OPTIONS.GATED:
                 factor_ptrs += tl.cast(stride_fn, tl.int64) * TO_UP
                 up += inner_ranks(row_ptrs, factor_ptrs, stride_fr, has_pair, R, R_POW2)
         value = glu(gate, up, OPTIONS)
@@ -140,8 +138,7 @@ def slot_down_proj_kernel(
     bias_ptr, stride_be, stride_bn,  # (E, N) or None
     projected_ptr, factor_ptr, stride_fl, stride_fe, stride_fn, stride_fr, adapters_ptr,  # as above, (L, E, N, R)
     out_ptr,  # (T, N), out
-    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, SCALES: tl.constexpr,
     NUM_ADAPTERS: tl.constexpr, R: tl.constexpr, R_POW2: tl.constexpr,
     TOP_K_POW2: tl.constexpr,  # power of two, TOP_K or more
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -165,7 +162,8 @@ def slot_down_proj_kernel(
     w_ptrs = w_ptr + (expert * stride_we + column.to(tl.int64) * stride_wn)[:, None] + k[None, :]
     act_ptrs = act_ptr + slot.to(tl.int64)[:, None] * K + k[None, :]
     if w_scale_ptr is not None:
-        scale_ptrs = w_scale_ptr + expert * stride_se + block_of(column, N, N_BLOCK, N_PARTS).to(tl.int64) * stride_sn
+        scale_ptrs = w_scale_ptr + expert * stride_se
+        scale_ptrs += block_of(column, N, SCALES.N_BLOCK, SCALES.N_PARTS).to(tl.int64) * stride_sn
     acc = tl.zeros((TOP_K_POW2 * BLOCK_N, BLOCK_K // 8), tl.float32)
     for start in range(0, K, BLOCK_K):
         mask = routed[:, None] & (k < K - start)[None, :]
@@ -174,7 +172,7 @@ def slot_down_proj_kernel(
         if w_scale_ptr is None:
             acc += fold(a * w.to(tl.float32))
         else:
-            scales = load_scales_of_folds(scale_ptrs, stride_sk, start, routed, K, K_BLOCK, BLOCK_K)
+            scales = load_scales_of_folds(scale_ptrs, stride_sk, start, routed, K, SCALES.K_BLOCK, BLOCK_K)
             acc += fold(a * widen_codes(w, tl.float32)) * scales
     y = tl.sum(acc, 1)
     if bias_ptr is not None:

@@ -14,9 +14,7 @@ def dequantize_kernel(
     w_ptr, stride_we, stride_wn, stride_wk,  # (E, N, K) codes, by strides
     scale_ptr, stride_se, stride_sn, stride_sk,  # (E, blocks along N, blocks along K)
     out_ptr,  # (E, N, K), contiguous, out
-    N: tl.constexpr, K: tl.constexpr,
-    N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out[e, n, k] = w[e, n, k] scale[e, block of n, block of k], rounded once.
 
@@ -30,12 +28,14 @@ def dequantize_kernel(
     codes = load_masked(w_ptrs, n_inside, k_inside, N % BLOCK_N == 0, K % BLOCK_K == 0)
     mask = n_inside[:, None] & k_inside[None, :]
     scale_ptr += expert * stride_se
-    if share_scale(BLOCK_N, N, N_BLOCK, N_PARTS) and share_scale(BLOCK_K, K, K_BLOCK, K_PARTS):
-        n_block = block_of(tl.program_id(0) * BLOCK_N, N, N_BLOCK, N_PARTS)
-        k_block = block_of(tl.program_id(1) * BLOCK_K, K, K_BLOCK, K_PARTS)
+    N_BLOCK: tl.constexpr = SCALES.N_BLOCK
+    K_BLOCK: tl.constexpr = SCALES.K_BLOCK
+    if share_scale(BLOCK_N, N, N_BLOCK, SCALES.N_PARTS) and share_scale(BLOCK_K, K, K_BLOCK, SCALES.K_PARTS):
+        n_block = block_of(tl.program_id(0) * BLOCK_N, N, N_BLOCK, SCALES.N_PARTS)
+        k_block = block_of(tl.program_id(1) * BLOCK_K, K, K_BLOCK, SCALES.K_PARTS)
         scales = tl.load(scale_ptr + n_block.to(tl.int64) * stride_sn + k_block.to(tl.int64) * stride_sk)
     else:
-        n_block, k_block = block_of(n, N, N_BLOCK, N_PARTS), block_of(k, K, K_BLOCK, K_PARTS)
+        n_block, k_block = block_of(n, N, N_BLOCK, SCALES.N_PARTS), block_of(k, K, K_BLOCK, SCALES.K_PARTS)
         scale_ptrs = scale_ptr + n_block.to(tl.int64)[:, None] * stride_sn
         scales = tl.load(scale_ptrs + k_block.to(tl.int64)[None, :] * stride_sk, mask=mask, other=0)
     value = widen_codes(codes, tl.float32) * widen_scales(scales)

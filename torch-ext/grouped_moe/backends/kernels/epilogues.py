@@ -127,7 +127,7 @@ def down_dgrad_epilogue(
         preact = gate.to(tl.float32)
         value, d_act = act_grad(preact, OPTIONS)
         if dpreact_ptr is not None:
-            d_preact = zero_past(d_act * scale_rows(grad, weights), preact, OPTIONS.LIMIT)
+            d_preact = zero_past(d_act * scale_rows(grad, weights), preact, OPTIONS)
             store_columns(dpreact_ptr, d_preact, first_row, row_mask, first_column, N)
     if scaled_act_ptr is not None:
         store_columns(scaled_act_ptr, scale_rows(value, weights), first_row, row_mask, first_column, N)

@@ -7,13 +7,11 @@ TOP_K == 0 at the row itself (the grouped MLP).
 import triton
 import triton.language as tl
 
-from .activation import Options
 from .dependent import wait_for_stream
 from .epilogues import down_dgrad_epilogue, load_preact, up_epilogue
-from .low_rank import Factor, LowRank, add_low_rank
-from .products import Product, Weights, dot_gate_up, dot_rows, locate_rows
+from .low_rank import LowRank, add_low_rank
+from .products import Weights, dot_gate_up, dot_rows, locate_rows
 from .tiles import (
-    Tiling,
     column_pieces,
     expert_rows,
     expert_tiles,
@@ -87,13 +85,8 @@ def up_proj_kernel(
     scales_ptr,  # (rows,) or None
     row_to_slot_ptr,  # (rows,) int32, or None if TOP_K is 0
     schedule_ptr,
-    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
-    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
-    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, TILING: tl.constexpr,
+    PRODUCT: tl.constexpr, FACTOR: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """preact[r] = W[e] x[token of r] + bias[e]; act[r] = scales[r] activation(preact[r]), from the unrounded preact.
 
@@ -103,13 +96,9 @@ def up_proj_kernel(
     interleaved are a dimension of the descriptor: (E, 2, N, K).
     """
     wait_for_stream()
-    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: tl.constexpr = Product(K, TMA, W_KN, PRECISION, BLOCK_K)
-    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
-    OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+    N: tl.constexpr = OPTIONS.N
     w, low_rank = Weights(w_ptr, stride_we, stride_wn, stride_wk), LowRank(projected_ptr, factor_ptr)
-    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
+    num_tiles = num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES
     tile, step, last = tl.program_id(0), tl.num_programs(0), num_tiles - 1
     if tile < num_tiles:
         expert, place, slots, expert1, place1, expert2 = start_prefetch(
@@ -118,22 +107,20 @@ def up_proj_kernel(
         for tile in tl.range(tl.program_id(0), num_tiles, step):
             slots1, place2, expert3 = prefetch(place1, expert2, tile, step, last, row_to_slot_ptr, schedule_ptr, TILING)
             n_tile, row, count = place
-            rows, row_mask = tile_rows(row, count, BLOCK_M)
-            x = locate_rows(x_ptr, stride_xt, stride_xk, tokens_of(slots, TOP_K), row_mask, BLOCK_K)
+            rows, row_mask = tile_rows(row, count, TILING.BLOCK_M)
+            x = locate_rows(x_ptr, stride_xt, stride_xk, tokens_of(slots, TOP_K), row_mask, PRODUCT.BLOCK_K)
             expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
             scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
             column = n_tile * BLOCK_N
-            if GATED and not INTERLEAVED:
+            if OPTIONS.GATED and not OPTIONS.INTERLEAVED:
                 gate, up = dot_gate_up(x, w, expert, column, N, BLOCK_N, PRODUCT)
-                gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, 2 * N, FACTOR, PRECISION)
-                up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, FACTOR, PRECISION)
+                gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, 2 * N, FACTOR, PRODUCT)
+                up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, FACTOR, PRODUCT)
             else:
                 # One product of WIDTH columns per output column: gate and up in turn, or the one column itself.
-                WIDTH: tl.constexpr = 2 if GATED else 1
+                WIDTH: tl.constexpr = 2 if OPTIONS.GATED else 1
                 gate = dot_rows(x, w, expert, WIDTH * column, WIDTH * N, WIDTH * BLOCK_N, PRODUCT)
-                gate = add_low_rank(
-                    gate, low_rank, expert, rows, row_mask, WIDTH * column, WIDTH * N, FACTOR, PRECISION
-                )
+                gate = add_low_rank(gate, low_rank, expert, rows, row_mask, WIDTH * column, WIDTH * N, FACTOR, PRODUCT)
                 up = gate
             gates, ups = column_pieces(gate, 2), column_pieces(up, 2)
             for i in tl.static_range(2):
@@ -156,13 +143,8 @@ def down_dgrad_kernel(
     partials_ptr, stride_pn,  # (n tiles, rows) fp32 or None, out
     row_to_slot_ptr,  # (rows,) int32, or None if TOP_K is 0
     schedule_ptr,
-    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
-    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
-    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, TILING: tl.constexpr,
+    PRODUCT: tl.constexpr, FACTOR: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """With g[r] = dout[token of r] W[e], the routing weight w[r] and a[r], the activation recomputed from preact[r]:
 
@@ -174,13 +156,10 @@ def down_dgrad_kernel(
     wait_for_stream()
     PIECES: tl.constexpr = 2 if BLOCK_N <= 64 else BLOCK_N // 32
     PIECE: tl.constexpr = BLOCK_N // PIECES
-    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: tl.constexpr = Product(K, TMA, W_KN, PRECISION, BLOCK_K)
-    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
-    OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+    N: tl.constexpr = OPTIONS.N
+    BLOCK_M: tl.constexpr = TILING.BLOCK_M
     w, low_rank = Weights(w_ptr, stride_we, stride_wn, stride_wk), LowRank(projected_ptr, factor_ptr)
-    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
+    num_tiles = num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES
     tile, step, last = tl.program_id(0), tl.num_programs(0), num_tiles - 1
     if tile < num_tiles:
         expert, place, slots, expert1, place1, expert2 = start_prefetch(
@@ -189,11 +168,11 @@ def down_dgrad_kernel(
         for tile in tl.range(tl.program_id(0), num_tiles, step):
             n_tile, row, count = place
             rows, row_mask = tile_rows(row, count, BLOCK_M)
-            dout = locate_rows(dout_ptr, stride_dt, stride_dk, tokens_of(slots, TOP_K), row_mask, BLOCK_K)
+            dout = locate_rows(dout_ptr, stride_dt, stride_dk, tokens_of(slots, TOP_K), row_mask, PRODUCT.BLOCK_K)
             weights = load_scales(weights_ptr, slots) if weights_ptr is not None else None
             column = n_tile * BLOCK_N
             grad = dot_rows(dout, w, expert, column, N, BLOCK_N, PRODUCT)
-            grad = add_low_rank(grad, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION)
+            grad = add_low_rank(grad, low_rank, expert, rows, row_mask, column, N, FACTOR, PRODUCT)
             # The pre-activation of a piece is loaded while the piece before it is computed.
             gate, up = load_preact(preact_ptr, row, row_mask, column, OPTIONS, PIECE)
             grads = column_pieces(grad, PIECES)

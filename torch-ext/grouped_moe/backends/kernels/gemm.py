@@ -5,10 +5,9 @@ import triton.language as tl
 
 from .dependent import wait_for_stream
 from .epilogues import gemm_epilogue
-from .low_rank import Factor, LowRank, add_low_rank
-from .products import Product, Weights, dot_rows_advancing, load_w, locate_rows
+from .low_rank import LowRank, add_low_rank
+from .products import Weights, dot_rows_advancing, load_w, locate_rows
 from .tiles import (
-    Tiling,
     column_pieces,
     end_of_rows,
     expert_rows,
@@ -62,11 +61,8 @@ def grouped_gemm_kernel(
     y_ptr,  # (rows, N), out
     schedule_ptr,
     total_rows,
-    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ZERO_UNGROUPED: tl.constexpr,
-    TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
-    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
-    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    N: tl.constexpr, ZERO_UNGROUPED: tl.constexpr, BLOCK_N: tl.constexpr,
+    TILING: tl.constexpr, PRODUCT: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e.
 
@@ -75,29 +71,27 @@ def grouped_gemm_kernel(
     The caller guarantees a schedule made for BLOCK_M.
     """
     wait_for_stream()
-    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: tl.constexpr = Product(K, TMA, W_KN, PRECISION, BLOCK_K)
-    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
+    BLOCK_M: tl.constexpr = TILING.BLOCK_M
+    BLOCK_K: tl.constexpr = PRODUCT.BLOCK_K
     w, low_rank = Weights(w_ptr, stride_we, stride_wn, stride_wk), LowRank(projected_ptr, factor_ptr)
-    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
-    last_row = end_of_rows(schedule_ptr, NUM_EXPERTS)
+    num_tiles = num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES
+    last_row = end_of_rows(schedule_ptr, TILING.NUM_EXPERTS)
     # Flattened, a tile's loads start before the previous tile is stored. Without TMA, each step would compute pointers.
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=TMA and R == 0):
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=PRODUCT.TMA and FACTOR.R == 0):
         expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
         first_row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
         rows, row_mask = tile_rows(first_row, count, BLOCK_M)
         column = n_tile * BLOCK_N
-        if TMA:
+        if PRODUCT.TMA:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for k in range(0, K, BLOCK_K):
+            for k in range(0, PRODUCT.K, BLOCK_K):
                 # Rows past the expert's last one are the next expert's: their results are not stored.
                 x_tile = x_ptr.load([first_row, k])
                 acc = tl.dot(x_tile, load_w(w, expert, column, k, N, N % BLOCK_N == 0, BLOCK_N, PRODUCT), acc)
         else:
             x = locate_rows(x_ptr, stride_xr, stride_xk, rows.to(tl.int64), row_mask, BLOCK_K)
             acc = dot_rows_advancing(x, w, expert, column, N, BLOCK_N, PRODUCT)
-        acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, FACTOR, PRECISION)
+        acc = add_low_rank(acc, low_rank, expert, rows, row_mask, column, N, FACTOR, PRODUCT)
         gemm_epilogue(
             acc, bias_ptr, stride_be, stride_bn, scales_ptr, y_ptr, expert, rows, first_row, row_mask, column, N
         )
@@ -139,9 +133,9 @@ def wgrad_kernel(
     dw_desc,  # the same in blocks of (1, BLOCK_M, BLOCK_N), or None
     row_to_slot_ptr,  # (rows,) int32 or None
     expert_offsets_ptr,  # (E + 1,) int32
-    NUM_EXPERTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P_TOP_K: tl.constexpr, Q_TOP_K: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, P_TOP_K: tl.constexpr, Q_TOP_K: tl.constexpr,
     ACCUMULATE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    TILING: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dw[e] = sum over the rows r of expert e of p[r] q[r]^T; with ACCUMULATE the sum is added to dw[e].
 
@@ -150,12 +144,12 @@ def wgrad_kernel(
     The caller guarantees dw_desc is None with ACCUMULATE.
     """
     wait_for_stream()
+    BLOCK_M: tl.constexpr = TILING.BLOCK_M
     NUM_M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    NUM_TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES
-    for tile in tl.range(tl.program_id(0), NUM_EXPERTS * NUM_TILES, tl.num_programs(0)):
+    NUM_TILES: tl.constexpr = NUM_M_TILES * TILING.NUM_N_TILES
+    for tile in tl.range(tl.program_id(0), TILING.NUM_EXPERTS * NUM_TILES, tl.num_programs(0)):
         expert = tile // NUM_TILES
-        m_tile, n_tile = grouped_order(tile % NUM_TILES, NUM_M_TILES, NUM_N_TILES, GROUP_M)
+        m_tile, n_tile = grouped_order(tile % NUM_TILES, NUM_M_TILES, TILING.NUM_N_TILES, TILING.GROUP_M)
         m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         start, end = expert_rows(expert, expert_offsets_ptr)

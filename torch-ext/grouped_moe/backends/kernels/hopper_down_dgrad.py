@@ -13,12 +13,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .activation import Options, act_grad, glu_grad, zero_past
+from .activation import act_grad, glu_grad, zero_past
 from .dependent import wait_for_stream
 from .hopper import allocate_barriers, ragged_coordinates, tma_load, tma_store
 from .hopper_pipeline import Schedule, consume, find_tile, produce
-from .hopper_ring import Product, Ranks, Ring, allocate_slots, finish_products
-from .tiles import Tiling, column_pieces, load_scales, load_slots, num_row_tiles
+from .hopper_ring import Ranks, Ring, allocate_slots, finish_products
+from .tiles import column_pieces, load_scales, load_slots, num_row_tiles
 
 
 class Preact(NamedTuple):
@@ -127,7 +127,7 @@ def differentiate_piece(grad, inner, weights, gate_tile, up_tile, OPTIONS: gl.co
         d_gate = (grad * d_gate).to(dtype)
         d_up = (grad * d_up).to(dtype)
     else:
-        d_gate = zero_past(grad * d_gate, preact, OPTIONS.LIMIT).to(dtype)
+        d_gate = zero_past(grad * d_gate, preact, OPTIONS).to(dtype)
         d_up = d_gate
     return d_gate, d_up, value.to(dtype), inner
 
@@ -237,11 +237,8 @@ def hopper_down_dgrad_kernel(
     partials_ptr, stride_pn,  # (n tiles, rows) fp32 or None, out
     row_to_slot_ptr,  # (rows,) int32, or None
     schedule_ptr,
-    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr,
-    W_KN: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
-    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
     SLOTS: gl.constexpr,  # pieces of the pre-activation in shared memory
-    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    TILING: gl.constexpr, PRODUCT: gl.constexpr, OPTIONS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """With g[r] = dout[r] W[e], the routing weight w[r] and a[r], the activation recomputed from preact[r]:
 
@@ -251,11 +248,7 @@ def hopper_down_dgrad_kernel(
     The caller guarantees a schedule made for BLOCK_M, and four warps.
     """
     wait_for_stream()
-    NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(N, K, R, W_KN, W_KN, BLOCK_N, False)
-    OPTIONS: gl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
-    TILES: gl.constexpr = (2 if GATED else 1) * SLOTS
+    TILES: gl.constexpr = (2 if OPTIONS.GATED else 1) * SLOTS
     lhs, rhs, full, empty = allocate_slots(dout_desc, w_desc, STAGES, 1)
     ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
     staging = gl.allocate_shared_memory(w_desc.dtype, [TILES] + gate_desc.block_type.shape, gate_desc.layout)
@@ -265,7 +258,7 @@ def hopper_down_dgrad_kernel(
         preact, dgate_desc, dup_desc, act_desc, weights_ptr, row_to_slot_ptr, partials_ptr, stride_pn,
         pingpong=allocate_barriers(2, 1),
     )  # fmt: skip
-    schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)
+    schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES)
     # Registers of a thread: a consumer's holds 128 sums of products.
     gl.warp_specialize([
         (consume_dgrad, (0, ring, pingpong, output, schedule, TILING, PRODUCT, OPTIONS)),

@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from .dependent import wait_for_stream
 from .hopper import allocate_barriers, ragged_coordinates, tma_store, write_staging
 from .hopper_pipeline import Bias, Schedule, Zeros, allocate_zeros, consume, produce
-from .hopper_ring import Product, Ranks, Ring, allocate_slots, finish_products
-from .tiles import Tiling, column_pieces, load_bias, load_scales, num_row_tiles
+from .hopper_ring import Ranks, Ring, allocate_slots, finish_products
+from .tiles import column_pieces, load_bias, load_scales, num_row_tiles
 
 
 class Output(NamedTuple):
@@ -82,9 +82,7 @@ def hopper_gemm_kernel(
     y_desc,  # (rows, N), out; ragged, blocks of some columns and BLOCK_M rows or, of shared tiles, half of them
     schedule_ptr,
     total_rows,
-    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ZERO_UNGROUPED: gl.constexpr,
-    W_KN: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    ZERO_UNGROUPED: gl.constexpr, TILING: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e.
 
@@ -93,11 +91,8 @@ def hopper_gemm_kernel(
     The caller guarantees a schedule made for BLOCK_M, and four warps.
     """
     wait_for_stream()
-    NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(N, K, R, W_KN, W_KN, BLOCK_N, False)
     ROWS: gl.constexpr = y_desc.block_type.shape[2]
-    SHARED: gl.constexpr = ROWS < BLOCK_M
+    SHARED: gl.constexpr = ROWS < TILING.BLOCK_M
     dtype: gl.constexpr = x_desc.dtype
     lhs, rhs, full, empty = allocate_slots(x_desc, w_desc, STAGES, 2 if SHARED else 1)
     ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
@@ -107,7 +102,7 @@ def hopper_gemm_kernel(
         zeros = Zeros(y_desc, allocate_zeros(y_desc), total_rows)
     else:
         zeros: gl.constexpr = None
-    schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)
+    schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES)
     # Registers of a thread: a consumer's holds 128 sums of products.
     gl.warp_specialize([
         (consume_gemm, (0, ring, pingpong, y_desc, staging, bias_ptr, stride_be, stride_bn, scales_ptr, schedule,

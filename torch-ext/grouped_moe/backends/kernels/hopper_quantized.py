@@ -6,17 +6,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from .activation import Options, glu
+from .activation import glu
 from .dependent import wait_for_stream
 from .hopper import Tokens, allocate_barriers, ragged_coordinates, tma_store, write_staging
 from .hopper_gemm import Output
 from .hopper_pipeline import Bias, Schedule, Zeros, allocate_zeros, produce
 from .hopper_promoted import HALF, Scales, consume_promoted
-from .hopper_ring import Product, Ranks, Ring, num_steps
+from .hopper_ring import Ranks, Ring, num_steps
 from .hopper_transposed import produce_transposed
 from .hopper_up_proj import produce_gathered, store_piece
 from .quantize import scale_of
-from .tiles import Tiling, column_pieces, load_bias, load_scales, num_row_tiles
+from .tiles import column_pieces, load_bias, load_scales, num_row_tiles
 
 
 @gluon.jit
@@ -79,9 +79,7 @@ def hopper_quantized_gemm_kernel(
     y_desc,  # (rows, N), out; ragged, blocks of BLOCK_M / 2 rows and some columns
     schedule_ptr,
     total_rows,
-    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr,
-    W_KN: gl.constexpr, FACTOR_KN: gl.constexpr, ZERO_UNGROUPED: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    ZERO_UNGROUPED: gl.constexpr, TILING: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """y[r] = W[e] x[r] + F[e] p[r] + scales[r] bias[e] for the rows r of expert e, of codes times their scales.
 
@@ -90,9 +88,9 @@ def hopper_quantized_gemm_kernel(
     The caller guarantees a schedule made for BLOCK_M, four warps, and blocks of scales of 128 x 128.
     """
     wait_for_stream()
-    NUM_N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(N, K, R, W_KN, FACTOR_KN, BLOCK_N, True)
+    BLOCK_N: gl.constexpr = PRODUCT.BLOCK_N
+    BLOCK_K: gl.constexpr = PRODUCT.BLOCK_K
+    W_KN: gl.constexpr = PRODUCT.W_KN
     gl.static_assert(BLOCK_N == 2 * HALF and BLOCK_K == HALF)
     dtype: gl.constexpr = y_desc.dtype
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_N, BLOCK_K], w_desc.dtype)
@@ -102,7 +100,7 @@ def hopper_quantized_gemm_kernel(
     ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
     staging0 = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
     staging1 = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
-    if num_steps(K, 0, BLOCK_K) > STAGES:  # only where it is waited for: see `allocate_barriers`
+    if num_steps(PRODUCT.K, 0, BLOCK_K) > STAGES:  # only where it is waited for: see `allocate_barriers`
         lead_barrier = allocate_barriers(1, 1).index(0)
     else:
         lead_barrier: gl.constexpr = None
@@ -110,7 +108,7 @@ def hopper_quantized_gemm_kernel(
         zeros = Zeros(y_desc, allocate_zeros(y_desc), total_rows)
     else:
         zeros: gl.constexpr = None
-    schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)
+    schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES)
     scales = Scales(x_scale_ptr, None, w_scale_ptr, stride_se, stride_sn, stride_sk)
     bias = Bias(bias_ptr, stride_be, stride_bn)
     output0 = Output(y_desc, staging0, bias, scales_ptr)
@@ -121,7 +119,7 @@ def hopper_quantized_gemm_kernel(
         landed: gl.constexpr = None
     # Registers of a thread: a consumer's holds 128 sums, and 64 of one step. Those of ranks need all that transposing
     # can do without.
-    REGISTERS: gl.constexpr = [232, 40] if not W_KN else [216, 72] if R == 0 else [224, 56]
+    REGISTERS: gl.constexpr = [232, 40] if not W_KN else [216, 72] if PRODUCT.R == 0 else [224, 56]
     gl.warp_specialize([
         (consume_gemm, (0, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output0)),
         (consume_gemm, (1, ring, lead_barrier, scales, schedule, TILING, PRODUCT, output1)),
@@ -207,10 +205,8 @@ def hopper_quantized_up_proj_kernel(
     scales_ptr,  # (rows,) or None
     row_to_slot_ptr,  # (rows,) int32, or None if TOP_K is 0
     schedule_ptr,
-    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, TOP_K: gl.constexpr,
-    GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
-    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    TOP_K: gl.constexpr,
+    TILING: gl.constexpr, PRODUCT: gl.constexpr, OPTIONS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """preact[r] = W[e] x[token of r] + F[e] p[r] + bias[e], of codes times their scales.
 
@@ -221,11 +217,9 @@ def hopper_quantized_up_proj_kernel(
     The caller guarantees a schedule made for BLOCK_M, four warps, [gate | up], and blocks of scales of 128 x 128.
     """
     wait_for_stream()
-    NUM_N_TILES: gl.constexpr = (2 * N + BLOCK_N - 1) // BLOCK_N
-    TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(2 * N, K, R, False, False, BLOCK_N, True)
-    OPTIONS: gl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
-    gl.static_assert(GATED and not INTERLEAVED and BLOCK_N == 2 * HALF and BLOCK_K == HALF)
+    BLOCK_M: gl.constexpr = TILING.BLOCK_M
+    BLOCK_K: gl.constexpr = PRODUCT.BLOCK_K
+    gl.static_assert(OPTIONS.GATED and not OPTIONS.INTERLEAVED and PRODUCT.BLOCK_N == 2 * HALF and BLOCK_K == HALF)
     lhs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], w_desc.dtype)
     lhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], lhs_layout)
     rhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
@@ -246,11 +240,11 @@ def hopper_quantized_up_proj_kernel(
     else:
         preact_staging0: gl.constexpr = None
         preact_staging1: gl.constexpr = None
-    if num_steps(K, 0, BLOCK_K) > STAGES:  # only where it is waited for: see `allocate_barriers`
+    if num_steps(PRODUCT.K, 0, BLOCK_K) > STAGES:  # only where it is waited for: see `allocate_barriers`
         lead_barrier = allocate_barriers(1, 1).index(0)
     else:
         lead_barrier: gl.constexpr = None
-    schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)
+    schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES)
     scales = Scales(x_scale_ptr, row_to_slot_ptr, w_scale_ptr, stride_se, stride_sn, stride_sk)
     bias = Bias(bias_ptr, stride_be, stride_bn)
     output0 = QuantizedOutput(

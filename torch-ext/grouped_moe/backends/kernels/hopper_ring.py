@@ -46,6 +46,7 @@ class Product(NamedTuple):
     W_KN: gl.constexpr  # whether weights are (E, K, N) instead of (E, N, K)
     FACTOR_KN: gl.constexpr  # the same of the low-rank part's factor, with R for K
     BLOCK_N: gl.constexpr  # columns of a tile
+    BLOCK_K: gl.constexpr  # of a step
     RANKS_FIRST: gl.constexpr  # whether the steps of the low-rank part come before those of K
 
 

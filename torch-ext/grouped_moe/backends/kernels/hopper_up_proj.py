@@ -12,12 +12,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .activation import Options, glu
+from .activation import glu
 from .dependent import wait_for_stream
 from .hopper import Tokens, allocate_barriers, cp_async, ragged_coordinates, tma_store, write_staging
 from .hopper_pipeline import Bias, Schedule, Tile, consume, find_tile, load_step, produce
 from .hopper_ring import (
-    Product,
     Ranks,
     Ring,
     allocate_slots,
@@ -27,7 +26,7 @@ from .hopper_ring import (
     next_slot,
     num_steps,
 )
-from .tiles import Tiling, column_pieces, load_bias, load_scales, load_slots, num_row_tiles
+from .tiles import column_pieces, load_bias, load_scales, load_slots, num_row_tiles
 
 
 class UpOutput(NamedTuple):
@@ -133,10 +132,7 @@ def hopper_up_proj_kernel(
     act_desc,  # (rows, N) or None, out; those for output are ragged, blocks of BLOCK_M rows and some columns
     scales_ptr,  # (rows,) or None
     schedule_ptr,
-    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr,
-    W_KN: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
-    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    TILING: gl.constexpr, PRODUCT: gl.constexpr, OPTIONS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """preact[r] = W[e] x[r] + bias[e]; act[r] = scales[r] activation(preact[r]), from the unrounded preact.
 
@@ -145,18 +141,13 @@ def hopper_up_proj_kernel(
     The caller guarantees a schedule made for BLOCK_M, and four warps.
     """
     wait_for_stream()
-    WIDTH: gl.constexpr = 2 * N if GATED else N
-    NUM_N_TILES: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(WIDTH, K, R, W_KN, W_KN, BLOCK_N, False)
-    OPTIONS: gl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     out_desc = gate_desc if act_desc is None else act_desc
     lhs, rhs, full, empty = allocate_slots(x_desc, w_desc, STAGES, 1)
     ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
     staging0 = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
     staging1 = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
     pingpong = allocate_barriers(2, 1)
-    schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)
+    schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES)
     bias = Bias(bias_ptr, stride_be, stride_bn)
     output0 = UpOutput(gate_desc, up_desc, act_desc, staging0, bias, scales_ptr)
     output1 = UpOutput(gate_desc, up_desc, act_desc, staging1, bias, scales_ptr)
@@ -302,11 +293,9 @@ def hopper_gathered_up_proj_kernel(
     scales_ptr,  # (rows,) or None
     row_to_slot_ptr,  # (rows,) int32
     schedule_ptr,
-    NUM_EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, TOP_K: gl.constexpr,
-    W_KN: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
-    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
+    TOP_K: gl.constexpr,
     BUFFERS: gl.constexpr,  # staging tiles of each warp group
-    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    TILING: gl.constexpr, PRODUCT: gl.constexpr, OPTIONS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`hopper_up_proj_kernel` with x[token of r] in place of x[r].
 
@@ -314,14 +303,9 @@ def hopper_gathered_up_proj_kernel(
     The caller guarantees a schedule made for BLOCK_M, and four warps.
     """
     wait_for_stream()
-    WIDTH: gl.constexpr = 2 * N if GATED else N
-    NUM_N_TILES: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    TILING: gl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    PRODUCT: gl.constexpr = Product(WIDTH, K, R, W_KN, W_KN, BLOCK_N, False)
-    OPTIONS: gl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     out_desc = gate_desc if act_desc is None else act_desc
-    lhs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], w_desc.dtype)
-    lhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], lhs_layout)
+    lhs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILING.BLOCK_M, PRODUCT.BLOCK_K], w_desc.dtype)
+    lhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TILING.BLOCK_M, PRODUCT.BLOCK_K], lhs_layout)
     rhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     # A slot is full after the arrivals of the load of weights and of the warps that copy.
     full, empty = allocate_barriers(STAGES, 2), allocate_barriers(STAGES, 2)
@@ -329,11 +313,11 @@ def hopper_gathered_up_proj_kernel(
     staging0 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
     staging1 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
     # Only where it is waited for: see `allocate_barriers`.
-    if num_steps(K, R, BLOCK_K) > STAGES:
+    if num_steps(PRODUCT.K, PRODUCT.R, PRODUCT.BLOCK_K) > STAGES:
         lead_barrier = allocate_barriers(1, 1).index(0)
     else:
         lead_barrier: gl.constexpr = None
-    schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES)
+    schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES)
     bias = Bias(bias_ptr, stride_be, stride_bn)
     output0 = UpOutput(gate_desc, up_desc, act_desc, staging0, bias, scales_ptr)
     output1 = UpOutput(gate_desc, up_desc, act_desc, staging1, bias, scales_ptr)

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .dependent import wait_for_stream
 from .hopper import Tokens, allocate_barriers, cp_async, ragged_coordinates, tma_load, tma_store, write_staging
 from .hopper_ring import Ranks, Ring, allocate_slots, finish_products, multiply_step, next_slot
-from .hopper_scheduler import WgradTiling, find_tile, num_program_tiles, schedule_experts
+from .hopper_scheduler import find_tile, num_program_tiles, schedule_experts
 
 
 class WgradOutput(NamedTuple):
@@ -184,9 +184,7 @@ def hopper_wgrad_kernel(
     p_desc, q_desc,  # ragged, (rows, M) and (rows, N)
     dw_desc,  # (E, M, N), out, in blocks of a warp group's rows
     offsets_ptr,  # (E + 1,) int32
-    NUM_EXPERTS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, ACCUMULATE: gl.constexpr,
-    ORDER_SIZE: gl.constexpr,  # as in `hopper_scheduler.WgradTiling`
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    ACCUMULATE: gl.constexpr, TILING: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dw[e] = sum over the rows r of expert e of p[r] q[r]^T; with ACCUMULATE the sum is added to dw[e].
 
@@ -195,9 +193,6 @@ def hopper_wgrad_kernel(
     The caller guarantees four warps, and blocks of dw of half as many rows as p_desc has columns.
     """
     wait_for_stream()
-    M_TILES: gl.constexpr = (M + p_desc.block_shape[3] - 1) // p_desc.block_shape[3]
-    N_TILES: gl.constexpr = (N + q_desc.block_shape[3] - 1) // q_desc.block_shape[3]
-    TILING: gl.constexpr = WgradTiling(NUM_EXPERTS, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
     scheduler = schedule_experts(offsets_ptr, TILING)
     staging = gl.allocate_shared_memory(dw_desc.dtype, [2] + dw_desc.block_shape, dw_desc.layout)
     # Only where it is waited for: see `allocate_barriers`.
@@ -218,10 +213,9 @@ def hopper_gathered_wgrad_kernel(
     rows_desc,  # the other operand, ragged, (rows, N) or (rows, M)
     dw_desc,  # (E, M, N), out, in blocks of a warp group's rows
     offsets_ptr,  # (E + 1,) int32
-    NUM_EXPERTS: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-    TOP_K: gl.constexpr, P_GATHERED: gl.constexpr, ACCUMULATE: gl.constexpr,
-    ORDER_SIZE: gl.constexpr,  # as in `hopper_scheduler.WgradTiling`
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    TOP_K: gl.constexpr, P_GATHERED: gl.constexpr,
+    COLUMNS: gl.constexpr,  # of tokens
+    ACCUMULATE: gl.constexpr, TILING: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`hopper_wgrad_kernel` with one operand gathered: the tokens of the rows.
 
@@ -232,9 +226,6 @@ def hopper_gathered_wgrad_kernel(
     BLOCK_K: gl.constexpr = rows_desc.block_shape[2]
     BLOCK_M: gl.constexpr = 2 * dw_desc.block_shape[1]
     BLOCK_N: gl.constexpr = dw_desc.block_shape[2]
-    M_TILES: gl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILING: gl.constexpr = WgradTiling(NUM_EXPERTS, M_TILES, N_TILES, GROUP_M, ORDER_SIZE)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     WARPS: gl.constexpr = 4  # of the producer
     scheduler = schedule_experts(offsets_ptr, TILING)
@@ -254,5 +245,5 @@ def hopper_gathered_wgrad_kernel(
     gl.warp_specialize([
         (consume, (0, ring, scheduler, output, TILING, True)),
         (consume, (1, ring, scheduler, output, TILING, True)),
-        (produce_gathered, (tokens, rows_desc, ring, scheduler, TILING, M if P_GATHERED else N, P_GATHERED, TOP_K)),
+        (produce_gathered, (tokens, rows_desc, ring, scheduler, TILING, COLUMNS, P_GATHERED, TOP_K)),
     ], [4, WARPS], [208, 88])  # fmt: skip

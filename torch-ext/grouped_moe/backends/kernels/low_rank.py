@@ -58,9 +58,7 @@ def project_kernel(
     row_to_slot_ptr,  # (rows,) int32, or None for rows in place
     schedule_ptr,
     scaling,
-    NUM_EXPERTS: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
-    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, K: tl.constexpr, FACTOR: tl.constexpr,
     TOP_K: tl.constexpr,  # 0 for rows in place
     OF_TOKENS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -74,7 +72,7 @@ def project_kernel(
     The caller guarantees a schedule made for BLOCK_M and, with x_scale_ptr, that BLOCK_K divides 128.
     """
     wait_for_stream()
-    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
+    RANK: tl.constexpr = FACTOR.RANK
     tile = tl.program_id(0)
     if tile < num_row_tiles(schedule_ptr, NUM_EXPERTS):
         expert = find_expert(tile, schedule_ptr, NUM_EXPERTS)
@@ -105,17 +103,17 @@ def project_kernel(
             if x_scale_ptr is not None:
                 x_scales = tl.load(scale_ptrs + start // BLOCK, mask=row_mask, other=0.0)
                 x = (widen_codes(x, tl.float32) * x_scales[:, None]).to(z_ptr.dtype.element_ty)
-            w = tl.load(w_ptrs, mask=inside[:, None] & (columns < NUM_ADAPTERS * RANK)[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=inside[:, None] & (columns < FACTOR.NUM_ADAPTERS * RANK)[None, :], other=0.0)
             acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
             x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
-            w_ptrs += BLOCK_K * STRIDE_FN
+            w_ptrs += BLOCK_K * FACTOR.STRIDE_N
         acc *= scaling
         if adapters_ptr is not None:
             acc = tl.where(adapters[:, None] == (columns // RANK)[None, :], acc, 0.0)
-        store_columns(z_ptr, acc, first_row, row_mask, first_column, R)
+        store_columns(z_ptr, acc, first_row, row_mask, first_column, FACTOR.R)
         if scaled_ptr is not None:
             scaled = scale_rows(acc, load_scales(scales_ptr, slots))
-            store_columns(scaled_ptr, scaled, first_row, row_mask, first_column, R)
+            store_columns(scaled_ptr, scaled, first_row, row_mask, first_column, FACTOR.R)
 
 
 class LowRank(NamedTuple):
@@ -128,7 +126,7 @@ class LowRank(NamedTuple):
 @triton.jit
 def add_low_rank(
     acc, low_rank, expert, rows, row_mask, first_column,
-    N: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr, FACTOR: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """acc plus the low-rank part for its columns, if there is one: more of K in the same accumulator."""
     if low_rank.rows_ptr is None:
@@ -144,7 +142,7 @@ def add_low_rank(
             z = tl.load(row_ptrs + ranks[None, :], mask=row_mask[:, None] & (ranks < R)[None, :], other=0.0)
             w_ptrs = factor_ptrs(low_rank.factor_ptr, expert, columns[None, :], ranks[:, None], FACTOR)
             w = tl.load(w_ptrs, mask=(ranks < RANKS)[:, None] & (columns < N)[None, :], other=0.0)
-            acc = tl.dot(z, w.to(z.dtype), acc, input_precision=PRECISION)
+            acc = tl.dot(z, w.to(z.dtype), acc, input_precision=PRODUCT.PRECISION)
         return acc
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .dependent import wait_for_stream
-from .low_rank import Factor, factor_ptrs
+from .low_rank import factor_ptrs
 from .tiles import end_of_rows, expert_rows, source_rows, tile_rows, tokens_of
 
 
@@ -61,9 +61,7 @@ def project_backward_kernel(
     schedule_ptr,
     num_rows,
     NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, N: tl.constexpr,
-    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
-    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
-    TOP_K: tl.constexpr,  # 0 for rows in place
+    FACTOR: tl.constexpr, TOP_K: tl.constexpr,  # 0 for rows in place
     LEAST_CHUNK: tl.constexpr,  # rows
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +75,7 @@ def project_backward_kernel(
     The caller guarantees that BLOCK_M divides LEAST_CHUNK.
     """
     wait_for_stream()
-    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
+    R: tl.constexpr = FACTOR.R
     block, expert = tl.program_id(0), tl.program_id(1)
     chunk, number = tl.zeros((), tl.int32), expert - NUM_EXPERTS
     chunk_rows = rows_of_chunk(schedule_ptr, NUM_EXPERTS, LEAST_CHUNK)
@@ -86,7 +84,7 @@ def project_backward_kernel(
     if expert < NUM_EXPERTS:
         n, ranks = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
         w_ptrs = factor_ptrs(factor_ptr, expert, n[:, None], ranks[None, :], FACTOR)
-        w_mask = (n < N)[:, None] & (ranks < NUM_ADAPTERS * RANK)[None, :]
+        w_mask = (n < N)[:, None] & (ranks < FACTOR.NUM_ADAPTERS * FACTOR.RANK)[None, :]
         w = tl.load(w_ptrs, mask=w_mask, other=0.0).to(dy_ptr.dtype.element_ty)
         block_ptr = partials_ptr + block.to(tl.int64) * num_rows * R
         acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)

@@ -7,15 +7,14 @@ The sums of 128 columns of K, a block of both scales, or of a half of it enter t
 import triton
 import triton.language as tl
 
-from .activation import Options, glu
-from .block_scaled import ScaledProduct, ScaledWeights, dot_scaled
+from .activation import glu
+from .block_scaled import ScaledWeights, dot_scaled
 from .dependent import wait_for_stream
 from .epilogues import preact_epilogue
-from .low_rank import Factor, LowRank, add_low_rank
+from .low_rank import LowRank, add_low_rank
 from .products import locate_rows
 from .quantize import BLOCK, row_scale_ptrs, scale_of
 from .tiles import (
-    Tiling,
     column_pieces,
     find_tile,
     load_scales,
@@ -43,14 +42,8 @@ def quantized_up_proj_kernel(
     scales_ptr,  # (rows,) or None
     row_to_slot_ptr,  # (rows,) int32, or None if TOP_K is 0
     schedule_ptr,
-    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    R: tl.constexpr, NUM_ADAPTERS: tl.constexpr, RANK: tl.constexpr,
-    STRIDE_FL: tl.constexpr, STRIDE_FE: tl.constexpr, STRIDE_FN: tl.constexpr, STRIDE_FR: tl.constexpr,
-    PRECISION: tl.constexpr,
-    N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, TILING: tl.constexpr,
+    PRODUCT: tl.constexpr, FACTOR: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """preact[r] = W[e] x[token of r] + bias[e] of codes times their scales; act[r] = scales[r] activation(preact[r]).
 
@@ -60,26 +53,23 @@ def quantized_up_proj_kernel(
     The caller guarantees a schedule made for BLOCK_M, one part of K, and that BLOCK_K divides its blocks of 128.
     """
     wait_for_stream()
-    WIDTH: tl.constexpr = 2 if GATED else 1
-    NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILING: tl.constexpr = Tiling(NUM_EXPERTS, NUM_N_TILES, BLOCK_M, GROUP_M)
-    tl.static_assert(not INTERLEAVED and BLOCK_N == BLOCK, "gate and up of the columns of one scale lie apart")
+    N: tl.constexpr = OPTIONS.N
+    WIDTH: tl.constexpr = 2 if OPTIONS.GATED else 1
+    BLOCK_M: tl.constexpr = TILING.BLOCK_M
+    tl.static_assert(not OPTIONS.INTERLEAVED and BLOCK_N == BLOCK, "gate and up of the columns of one scale lie apart")
     # Gate and up of all columns, beside the sums of a step, would not fit the registers: each piece has a loop over K.
     PIECE: tl.constexpr = BLOCK_N // WIDTH
     HALF: tl.constexpr = PIECE // 2
-    PRODUCT: tl.constexpr = ScaledProduct(WIDTH * N, K, N_BLOCK, K_BLOCK, N_PARTS, K_PARTS, PRECISION, BLOCK_K, WIDTH)
-    FACTOR: tl.constexpr = Factor(R, NUM_ADAPTERS, RANK, STRIDE_FL, STRIDE_FE, STRIDE_FN, STRIDE_FR)
-    OPTIONS: tl.constexpr = Options(N, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     w = ScaledWeights(w_ptr, stride_we, stride_wn, stride_wk, w_scale_ptr, stride_se, stride_sn, stride_sk)
     low_rank = LowRank(projected_ptr, factor_ptr)
-    num_tiles = num_row_tiles(schedule_ptr, NUM_EXPERTS) * NUM_N_TILES
+    num_tiles = num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
         row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
         rows, row_mask = tile_rows(row, count, BLOCK_M)
         tokens = tokens_of(load_slots(row_to_slot_ptr, rows), TOP_K)
-        x = locate_rows(x_ptr, K, 1, tokens, row_mask, BLOCK_K)
-        x_scale_ptrs = row_scale_ptrs(x_scale_ptr, tokens, K)
+        x = locate_rows(x_ptr, PRODUCT.K, 1, tokens, row_mask, PRODUCT.BLOCK_K)
+        x_scale_ptrs = row_scale_ptrs(x_scale_ptr, tokens, PRODUCT.K)
         expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
         scales = load_scales(scales_ptr, rows) if scales_ptr is not None else None
         largest = tl.zeros((BLOCK_M,), tl.float32)
@@ -93,10 +83,10 @@ def quantized_up_proj_kernel(
             column = n_tile * BLOCK_N + i * PIECE
             # A whole piece past the last column multiplies the last ones again, and is not stored.
             source = tl.minimum(column, N - PIECE) if N % PIECE == 0 and N % BLOCK_N != 0 else column
-            gate, up = dot_scaled(x, x_scale_ptrs, w, expert, source, N + source, PIECE, PRODUCT, GATED)
-            gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, WIDTH * N, FACTOR, PRECISION)
-            if GATED:
-                up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, FACTOR, PRECISION)
+            gate, up = dot_scaled(x, x_scale_ptrs, w, expert, source, N + source, PIECE, PRODUCT, OPTIONS.GATED)
+            gate = add_low_rank(gate, low_rank, expert, rows, row_mask, column, WIDTH * N, FACTOR, PRODUCT)
+            if OPTIONS.GATED:
+                up = add_low_rank(up, low_rank, expert, rows, row_mask, N + column, 2 * N, FACTOR, PRODUCT)
             gates, ups = column_pieces(gate, 2), column_pieces(up, 2)
             made = ()
             for j in tl.static_range(2):
@@ -114,7 +104,7 @@ def quantized_up_proj_kernel(
                 values = made
         if act_ptr is not None:
             scale = scale_of(largest)
-            halves = earlier + values if GATED else values
+            halves = earlier + values if OPTIONS.GATED else values
             for i in tl.static_range(2 * WIDTH):
                 codes = halves[i] * (1.0 / scale)[:, None]
                 store_columns(act_ptr, codes, row, row_mask, n_tile * BLOCK_N + i * HALF, N)

@@ -9,8 +9,8 @@ from torch import Tensor
 from ...block import Block, Needs
 from ...common.activation import Activation
 from ...rows import Rows
+from ..kernels.activation import Options
 from ..kernels.activation_grad import activation_grad_kernel
-from ..problems import activation_constants
 from .launch import Kernel
 from .quantize import BLOCK, QuantizedRows, empty_rows
 
@@ -46,5 +46,6 @@ def activation_grad(
 
 @lru_cache(maxsize=None)
 def _kernel(num_groups: int, n: int, gated: bool, interleaved: bool, activation: Activation) -> Kernel:
-    constants = {"NUM_EXPERTS": num_groups, "N": n, **activation_constants(activation, gated, interleaved)}
-    return Kernel(activation_grad_kernel, {**constants, "BLOCK_M": _ROWS, "BLOCK_N": BLOCK}, {"num_warps": 4})
+    options = Options(n, gated, interleaved, *activation)
+    constants = {"NUM_EXPERTS": num_groups, "OPTIONS": options, "BLOCK_M": _ROWS, "BLOCK_N": BLOCK}
+    return Kernel(activation_grad_kernel, constants, {"num_warps": 4})

@@ -14,12 +14,12 @@ from ...common.numbers import power_of_two
 from ...operands import LoRA
 from ...rows import unit_rows
 from ...tuning.heuristic import decode_pays
+from ..kernels.activation import Options
 from ..kernels.decode import slot_down_proj_kernel, slot_up_proj_kernel
 from ..kernels.low_rank import slot_project_kernel
-from ..problems import activation_constants
 from .launch import Kernel
 from .launchers import bias_and_strides
-from .scales import codes_and_scales, scale_constants, scale_layout
+from .scales import codes_and_scales, scale_blocks, scale_layout
 
 _MAX_TOP_K = 32  # sums of all choices of a token lie in the registers of one program
 _PROJECTED_RANKS = 2  # of a program: so few that a token's are all under way at once
@@ -85,9 +85,9 @@ def _up_kernel(problem: _Problem) -> Kernel:
     block_n, block_k, warps = _up_tile(problem.h)
     block_k = _narrowed(block_k, problem.h)
     constants = {
-        "NUM_EXPERTS": problem.num_experts, "N": problem.i, "K": problem.h, "TOP_K": problem.num_choices,
-        **activation_constants(problem.activation, problem.gated, problem.interleaved),
-        **_rank_constants(problem.up_ranks), **scale_constants(problem.up_scales), "BLOCK_N": block_n,
+        "NUM_EXPERTS": problem.num_experts, "K": problem.h, "TOP_K": problem.num_choices,
+        "SCALES": scale_blocks(problem.up_scales), **_rank_constants(problem.up_ranks),
+        "OPTIONS": Options(problem.i, problem.gated, problem.interleaved, *problem.activation), "BLOCK_N": block_n,
         "BLOCK_K": block_k,
     }  # fmt: skip
     return Kernel(slot_up_proj_kernel, constants, {"num_warps": warps}, _describe(block_n, block_k, warps))
@@ -100,7 +100,7 @@ def _down_kernel(problem: _Problem) -> Kernel:
     block_k = _narrowed(block_k, problem.i)
     constants = {
         "NUM_EXPERTS": problem.num_experts, "N": problem.h, "K": problem.i, "TOP_K": problem.num_choices,
-        "TOP_K_POW2": choices, **_rank_constants(problem.down_ranks), **scale_constants(problem.down_scales),
+        "TOP_K_POW2": choices, "SCALES": scale_blocks(problem.down_scales), **_rank_constants(problem.down_ranks),
         "BLOCK_N": block_n, "BLOCK_K": block_k,
     }  # fmt: skip
     return Kernel(slot_down_proj_kernel, constants, {"num_warps": warps}, _describe(block_n, block_k, warps))

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...common import _compat
 from ...rows import max_tiles
 from ...tuning.heuristic import GemmConfig
+from ..kernels.tiles import Tiling
 
 ALIGNMENT = 16  # bytes: the alignment of pointers that Triton compiles variants for
 # Parameters that change with the number of rows, which fits 32 bits, and the scaling of low-rank pairs: every kernel
@@ -140,7 +141,7 @@ class Launcher:
         up_proj     block, x, low_rank, scales, preact, act, rows
         down_dgrad  block, dout, low_rank, scales, preact, dpreact, act, dots, rows
         wgrad       lhs, rhs, out, rows
-    columns: of the result. path: how the log calls the kernel.
+    constants: the constexprs besides the tiling. columns: of the result. path: how the log calls the kernel.
     """
 
     gluon = False  # whether the kernel is in Gluon
@@ -151,8 +152,10 @@ class Launcher:
     ):
         self.problem, self.config = problem, config
         self.n_tiles = -(-columns // config.block_n)
-        constants, options = {**constants, **config.constants(self.gluon)}, config.options(self.gluon)
-        self.kernel = Kernel(function, constants, options, config.describe(path))
+        tiling = Tiling(problem.num_groups, self.n_tiles, config.block_m, config.group_m)
+        tile = {"STAGES": config.num_stages} if self.gluon else {"BLOCK_N": config.block_n}
+        constants = {**constants, "TILING": tiling, **tile}
+        self.kernel = Kernel(function, constants, config.options(self.gluon), config.describe(path))
 
     @staticmethod
     def supports(problem: NamedTuple) -> bool:

@@ -7,10 +7,11 @@ from torch import Tensor
 from ...tuning.heuristic import THIN, dgrad_config, gemm_config, up_config, wgrad_config
 from ..kernels.experts import down_dgrad_kernel, up_proj_kernel
 from ..kernels.gemm import grouped_gemm_kernel, wgrad_kernel
+from ..kernels.products import Product
 from ..problems import BlockProblem, GemmProblem, WgradProblem
 from .descriptors import describe
 from .launch import Launcher
-from .low_rank import factor_constants
+from .low_rank import factor_of
 from .scales import nk_strides
 
 
@@ -28,11 +29,11 @@ class Gemm(Launcher):
 
     def __init__(self, problem: GemmProblem):
         p, self.by_tma = problem, problem.layout is not None
-        constants = {
-            **p.constants(), "TMA": self.by_tma, "W_KN": p.layout == "kn", "PRECISION": p.precision,
-            **factor_constants(p.low_rank),
-        }  # fmt: skip
         config = gemm_config(p.block_m, p.n, p.dtype, p.spec, self.by_tma)
+        product = Product(p.k, self.by_tma, p.layout == "kn", p.precision, config.block_k)
+        constants = {
+            "N": p.n, "ZERO_UNGROUPED": p.zero_rest, "PRODUCT": product, "FACTOR": factor_of(p.low_rank),
+        }  # fmt: skip
         super().__init__(p, config, grouped_gemm_kernel, constants, p.n, _path(self.by_tma))
 
     def __call__(self, x, weight, bias, scales, low_rank, y, rows) -> None:
@@ -52,11 +53,10 @@ def _weight_by_tma(problem: BlockProblem) -> bool:
     return problem.layout is not None and problem.spec.wide_tiles and problem.dtype.itemsize == 2
 
 
-def _block_constants(problem: BlockProblem, by_tma: bool) -> Dict[str, Any]:
-    return {
-        **problem.constants(), "TOP_K": problem.top_k, "PRECISION": problem.precision, "TMA": by_tma,
-        "W_KN": by_tma and problem.layout == "kn", **factor_constants(problem.low_rank),
-    }  # fmt: skip
+def _block_constants(problem: BlockProblem, block_k: int, by_tma: bool) -> Dict[str, Any]:
+    p = problem
+    product = Product(p.k, by_tma, by_tma and p.layout == "kn", p.precision, block_k)
+    return {"TOP_K": p.top_k, "PRODUCT": product, "FACTOR": factor_of(p.low_rank), "OPTIONS": p.options}
 
 
 class UpProj(Launcher):
@@ -65,7 +65,8 @@ class UpProj(Launcher):
     def __init__(self, problem: BlockProblem):
         p, self.by_tma = problem, _weight_by_tma(problem)
         config = up_config(p.block_m, p.n, p.dtype, p.spec, p.gated, self.by_tma)
-        super().__init__(p, config, up_proj_kernel, _block_constants(p, self.by_tma), p.n, _path(self.by_tma))
+        constants = _block_constants(p, config.block_k, self.by_tma)
+        super().__init__(p, config, up_proj_kernel, constants, p.n, _path(self.by_tma))
 
     def __call__(self, block, x, low_rank, scales, preact, act, rows) -> None:
         p = self.problem
@@ -93,7 +94,8 @@ class DownDgrad(Launcher):
     def __init__(self, problem: BlockProblem):
         p, self.by_tma = problem, _weight_by_tma(problem)
         config = dgrad_config(p.block_m, p.n, p.dtype, p.spec, p.interleaved, self.by_tma, p.low_rank.rank > 0)
-        super().__init__(p, config, down_dgrad_kernel, _block_constants(p, self.by_tma), p.n, _path(self.by_tma))
+        constants = _block_constants(p, config.block_k, self.by_tma)
+        super().__init__(p, config, down_dgrad_kernel, constants, p.n, _path(self.by_tma))
 
     def __call__(self, block, dout, low_rank, scales, preact, dpreact, act, dots, rows) -> None:
         p = self.problem
@@ -118,9 +120,9 @@ class Wgrad(Launcher):
         whole = config.block_n == 256 and not p.accumulate and p.out_dtype == p.dtype
         self.out_by_tma = self.by_tma and whole and p.out_by_tma
         constants = {
-            "NUM_EXPERTS": p.num_groups, "M": p.m, "N": p.n, "P_TOP_K": p.top_k if p.gathered == "lhs" else 0,
+            "M": p.m, "N": p.n, "P_TOP_K": p.top_k if p.gathered == "lhs" else 0,
             "Q_TOP_K": p.top_k if p.gathered == "rhs" else 0, "ACCUMULATE": p.accumulate, "TMA": self.by_tma,
-            "PRECISION": p.precision,
+            "PRECISION": p.precision, "BLOCK_K": config.block_k,
         }  # fmt: skip
         super().__init__(p, config, wgrad_kernel, constants, p.n, _path(self.by_tma))
 

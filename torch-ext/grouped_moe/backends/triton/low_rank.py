@@ -10,7 +10,7 @@ from ...common.device import DeviceSpec, dot_precision, spec_of
 from ...common.numbers import power_of_two
 from ...operands import FactorLayout, layout_of
 from ...rows import Rows, max_tiles
-from ..kernels.low_rank import project_kernel
+from ..kernels.low_rank import Factor, project_kernel
 from .launch import Kernel
 from .quantize import BLOCK, QuantizedRows
 
@@ -38,11 +38,9 @@ class _Problem(NamedTuple):
     is_quantized: bool
 
 
-def factor_constants(factor: FactorLayout) -> dict:
-    """The constexprs of a kernel that say how a factor lies: as such, they keep its loads wide at any rank."""
-    names = "STRIDE_FL", "STRIDE_FE", "STRIDE_FN", "STRIDE_FR"
-    ranks = {"R": factor.padded_rank, "NUM_ADAPTERS": factor.num_adapters, "RANK": factor.rank}
-    return {**ranks, **dict(zip(names, factor.strides))}
+def factor_of(layout: FactorLayout) -> Factor:
+    """How a factor lies, as kernels take it: strides that are compile-time values keep its loads wide at any rank."""
+    return Factor(layout.padded_rank, layout.num_adapters, layout.rank, *layout.strides)
 
 
 def _tile(problem: _Problem) -> tuple:
@@ -68,7 +66,7 @@ def _kernel(problem: _Problem) -> Kernel:
     p = problem
     block_n, block_k, stages = _tile(p)
     constants = {
-        "NUM_EXPERTS": p.num_groups, "K": p.k, **factor_constants(p.factor), "TOP_K": p.top_k,
+        "NUM_EXPERTS": p.num_groups, "K": p.k, "FACTOR": factor_of(p.factor), "TOP_K": p.top_k,
         "OF_TOKENS": p.of_tokens, "PRECISION": p.precision, "BLOCK_M": p.block_m, "BLOCK_N": block_n,
         "BLOCK_K": block_k,
     }  # fmt: skip

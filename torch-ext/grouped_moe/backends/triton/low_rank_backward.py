@@ -12,7 +12,7 @@ from ...operands import FactorLayout, layout_of
 from ...rows import Rows, unit_rows
 from ..kernels.low_rank_backward import project_backward_kernel, sum_projected_kernel
 from .launch import Kernel
-from .low_rank import factor_constants, project
+from .low_rank import factor_of, project
 from .quantize import QuantizedRows
 from .wgrad import wgrad
 
@@ -78,7 +78,7 @@ def _kernels(problem: _Problem) -> Tuple[Kernel, Kernel]:
         "LEAST_CHUNK": _LEAST_CHUNK, "BLOCK_R": block_r,
     }  # fmt: skip
     constants = {
-        **both, **factor_constants(p.factor), "TOP_K": p.top_k if p.of_tokens else 0, "BLOCK_M": _BLOCK_M,
+        **both, "FACTOR": factor_of(p.factor), "TOP_K": p.top_k if p.of_tokens else 0, "BLOCK_M": _BLOCK_M,
         "BLOCK_N": tile.block_n,
     }  # fmt: skip
     # On NVIDIA a load that waits for its row indices starts two iterations late.

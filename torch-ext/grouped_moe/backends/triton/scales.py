@@ -1,13 +1,14 @@
 """Block-scaled weights: as arguments and constexprs of kernels, or made plain for a product of many rows."""
 
 from functools import lru_cache
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ...block_scaled import BlockScaled, ScaleLayout, Weight
 from ...common.device import DeviceSpec, spec_of
+from ..kernels.block_scaled import ScaleBlocks
 from ..kernels.dequantize import dequantize_kernel
 from .launch import Kernel
 
@@ -34,7 +35,7 @@ def for_rows(weight: Weight, block_m: int, dtype: torch.dtype) -> Weight:
 @lru_cache(maxsize=None)
 def _dequantize_kernel(n: int, k: int, scales: ScaleLayout) -> Kernel:
     block_n, block_k = _DEQUANTIZED
-    constants = {"N": n, "K": k, **scale_constants(scales), "BLOCK_N": block_n, "BLOCK_K": block_k}
+    constants = {"N": n, "K": k, "SCALES": scale_blocks(scales), "BLOCK_N": block_n, "BLOCK_K": block_k}
     return Kernel(dequantize_kernel, constants)
 
 
@@ -45,10 +46,9 @@ def scale_layout(weight: Weight, transposed: bool) -> Optional[ScaleLayout]:
     return weight.layout.swapped() if transposed else weight.layout
 
 
-def scale_constants(scales: Optional[ScaleLayout]) -> Dict[str, Any]:
-    """The constexprs that say which scale an element has."""
-    n_block, k_block, n_parts, k_parts = scales or ScaleLayout(0, 0, 1, 1)
-    return {"N_BLOCK": n_block, "K_BLOCK": k_block, "N_PARTS": n_parts, "K_PARTS": k_parts}
+def scale_blocks(scales: Optional[ScaleLayout]) -> ScaleBlocks:
+    """Which scale an element has, as kernels take it."""
+    return ScaleBlocks(*scales) if scales else ScaleBlocks(0, 0, 1, 1)
 
 
 def step_of(scales: ScaleLayout, k: int) -> int:

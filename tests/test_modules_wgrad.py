@@ -70,6 +70,17 @@ def test_dummy_gradients(grouped_moe, device, place, delay, zero_out):
     assert not any(hasattr(bias, "main_grad") for bias in parameters(module, "bias"))
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+@layers.by_place
+def test_anomaly_mode_sees_no_nan_in_dummies(grouped_moe, device, place):
+    module, batch, before = make_with_main_grads(grouped_moe, device, place, False, grad_added_to_main_grad=False)
+    batch = batch._replace(dy=batch.dy.nan_to_num())
+    with poisoned_allocations(), torch.autograd.detect_anomaly():
+        got = run(module, batch)
+    assert_matches({**got, **layers.parameter_grads(module)}, reference(grouped_moe, module, batch, before))
+    assert all(weight.grad_added_to_main_grad for weight in parameters(module, "weight"))
+
+
 @layers.by_delay
 @layers.by_place
 def test_frozen_weights_keep_their_main_grad(grouped_moe, device, place, delay):

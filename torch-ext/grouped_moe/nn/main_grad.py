@@ -130,7 +130,10 @@ def accumulate(
             overwrite[i] = overwrite[i] and id(weight) not in seen
             seen.add(id(weight))
     ops.accumulate_wgrad.default(buffers, dy, x, splits, wanted.num_groups, wanted.groups, overwrite)
-    make = {"none": lambda weight: None, "empty": torch.empty_like, "zeros": torch.zeros_like}
+    # Anomaly mode raises for NaN in dummies, too.
+    unwritten = torch.compiler.is_compiling() or not torch.is_anomaly_enabled()
+    empty = torch.empty_like if unwritten else torch.zeros_like
+    make = {"none": lambda weight: None, "empty": empty, "zeros": torch.zeros_like}
     return [make[target.dummy](weight) for weight, target in zip(wanted.weights, targets)]
 
 

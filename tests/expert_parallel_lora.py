@@ -75,6 +75,19 @@ def check_logits_and_gradients_of_adapters():
                         assert_near(f"{name}, {layout}, {parameter}, before the mean", found[parameter], right)
 
 
+def check_adapters_of_one_weight():
+    """Those of the other one are disabled."""
+    folder, ids = save_model(), next(batches(1))
+    model, one = add_adapters(load(folder, OURS, own()), BOTH), add_adapters(load_whole(folder), BOTH)
+    for disabled in BOTH:
+        for wrapper in (*model.modules(), *one.modules()):
+            if isinstance(wrapper, peft.tuners.lora.ParamWrapper):
+                wrapper.enable_adapters(not disabled.endswith(wrapper.parameter_name))
+        with torch.no_grad():
+            got, want = model(input_ids=ids[rank()]).logits, one(input_ids=torch.cat(ids)).logits
+        assert_near(f"without {disabled}", got, want[rank() * len(ids[0]) : (rank() + 1) * len(ids[0])])
+
+
 def check_saved_adapters():
     """By all ranks, as the gathering of sharded weights asks for; one process loads and merges what the first wrote."""
     folder, ids, saved = save_model(), next(batches(1)), shared_folder()

@@ -82,7 +82,7 @@ def _subclass(kind: type) -> type:
             lora = _lora_of(self, experts, kwargs)
             if lora is not None:
                 handed = Handed(lora)
-                out = _call(self.base_layer, x, args, {**kwargs, _ARGUMENTS[self.parameter_name]: handed})
+                out = _call(self.base_layer, experts, x, args, {**kwargs, _ARGUMENTS[self.parameter_name]: handed})
                 if handed.taken:
                     return out
                 self.forward_without_factors = _forward_of(experts)
@@ -96,16 +96,16 @@ def _subclass(kind: type) -> type:
     return FusedWrapper
 
 
-def _call(base_layer: nn.Module, x: Tensor, args: tuple, arguments: Dict[str, object]) -> Tensor:
-    """Calls what a wrapper is around.
+def _call(base_layer: nn.Module, experts: nn.Module, x: Tensor, args: tuple, arguments: Dict[str, object]) -> Tensor:
+    """Calls what a wrapper is around: another wrapper, or the experts.
 
-    Where an exchange between ranks stands before the experts, which passes no other arguments on, the experts have a
-    dict `ep_loras`, which holds the LoRAs meanwhile.
+    Where an exchange between ranks stands before the experts, which takes no other arguments, the experts have a dict
+    `ep_loras`, which holds the LoRAs meanwhile: peft's own forward of the other wrapper would pass arguments on.
     """
     arguments.pop("adapter_names", None)  # None, as all other values are left to peft
-    if "ep_loras" not in base_layer.__dict__:
+    given = experts.__dict__.get("ep_loras")
+    if given is None:
         return base_layer(x, *args, **arguments)
-    given = base_layer.ep_loras
     given.update((name, arguments.pop(name)) for name in _ARGUMENTS.values() if name in arguments)
     try:
         return base_layer(x, *args, **arguments)

@@ -8,13 +8,11 @@ from typing import Any, Callable, Dict, Hashable, Iterable, Iterator, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .block import Block
 from .common import checks
-from .common.activation import Activation
 from .common.device import spec_of
 from .integrations.peft import loras_of
 from .integrations.transformers import capacity_of, experts_forward
-from .integrations.transformers_fp8 import has_scales, scaled_weight
+from .integrations.transformers_fp8 import has_scales
 from .integrations.transformers_gate import fused_activation, local_part, post_expert
 from .integrations.transformers_load import share_of
 from .nn import GroupedLinear
@@ -23,7 +21,7 @@ from .nn.packing import as_one
 from .operands import LoRA
 from .packed import PackedRow
 from .places import place_rows, receive, send, sum_places, take_slots
-from .tuning.heuristic import choose_block_m, quantizing_pays, rows_per_group, transposing_pays, wide_pays
+from .tuning import heuristic
 
 # What modules and their configs call the number of experts that a token takes.
 _TOP_K_NAMES = (
@@ -35,8 +33,8 @@ _TOP_K_NAMES = (
 class _Layer(NamedTuple):
     """A layer to run.
 
-    kind: equal for layers of the same kernels. choice: what of a number of tokens chooses its kernels. run: runs it on
-    so many random tokens, and trains it where gradients are enabled.
+    kind: equal for layers of the same kernels. choice: numbers of tokens for which it is equal have the same kernels.
+    run: runs it on so many random tokens, and trains it where gradients are enabled.
     """
 
     kind: Hashable
@@ -210,20 +208,19 @@ def _input_dtype(weight: Tensor, is_scaled: bool, *owners: nn.Module) -> torch.d
 
 
 def _products(
-    groups: int, shapes: Sequence[Tuple[int, int]], like: Tensor, dtype: torch.dtype, trains: bool,
-    quantizes: bool = False,
-) -> Callable[[int, int], Hashable]:  # fmt: skip
+    groups: int, shapes: Sequence[Tuple[int, int]], like: Tensor, dtype: torch.dtype, trains: bool, is_scaled: bool
+) -> Callable[[int, int], Hashable]:
     """What (rows, slots) choose of the products, which are made for so many slots. shapes: their N and K.
 
-    quantizes: whether they are made with rows of 8-bit floats where that pays.
+    is_scaled: whether weights are in 8-bit floats.
     """
     spec = spec_of(like)
     return lambda rows, slots: (
-        choose_block_m(slots, groups, dtype),
-        quantizes and quantizing_pays(rows, groups, spec),
-        quantizes and trains and transposing_pays(rows, groups, spec),
-        rows_per_group(rows, groups) if trains else 0,
-        *(wide_pays(rows, groups, n, k, spec) for n, k in shapes),
+        heuristic.choose_block_m(slots, groups, dtype),
+        is_scaled and heuristic.quantizing_pays(rows, groups, spec),
+        is_scaled and trains and heuristic.transposing_pays(rows, groups, spec),
+        trains and heuristic.rows_per_group(rows, groups),
+        *(heuristic.wide_pays(rows, groups, n, k, spec) for n, k in shapes),
     )
 
 
@@ -254,9 +251,7 @@ def _experts_layer(
     """A layer of an experts module, which is run as the implementation for transformers runs it, with its LoRAs."""
     from .backends.native.decode import groups_slots
     from .backends.native.fakes import IS_BUILT
-    from .backends.native.routing import routing_pays, takes_slots
-    from .backends.triton import is_decode
-    from .backends.triton.codes import takes_codes
+    from .backends.native.routing import takes_slots
     from .backends.triton.routing import launches_of
 
     top_k = _top_k_of(name, module, target) if top_k is None else top_k
@@ -270,28 +265,18 @@ def _experts_layer(
     dtype = checks.autocast_dtype(up.device.type) or own_dtype
     e, h, i = up.shape[0], *down.shape[1:][:: -1 if transposed else 1]
     p = up.shape[2 if transposed else 1]
-    # Plain ones without memory: under autocast they would be copied.
-    weights = [
-        scaled_weight(module, each) if has_scales(module, each) else torch.empty_like(t, device="meta", dtype=dtype)
-        for each, t in (("gate_up_proj" if gated else "up_proj", up), ("down_proj", down))
-    ]
-    pairs = loras.get("gate_up_lora"), loras.get("down_lora")
-    block = Block(*weights, None, None, *pairs, activation or Activation(), gated, interleaved, transposed, False)
-    quantized = takes_codes(block, torch.empty(0, device=up.device, dtype=dtype), 1)
-    native, num_sms = IS_BUILT and _needs_kernels(up), spec_of(up).num_sms
-    products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, dtype, trains, quantized)
+    products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, dtype, trains, scaled)
 
     def num_rows(num_slots: int) -> int:
         return num_slots if share is None or activation is None else min(num_slots, capacity_of(num_slots, share))
 
     def choice(num_tokens: int) -> Hashable:
         slots = num_tokens * top_k
-        rows, decode = num_rows(slots), activation is not None and is_decode(block, num_tokens, top_k)
-        routed = launches_of(slots), native and routing_pays(e) and takes_slots(slots, num_sms)
-        # Takes calls without gradients, and compiles nothing.
-        by_op = native and groups_slots(num_tokens, top_k, e, scaled)
-        routed += rows < slots, bool(loras) and rows >= e  # `pack_factor` copies factors
-        return decode if decode and not trains else (decode, by_op, *routed, products(rows, slots))
+        rows = num_rows(slots)
+        # The native op takes calls without gradients, and compiles nothing.
+        by_op = IS_BUILT and (groups_slots(num_tokens, top_k, e, scaled), takes_slots(slots, spec_of(up).num_sms))
+        few = heuristic.decode_pays(num_tokens, top_k, up, down), by_op, launches_of(slots), rows < slots
+        return *few, bool(loras) and rows >= e, products(rows, slots)  # `pack_factor` copies factors
 
     def run(num_tokens: int) -> None:
         twin, generator = _twin(module, module.__dict__), torch.Generator(up.device).manual_seed(0)

@@ -14,16 +14,8 @@ from torch import Tensor
 from . import pipeline
 from .backends import backend_of
 from .block import BLOCK_SCHEMA, Block, Grads, Needs, Saved, fake_grads, make_block
-from .common.autograd import (
-    define_differentiable_op,
-    define_op,
-    is_plain,
-    mark_as_own,
-    once_differentiable,
-    spread,
-    take_over,
-    wanted,
-)
+from .common import autograd
+from .common.autograd import define_differentiable_op, define_op, once_differentiable
 from .common.device import on_device
 from .rows import Rows, schedule_size
 from .tuning.heuristic import choose_block_m
@@ -145,19 +137,15 @@ _run_forward = define_op(
 _BACKWARD = (
     f"(Tensor dout, Tensor? x, {_TENSORS}, {BLOCK_SCHEMA}, Tensor%s preact, Tensor? up_rows,"
     " Tensor? down_rows, Tensor schedule, Tensor? row_to_slot, Tensor? slot_to_row, bool[] needs)"
+    f" -> ({', '.join(f'Tensor d{name}' for name in Needs._fields)})"
 )
-_run_backward = define_op(
-    "experts_backward",
-    f"{_BACKWARD % '?'} -> ({', '.join(f'Tensor d{name}' for name in Needs._fields)})",
-    _backward,
-    _fake_grads,
-)
+_run_backward = define_op("experts_backward", _BACKWARD % "?", _backward, _fake_grads)
 # Overwrites preact and gives its memory back.
 _run_backward_overwriting = define_op(
     "experts_backward_overwriting",
-    f"{_BACKWARD % '(a!)'} -> Tensor[]",
-    lambda *args: wanted(_backward(*args, overwrite=True), args[-1]),
-    lambda *args: wanted(_fake_grads(*args), args[-1]),
+    _BACKWARD % "(a!)",
+    lambda *args: _backward(*args, overwrite=True),
+    _fake_grads,
 )
 
 
@@ -179,7 +167,7 @@ class _Experts(torch.autograd.Function):
         out, preact, up_rows, down_rows, schedule, *maps = _run_forward(*inputs, needs.preact or needs.down_b)
         ctx.set_materialize_grads(False)
         ctx.kind = kind
-        mark_as_own(preact)
+        autograd.mark_as_own(preact)
         reads_x = needs.up or needs.up_a or (recompute and needs.preact)
         maps = maps if index.dim() == 2 else (None, None)
         ctx.save_for_backward(
@@ -197,11 +185,9 @@ class _Experts(torch.autograd.Function):
         *tensors, preact, up_rows, down_rows, schedule, row_to_slot, slot_to_row = saved
         made_by_forward = preact, up_rows, down_rows, schedule, row_to_slot, slot_to_row
         arguments = dout, *tensors, *ctx.kind, *made_by_forward, list(ctx.needs)
-        if ctx.needs.preact and is_plain(dout) and take_over(preact):
-            made = _run_backward_overwriting(*arguments)
-        else:
-            made = wanted(_run_backward(*arguments), ctx.needs)
-        dx, d_act_scales, d_bias_scales, *dweights = spread(made, ctx.needs)
+        overwrites = ctx.needs.preact and autograd.is_plain(dout) and autograd.take_over(preact)
+        grads = (_run_backward_overwriting if overwrites else _run_backward)(*arguments)
+        dx, d_act_scales, d_bias_scales, *dweights = autograd.where_needed(grads, ctx.needs)
         return (dx, None, d_act_scales, d_bias_scales, None, *dweights) + (None,) * (_NUM_SCALES + _NUM_KINDS)
 
 

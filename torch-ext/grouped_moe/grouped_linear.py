@@ -13,6 +13,7 @@ from .common.autograd import (
     define_op,
     once_differentiable,
     refuse_forward_mode,
+    where_needed,
 )
 from .common.device import device_type, on_device
 from .common.numbers import wide_dtype
@@ -171,10 +172,10 @@ class _GroupedLinear(torch.autograd.Function):
                 dy, x, weight, schedule, a, b, adapters, projected, weight_scale, ctx.block, ctx.scaling,
                 ctx.transposed, needs,
             )  # fmt: skip
-            dx, dweight, da, db = (grad if need else None for grad, need in zip(grads, needs))
+            dx, dweight, da, db = where_needed(grads, needs)
         if needs_bias or needs_scales:
-            dbias, dscales = run_bias_backward(dy, schedule, weight.shape[0], bias, bias_scales, needs_bias)
-            dbias, dscales = dbias if needs_bias else None, dscales if needs_scales else None
+            grads = run_bias_backward(dy, schedule, weight.shape[0], bias, bias_scales, needs_bias)
+            dbias, dscales = where_needed(grads, (needs_bias, needs_scales))
         return dx, dweight, None, dbias, dscales, da, db, *(None,) * 5
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .backends import backend_of
 from .common import checks
-from .common.autograd import define_differentiable_op, define_op, once_differentiable, refuse_forward_mode
+from .common.autograd import define_differentiable_op, define_op, once_differentiable, refuse_forward_mode, where_needed
 from .common.device import on_device
 from .routing import Routing, rows_of
 
@@ -84,8 +84,8 @@ class _CombineRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, saved, dout):
         needs_dy, needs_dweights, *_ = ctx.needs_input_grad
-        dy, dweights = _run_combine_backward(dout, *saved, ctx.top_k, needs_dy)
-        return dy if needs_dy else None, dweights if needs_dweights else None, None, None, None, None
+        grads = _run_combine_backward(dout, *saved, ctx.top_k, needs_dy)
+        return *where_needed(grads, (needs_dy, needs_dweights)), None, None, None, None
 
 
 _gather_rows = define_differentiable_op(

@@ -179,15 +179,9 @@ def take_over(saved: Optional[torch.Tensor]) -> bool:
     return True
 
 
-def wanted(grads: Sequence[Optional[torch.Tensor]], needs: Sequence[bool]) -> List[torch.Tensor]:
-    """Those of some gradients that are asked for: an op cannot return None."""
-    return [grad for grad, need in zip(grads, needs) if need]
-
-
-def spread(made: Sequence[torch.Tensor], needs: Sequence[bool]) -> List[Optional[torch.Tensor]]:
-    """The inverse of `wanted`: None where no gradient was asked for."""
-    rest = iter(made)
-    return [next(rest) if need else None for need in needs]
+def where_needed(grads: Sequence[Optional[torch.Tensor]], needs: Sequence[bool]) -> List[Optional[torch.Tensor]]:
+    """The gradients that are asked for, else None: an op cannot return None, and returns an empty tensor there."""
+    return [grad if need else None for grad, need in zip(grads, needs)]
 
 
 class _NotTwice(torch.autograd.Function):

@@ -288,11 +288,13 @@ def test_opcheck(grouped_moe, module, device, pairs, recompute):
     case, inputs, arguments = make(grouped_moe, "silu-no-sentinels", pairs, FP32, device, recompute=recompute)
     block, ops = module("block"), module("_ops").ops
     loras = arguments.get("gate_up_lora"), arguments.get("down_lora")
-    kind = block.kind_arguments(grouped_moe.Activation("silu"), True, False, False, recompute, *loras)
     x, ids, scales, *weights, dout = with_leaves(inputs)
-    index, named = arguments.get("adapter_index"), block.factors_of(*loras)
-    named = [t if t is None else t.requires_grad_() for t in named]
-    given = x, ids, scales, None, index, *weights, *named, None, None, *kind, None
+    named = [t if t is None else t.requires_grad_() for t in block.factors_of(*loras)]
+    flags, silu = (True, False, False, recompute), grouped_moe.Activation("silu")
+    x, index, weights, kind = block.check_and_pack(
+        "x", x, *weights, *loras, arguments.get("adapter_index"), silu, *flags
+    )
+    given = x, ids, scales, None, index, *weights, *kind, None
     torch.library.opcheck(ops.experts.default, given)
     frozen = [t.detach() if isinstance(t, torch.Tensor) else t for t in given]
     torch.library.opcheck(ops.experts_inference.default, frozen)

@@ -1,14 +1,16 @@
 """The experts block: its weights and what kind it is, and which gradients it owes."""
 
 from collections import namedtuple
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from .block_scaled import Weight, as_weight
+from .block_scaled import Weight, as_weight, check_scaled, parts_of
+from .common import checks
 from .common.activation import Activation
-from .operands import LoRA
+from .common.device import device_type
+from .operands import LoRA, check_loras
 
 # In the schema of ops: the arguments of `make_block`. A call's cost on the host grows with the number of arguments.
 # AOTInductor hands over None for an empty list, which the dispatcher takes for optional ones alone. `torch.jit.trace`
@@ -61,19 +63,39 @@ class Block(NamedTuple):
         return self.up.shape[2 if self.transposed else 1]
 
 
-def kind_arguments(
-    activation: Activation, gated: bool, interleaved: bool, transposed: bool, recompute: bool,
-    up_lora: Optional[LoRA] = None, down_lora: Optional[LoRA] = None, blocks: Sequence[int] = (),
-) -> Tuple[str, List[float], List[int], List[int]]:  # fmt: skip
-    """The arguments of ops for a block that are no tensors: the activation's name, parameters, flags, blocks.
+def check_and_pack(
+    owner: str, x: Tensor, gate_up_proj: Weight, down_proj: Weight, gate_up_proj_bias: Optional[Tensor],
+    down_proj_bias: Optional[Tensor], gate_up_lora: Optional[LoRA], down_lora: Optional[LoRA],
+    adapter_index: Optional[Tensor], activation: Activation, *flags: bool,
+) -> Tuple[Tensor, Optional[Tensor], List[Optional[Tensor]], Tuple[Any, ...]]:  # fmt: skip
+    """What a public function was given as arguments of ops: x, the adapters, and `BLOCK_SCHEMA` but capacity.
 
-    Scalings of LoRAs are among the parameters. blocks: extents and parts, of up and of down where these are
-    `BlockScaled`. A limit of 0 stands for none: AOTInductor cannot load a program with an infinite one.
+    The last is in two parts, tensors and the rest. owner: what the function calls x. flags: gated, interleaved,
+    transposed and recompute. Casts as autocast does. Raises TypeError or ValueError that names the argument.
+    Scalings of LoRAs are among the activation's parameters. A limit of 0 stands for none: AOTInductor cannot load a
+    program with an infinite one.
     """
+    gated, _, transposed, _ = flags
+    checks.check_tensor(owner, x)
+    dtype = checks.autocast_dtype(device_type(x))
+    x = checks.autocast(x, dtype)
+    scaled = (
+        check_scaled("gate_up_proj", gate_up_proj, x, owner, transposed),
+        check_scaled("down_proj", down_proj, x, owner, transposed),
+    )
+    (up, up_scale, up_block), (down, down_scale, down_block) = parts_of(gate_up_proj), parts_of(down_proj)
+    weights = [up, down, gate_up_proj_bias, down_proj_bias]
+    if dtype is not None:
+        weights = [checks.autocast(tensor, dtype) for tensor in weights]
+    checks.check_experts(owner, x, *weights, gated, transposed, scaled)
+    up, down, *_ = weights
+    check_loras({"gate_up_lora": (gate_up_lora, up), "down_lora": (down_lora, down)}, transposed, x, adapter_index)
+    adapters = None if adapter_index is None else adapter_index.contiguous()
+    weights += *factors_of(gate_up_lora, down_lora), up_scale, down_scale
     name, alpha, limit, up_offset = activation
-    scalings = [0.0 if lora is None else float(lora.scaling) for lora in (up_lora, down_lora)]
+    scalings = [0.0 if lora is None else float(lora.scaling) for lora in (gate_up_lora, down_lora)]
     parameters = [float(alpha), 0.0 if limit is None else float(limit), float(up_offset), *scalings]
-    return name, parameters, [int(flag) for flag in (gated, interleaved, transposed, recompute)], list(blocks)
+    return x, adapters, weights, (name, parameters, [int(flag) for flag in flags], [*up_block, *down_block])
 
 
 def factors_of(*loras: Optional[LoRA]) -> List[Optional[Tensor]]:
@@ -85,7 +107,7 @@ def make_block(
     up, down, up_bias, down_bias, up_a, up_b, down_a, down_b, up_scale, down_scale, activation, parameters, flags,
     blocks, capacity=None,
 ) -> Block:  # fmt: skip
-    """The block of an op's arguments, `BLOCK_SCHEMA`: the inverse of `parts_of`, `factors_of` and `kind_arguments`."""
+    """The block of an op's arguments, `BLOCK_SCHEMA`: the inverse of `check_and_pack`."""
     alpha, limit, up_offset, up_scaling, down_scaling = parameters
     act = Activation(activation, alpha, limit or None, up_offset)
     up_lora = None if up_a is None else LoRA(up_a, up_b, up_scaling)

@@ -6,14 +6,13 @@ from torch import Tensor
 
 from .backends.native.decode import decode_directly
 from .backends.native.fakes import IS_BUILT
-from .block import factors_of, kind_arguments
+from .block import check_and_pack
 from .block_op import experts_op
-from .block_scaled import Weight, check_scaled, parts_of
+from .block_scaled import Weight
 from .common import _compat, checks
 from .common.activation import Activation, as_activation
 from .common.autograd import refuse_forward_mode
-from .common.device import device_type
-from .operands import LoRA, check_loras
+from .operands import LoRA
 
 
 def grouped_mm_experts(
@@ -83,25 +82,15 @@ def grouped_mm_experts(
         out = decode_directly(hidden_states, top_k_index, top_k_weights, experts, kind, loras)
         if out is not None:
             return out
-    checks.check_tensor("hidden_states", hidden_states)
-    dtype = checks.autocast_dtype(device_type(hidden_states))
-    x = checks.autocast(hidden_states, dtype)
-    scaled = (
-        check_scaled("gate_up_proj", gate_up_proj, x, "hidden_states", transposed),
-        check_scaled("down_proj", down_proj, x, "hidden_states", transposed),
-    )
-    (up, up_scale, up_block), (down, down_scale, down_block) = parts_of(gate_up_proj), parts_of(down_proj)
-    up, down, up_bias, down_bias = (
-        checks.autocast(tensor, dtype) for tensor in (up, down, gate_up_proj_bias, down_proj_bias)
-    )
-    checks.check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed, scaled)
-    check_loras({"gate_up_lora": (gate_up_lora, up), "down_lora": (down_lora, down)}, transposed, x, adapter_index)
-    factors = factors_of(gate_up_lora, down_lora)
-    refuse_forward_mode("grouped_mm_experts", x, top_k_weights, up, down, up_bias, down_bias, *factors)
+    if gated and (gate_up_proj_bias is None) != (down_proj_bias is None):
+        missing = "gate_up_proj_bias" if gate_up_proj_bias is None else "down_proj_bias"
+        raise ValueError(f"{missing}: expected with the other bias; a gated block takes both biases or none")
+    x, adapters, weights, kind = check_and_pack(
+        "hidden_states", hidden_states, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, gate_up_lora,
+        down_lora, adapter_index, activation, gated, interleaved, transposed, recompute,
+    )  # fmt: skip
+    checks.check_choices(x, top_k_index, top_k_weights)
+    refuse_forward_mode("grouped_mm_experts", x, top_k_weights, *weights)
     if not _compat.has_device_assertions():  # an overflow would go unseen
         capacity = capacity if x.device.type == "cpu" else None
-    blocks = *up_block, *down_block
-    kind = kind_arguments(activation, gated, interleaved, transposed, recompute, gate_up_lora, down_lora, blocks)
-    scales, adapters = top_k_weights.contiguous(), None if adapter_index is None else adapter_index.contiguous()
-    weights = up, down, up_bias, down_bias, *factors, up_scale, down_scale
-    return experts_op(x, top_k_index, scales, None, adapters, *weights, *kind, capacity)
+    return experts_op(x, top_k_index, top_k_weights.contiguous(), None, adapters, *weights, *kind, capacity)

@@ -4,14 +4,13 @@ from typing import Optional, Union
 
 from torch import Tensor
 
-from .block import factors_of, kind_arguments
+from .block import check_and_pack
 from .block_op import experts_op
-from .block_scaled import Weight, check_scaled, parts_of
+from .block_scaled import Weight
 from .common import checks
 from .common.activation import Activation, as_activation
 from .common.autograd import refuse_forward_mode
-from .common.device import device_type
-from .operands import LoRA, check_loras
+from .operands import LoRA
 from .splits import Splits, as_splits
 
 
@@ -53,30 +52,17 @@ def grouped_mlp(
     """
     checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     activation = as_activation(activation, gated, interleaved)
-    checks.check_tensor("x", x)
-    dtype = checks.autocast_dtype(device_type(x))
-    x = checks.autocast(x, dtype)
-    scaled = (
-        check_scaled("gate_up_proj", gate_up_proj, x, "x", transposed),
-        check_scaled("down_proj", down_proj, x, "x", transposed),
-    )
-    (up, up_scale, up_block), (down, down_scale, down_block) = parts_of(gate_up_proj), parts_of(down_proj)
-    up_bias, down_bias = gate_up_proj_bias, down_proj_bias
-    if dtype is not None:
-        up, down, up_bias, down_bias = (checks.autocast(tensor, dtype) for tensor in (up, down, up_bias, down_bias))
-    checks.check_experts("x", x, up, down, up_bias, down_bias, gated, transposed, scaled)
+    x, adapters, weights, kind = check_and_pack(
+        "x", x, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, gate_up_lora, down_lora, adapter_index,
+        activation, gated, interleaved, transposed, recompute,
+    )  # fmt: skip
     scales = {"activation_scales": activation_scales, "bias_scales": bias_scales}
     for name, tensor in scales.items():
         if tensor is not None:
             checks.check_scales(name, tensor, x)
             scales[name] = tensor.contiguous()
-    if bias_scales is not None and down_bias is None:
+    if bias_scales is not None and down_proj_bias is None:
         raise ValueError("bias_scales: expected None without down_proj_bias, which they scale")
-    splits = as_splits(splits, up.shape[0], x.shape[0], x.device)
-    check_loras({"gate_up_lora": (gate_up_lora, up), "down_lora": (down_lora, down)}, transposed, x, adapter_index)
-    weights = up, down, up_bias, down_bias, *factors_of(gate_up_lora, down_lora), up_scale, down_scale
+    splits = as_splits(splits, gate_up_proj.shape[0], x.shape[0], x.device)
     refuse_forward_mode("grouped_mlp", x, *scales.values(), *weights)
-    blocks = *up_block, *down_block
-    kind = kind_arguments(activation, gated, interleaved, transposed, recompute, gate_up_lora, down_lora, blocks)
-    adapters = None if adapter_index is None else adapter_index.contiguous()
     return experts_op(x, splits, *scales.values(), adapters, *weights, *kind, None)

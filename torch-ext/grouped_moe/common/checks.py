@@ -197,12 +197,8 @@ def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed, sca
         check_operand("down_proj_bias", down_bias, (e, h), "(E, H)", device, dtype, owner)
 
 
-def check_block(x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gated, transposed, scaled) -> None:
-    """Raises TypeError or ValueError that names the argument of `grouped_mm_experts` at fault."""
-    if gated and (up_bias is None) != (down_bias is None):
-        missing = "gate_up_proj_bias" if up_bias is None else "down_proj_bias"
-        raise ValueError(f"{missing}: expected with the other bias; a gated block takes both biases or none")
-    check_experts("hidden_states", x, up, down, up_bias, down_bias, gated, transposed, scaled)
+def check_choices(x, top_k_index, top_k_weights) -> None:
+    """Raises TypeError or ValueError that names what of the slots of x, the hidden states, is at fault."""
     check_ids(top_k_index)
     check_tensor("top_k_weights", top_k_weights)
     check_slots(x, top_k_index, top_k_weights)

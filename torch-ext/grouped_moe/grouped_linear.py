@@ -225,10 +225,6 @@ def grouped_linear(
     scaled = check_scaled("weight", weight, x, "x", transposed)
     weight, weight_scale, block = parts_of(weight)
     checks.check_tensor("weight", weight)
-    if bias is not None:
-        checks.check_tensor("bias", bias)
-    if bias_scales is not None:
-        checks.check_tensor("bias_scales", bias_scales)
     dtype = checks.autocast_dtype(device_type(x))
     if dtype is not None:
         x, weight, bias = (checks.autocast(tensor, dtype) for tensor in (x, weight, bias))

@@ -4,7 +4,6 @@ The fused block runs where it computes the very same function as the module; oth
 with the module's own gate (and post-expert norm) between them.
 """
 
-from fractions import Fraction
 from functools import partial
 from typing import Any, Iterable, List, Mapping, Optional, Tuple, Union
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ..block_scaled import Weight
 from ..common import checks
+from ..common.numbers import as_fraction
 from ..experts import grouped_mm_experts
 from ..grouped_linear import grouped_linear
 from ..operands import LoRA
@@ -36,8 +36,9 @@ def _weight(
 
 
 def capacity_of(num_slots: int, share: Share) -> int:
-    """The slots' share (numerator, denominator), rounded up, or 1 without slots; integers, which may be symbolic."""
-    return max(1, -(-num_slots * share[0] // share[1]))
+    """The slots' share, rounded up, or 1 without slots. Their number may be symbolic."""
+    numerator, denominator = share
+    return max(1, -(-num_slots * numerator // denominator))
 
 
 def experts_forward(
@@ -91,15 +92,14 @@ def experts_forward(
 
 
 def _share(capacity: object) -> Optional[Share]:
-    """A share as (numerator, denominator): the nearest fraction with a denominator up to 2^16, not rounded to 0."""
+    """The capacity as a fraction. Raises TypeError or ValueError unless it is a share or None."""
     if capacity is None:
         return None
     if not isinstance(capacity, (int, float)) or isinstance(capacity, bool):
         raise TypeError(f"capacity: expected a float or None, got {type(capacity).__name__}")
     if not 0 < capacity <= 1:
         raise ValueError(f"capacity: expected a share of the slots above 0 and up to 1, got {capacity}")
-    fraction = max(Fraction(capacity).limit_denominator(2**16), Fraction(1, 2**16))
-    return fraction.numerator, fraction.denominator
+    return as_fraction(capacity)
 
 
 def _check_name(name: object, registries: Iterable[Mapping]) -> None:

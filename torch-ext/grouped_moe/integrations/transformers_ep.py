@@ -2,8 +2,7 @@
 
 from __future__ import annotations  # PyTorch may be built without torch.distributed
 
-from fractions import Fraction
-from typing import Mapping, NamedTuple, NoReturn, Optional, Tuple
+from typing import Mapping, NamedTuple, NoReturn, Optional
 
 import torch
 import torch.distributed as dist
@@ -13,12 +12,12 @@ from torch.nn import functional as F
 from .. import exchange
 from ..common.autograd import refuse_forward_mode
 from ..common.checks import check_capacity, check_slots
+from ..common.numbers import EXACT, as_fraction
 from ..operands import LoRA
 from ..places import TOO_MANY
 from .peft import take
 
 FORMAT = 2  # of what ranks send to each other
-_EXACT = 2**16  # capacity factors are fractions of numbers up to this one
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # by the numbers that ranks compare
 
 
@@ -50,20 +49,13 @@ class Limits(NamedTuple):
         """
         if self.capacity_factor is None:
             return max(1, tokens)
-        numerator, denominator = _as_fraction(min(self.capacity_factor, ranks))
+        numerator, denominator = as_fraction(min(self.capacity_factor, ranks))
         places, of_tokens = numerator * min(top_k, ranks), denominator * ranks
         if places >= of_tokens:
             return max(1, tokens)
-        if places * _EXACT < of_tokens:
-            places, of_tokens = 1, _EXACT
+        if places * EXACT < of_tokens:
+            places, of_tokens = 1, EXACT
         return max(1, -(-tokens * places // of_tokens))
-
-
-@torch.compiler.assume_constant_result  # a compiler cannot trace fractions
-def _as_fraction(factor: float) -> Tuple[int, int]:
-    """(numerator, denominator) of the capacity factor as ranks use it, above 0."""
-    fraction = max(Fraction(factor).limit_denominator(_EXACT), Fraction(1, _EXACT))
-    return fraction.numerator, fraction.denominator
 
 
 class FixedSizeExchange:
@@ -110,7 +102,7 @@ class FixedSizeExchange:
     def _agree_on_limits(self) -> None:
         """Raises ValueError on all ranks of the expert group unless they have the same ones."""
         factor = self.limits.capacity_factor
-        numerator, denominator = (0, 1) if factor is None else _as_fraction(min(factor, 1e6))
+        numerator, denominator = (0, 1) if factor is None else as_fraction(min(factor, 1e6))
         same = {
             "format of grouped_moe's exchange": FORMAT,
             "experts of a rank": self.num_local_experts,

@@ -43,14 +43,12 @@ def check_given(weight: object, bias: Optional[Tensor]) -> None:
         checks.check_operand("bias", bias, weight.shape[:2], "(G, N)", weight.data.device, None, "weight.data")
 
 
-def as_parameters(weight: BlockScaled) -> Dict[str, nn.Parameter]:
-    """Its tensors by the names of a module's parameters."""
-    return {name: nn.Parameter(getattr(weight, field), False) for name, field in zip(NAMES, _FIELDS)}
-
-
-def options_of(weight: BlockScaled) -> Dict[str, Any]:
-    """What makes it up besides its tensors."""
-    return {name: value for name, value in weight._asdict().items() if name not in _FIELDS}
+def register(module: nn.Module, weight: BlockScaled) -> Dict[str, Any]:
+    """Makes its tensors parameters of a module, and returns what makes it up besides them."""
+    options = weight._asdict()
+    for name, field in zip(NAMES, _FIELDS):
+        module.register_parameter(name, nn.Parameter(options.pop(field), False))
+    return options
 
 
 def described(options: Dict[str, Any]) -> List[str]:

@@ -18,7 +18,7 @@ from ..operands import LoRA
 from ..splits import Splits, as_splits
 from . import frozen
 from .main_grad import Delayed, Later, MainGrad, Wanted, WgradTap, accumulate, check_leaves, main_grads_of, mark_added
-from .packing import Pack, as_one, for_pickle, take_shared, watch
+from .packing import Pack, as_one, for_pickle, watch
 from .parameters import FLAGS, check_arguments, fit_checkpoint
 
 _MAX_DELAYED = 64  # microbatches: more than a pipeline has in flight
@@ -120,7 +120,8 @@ class GroupedLinear(nn.Module):
         layer = cls(groups, k, n, bias=bias is not None, scale_bias=scale_bias, device="meta")
         if bias is not None:
             layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias.detach())
-        return layer._freeze(weight)
+        layer._scaled = frozen.register(layer, weight)
+        return layer
 
     @torch.no_grad()
     def quantize_blocks_(
@@ -133,12 +134,8 @@ class GroupedLinear(nn.Module):
         that a frozen weight does not go with; RuntimeError if the weight is block-scaled already.
         """
         frozen.check_freezes(self, products)
-        return self._freeze(frozen.quantize_groups(self.weight, block, parts)._replace(products=products))
-
-    def _freeze(self, weight: BlockScaled) -> "GroupedLinear":
-        self._scaled = frozen.options_of(weight)
-        for name, parameter in frozen.as_parameters(weight).items():
-            self.register_parameter(name, parameter)
+        weight = frozen.quantize_groups(self.weight, block, parts)._replace(products=products)
+        self._scaled = frozen.register(self, weight)
         return self
 
     @torch.no_grad()
@@ -204,7 +201,9 @@ class GroupedLinear(nn.Module):
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         super().__setstate__(frozen.from_integers(state))
-        take_shared(self._of("weight"), self.__dict__.pop("_shared", None))
+        shared = self.__dict__.pop("_shared", None)
+        for weight, data in zip(self._of("weight"), () if shared is None else shared):
+            weight.data = data
         self._settle()
 
     def _load_from_state_dict(self, state_dict, *args) -> None:

@@ -49,12 +49,6 @@ def for_pickle(weights: Sequence[Tensor]) -> Tuple[Optional[Tensor], List[nn.Par
     return shared, copies
 
 
-def take_shared(weights: Sequence[Tensor], shared: Optional[Tensor]) -> None:
-    """Gives the copies of `for_pickle` their data where it is shared."""
-    for weight, data in zip(weights, () if shared is None else shared):
-        weight.data = data
-
-
 def unchanged(
     tensors: Sequence[Optional[Tensor]], name_of: Callable[[int], str] = "weight{}".format
 ) -> Callable[[], None]:

@@ -47,13 +47,14 @@ def run_linear(module, linear, inputs, needs=None, guard=True):
     x, weight, bias, scales = tensors.values()
     needs = needs or [tensor is not None for tensor in tensors.values()]
     needs_x, needs_weight, needs_bias, needs_scales = needs
+    kernels = module("backends").backend_of(x)
     with GuardedAllocations(*tensors.values(), offsets, dy) if guard else contextlib.nullcontext():
         no_pair, kind = (None, None, None), (None, (), 0.0, linear.transposed)
-        y, schedule, _ = functions._forward(x, weight, offsets, bias, scales, *no_pair, *kind)
+        y, schedule, _ = functions._forward(kernels, x, weight, offsets, bias, scales, *no_pair, *kind)
         wanted = [needs_x, needs_weight, False, False]
-        grads = functions._backward(dy, x, weight, schedule, *no_pair, None, *kind, wanted)[:2]
+        grads = functions._backward(kernels, dy, x, weight, schedule, *no_pair, None, *kind, wanted)[:2]
         if needs_bias or needs_scales:
-            given = dy, schedule, weight.shape[0], bias if needs_scales else None, scales, needs_bias
+            given = kernels, dy, schedule, weight.shape[0], bias if needs_scales else None, scales, needs_bias
             grads = *grads, *functions._bias_backward(*given)
         named = zip(("y", *tensors), (y, *grads), (True, *needs))
         return {name: tensor.clone() for name, tensor, need in named if need}
@@ -150,12 +151,13 @@ def test_dbias_dscales_accumulate(module, accelerated):
     want_bias.index_add_(0, groups, (scales[:31, None] * dy[:31]).double())
     want_scales[:31] += (dy[:31].double() * bias[groups].double()).sum(1)
     dy, scales, bias, splits = guarded(dy), guarded(scales), guarded(bias), torch.tensor([12, 0, 19])
+    given = module("backends").backend_of(dy), dy, scales, bias, splits
     with GuardedAllocations(dy, scales, bias, splits, dbias, dscales):
-        module("bias_grads")._dbias_dscales(dy, scales, bias, splits, dbias, dscales, [True, True])
+        module("bias_grads")._dbias_dscales(*given, dbias, dscales, [True, True])
     assert_close("dbias", dbias, want_bias, torch.float32)
     assert_close("dscales", dscales, want_scales, torch.float32, inner_products=True)
     fresh = torch.full_like(dbias, NAN), torch.full_like(dscales, NAN)
-    module("bias_grads")._dbias_dscales(dy, scales, bias, splits, *fresh, [False, False])
+    module("bias_grads")._dbias_dscales(*given, *fresh, [False, False])
     assert not fresh[0][1].any() and not fresh[1][31:].any()
 
 

@@ -1,32 +1,32 @@
 """Gradients of a bias that is scaled per row: `grouped_dbias_dscales`."""
 
 import itertools
+from types import ModuleType
 from typing import Dict, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from ._ops import ops
-from .backends import backend_of
 from .common import checks
-from .common.autograd import define_op, is_plain, refuse_transforms
-from .common.device import on_device
+from .common.autograd import is_plain, refuse_transforms
 from .common.numbers import wide_dtype
+from .registration import define_op
 from .rows import unit_rows
 from .splits import Splits, as_splits
 
 
 def _dbias_dscales(
-    dy: Tensor, scales: Tensor, bias: Tensor, splits: Tensor, dbias: Tensor, dscales: Tensor, accumulate: Sequence[bool]
-) -> None:
+    kernels: ModuleType, dy: Tensor, scales: Tensor, bias: Tensor, splits: Tensor, dbias: Tensor, dscales: Tensor,
+    accumulate: Sequence[bool],
+) -> None:  # fmt: skip
     """Writes dbias and dscales, or adds to them where `accumulate` says so."""
     torch.autograd.graph.increment_version([dbias, dscales])
-    kernels, (adds_dbias, adds_dscales) = backend_of(dy), accumulate
-    with on_device(dy):
-        rows = kernels.split_rows(splits, bias.shape[0], dy.shape[0], dy.dtype)
-        dots = dy.new_empty((kernels.num_bias_dots(dy.shape[1]), dy.shape[0]), dtype=dscales.dtype)
-        kernels.bias_grads(unit_rows(dy), rows, scales, bias, dbias, dots, accumulate=adds_dbias)
-        kernels.sum_dots(dots, rows, dscales, accumulate=adds_dscales)
+    adds_dbias, adds_dscales = accumulate
+    rows = kernels.split_rows(splits, bias.shape[0], dy.shape[0], dy.dtype)
+    dots = dy.new_empty((kernels.num_bias_dots(dy.shape[1]), dy.shape[0]), dtype=dscales.dtype)
+    kernels.bias_grads(unit_rows(dy), rows, scales, bias, dbias, dots, accumulate=adds_dbias)
+    kernels.sum_dots(dots, rows, dscales, accumulate=adds_dscales)
 
 
 define_op(

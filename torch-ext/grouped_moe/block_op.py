@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from . import pipeline
-from .backends import backend_of
 from .block import BLOCK_SCHEMA, Block, Grads, Needs, Saved, fake_grads, make_block
 from .common import autograd
-from .common.autograd import define_differentiable_op, define_op, once_differentiable
-from .common.device import on_device
+from .common.autograd import once_differentiable
+from .registration import define_differentiable_op, define_op
 from .rows import Rows, schedule_size
 from .tuning.heuristic import choose_block_m
 
@@ -41,28 +40,27 @@ def _make_rows(
     return rows if adapters is None else rows._replace(adapters=adapters)
 
 
-def _inference(x, index, act_scales, bias_scales, adapters, *arguments) -> Tensor:
+def _inference(kernels, x, index, act_scales, bias_scales, adapters, *arguments) -> Tensor:
     """out, with nothing kept for a backward."""
-    block, kernels = make_block(*arguments), backend_of(x)
-    with on_device(x):
-        if index.dim() == 2 and index.shape[0] and kernels.is_decode(block, *index.shape):
-            out = kernels.decode(block, x, index, act_scales, adapters)
-            if out is not None:
-                return out
-        rows = _make_rows(kernels, index, block, x, adapters, trains=False)
-        return pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=False)[0]
+    block = make_block(*arguments)
+    if index.dim() == 2 and index.shape[0] and kernels.is_decode(block, *index.shape):
+        out = kernels.decode(block, x, index, act_scales, adapters)
+        if out is not None:
+            return out
+    rows = _make_rows(kernels, index, block, x, adapters, trains=False)
+    out, _ = pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=False)
+    return out
 
 
-def _forward(x, index, act_scales, bias_scales, adapters, *arguments_and_save) -> Tuple[Optional[Tensor], ...]:
+def _forward(kernels, x, index, act_scales, bias_scales, adapters, *arguments_and_save) -> Tuple[Optional[Tensor], ...]:
     """(out, *Saved, schedule, row_to_slot, slot_to_row).
 
     What is not saved is None, and so are the maps for rows that are sorted already.
     """
     *arguments, save = arguments_and_save
-    block, kernels = make_block(*arguments), backend_of(x)
-    with on_device(x):
-        rows = _make_rows(kernels, index, block, x, adapters, trains=True)
-        out, saved = pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=save)
+    block = make_block(*arguments)
+    rows = _make_rows(kernels, index, block, x, adapters, trains=True)
+    out, saved = pipeline.forward(kernels, block, x, rows, act_scales, bias_scales, save=save)
     return out, *saved, rows.schedule, rows.row_to_slot, rows.slot_to_row
 
 
@@ -84,28 +82,27 @@ def _forward_fake(x, index, act_scales, bias_scales, adapters, *arguments_and_sa
     return x.new_empty(x.shape), *saved, *schedule_and_maps
 
 
-def _backward(dout, x, act_scales, bias_scales, adapters, *rest, overwrite: bool = False) -> Grads:
+def _backward(kernels, dout, x, act_scales, bias_scales, adapters, *rest, overwrite: bool = False) -> Grads:
     """The gradients that are asked for. rest: the block's arguments, what was saved, and which gradients are needed."""
     *arguments, preact, up_rows, down_rows, schedule, row_to_slot, slot_to_row, needs = rest
-    block, kernels = make_block(*arguments), backend_of(dout)
+    block = make_block(*arguments)
     # Hooks on what was saved may return it in other strides, and at other addresses.
     saved = Saved(*map(_as_made, (preact, up_rows, down_rows)))
     act_scales, bias_scales, adapters, schedule, row_to_slot, slot_to_row = map(
         _as_made, (act_scales, bias_scales, adapters, schedule, row_to_slot, slot_to_row)
     )
-    with on_device(dout):
-        num_rows = dout.shape[0] if row_to_slot is None else row_to_slot.shape[0]
-        top_k = 0 if row_to_slot is None else act_scales.shape[1]
-        quantizes = kernels.quantizes(block, dout, num_rows, trains=True)
-        if row_to_slot is None:
-            rows = kernels.split_rows(schedule, block.num_experts, num_rows, dout.dtype, quantizes)
-        else:
-            block_m = choose_block_m(slot_to_row.shape[0], block.num_experts, dout.dtype, quantizes)
-            rows = Rows(schedule, block.num_experts, num_rows, block_m, top_k, row_to_slot, slot_to_row)
-        return pipeline.backward(
-            kernels, block, dout, x, rows._replace(adapters=adapters), act_scales, bias_scales, saved, Needs(*needs),
-            overwrite,
-        )  # fmt: skip
+    num_rows = dout.shape[0] if row_to_slot is None else row_to_slot.shape[0]
+    quantizes = kernels.quantizes(block, dout, num_rows, trains=True)
+    if row_to_slot is None:
+        rows = kernels.split_rows(schedule, block.num_experts, num_rows, dout.dtype, quantizes)
+    else:
+        block_m = choose_block_m(slot_to_row.shape[0], block.num_experts, dout.dtype, quantizes)
+        _, top_k = act_scales.shape
+        rows = Rows(schedule, block.num_experts, num_rows, block_m, top_k, row_to_slot, slot_to_row)
+    return pipeline.backward(
+        kernels, block, dout, x, rows._replace(adapters=adapters), act_scales, bias_scales, saved, Needs(*needs),
+        overwrite,
+    )  # fmt: skip
 
 
 def _as_made(tensor: Optional[Tensor]) -> Optional[Tensor]:

@@ -5,23 +5,17 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from .backends import backend_of
 from .block_scaled import Weight, as_weight, check_scaled, parts_of
 from .common import checks
-from .common.autograd import (
-    define_differentiable_op,
-    define_op,
-    once_differentiable,
-    refuse_forward_mode,
-    where_needed,
-)
-from .common.device import device_type, on_device
+from .common.autograd import once_differentiable, refuse_forward_mode, where_needed
+from .common.device import device_type
 from .common.numbers import wide_dtype
 from .operands import LoRA, check_loras, grad_of_a, project, project_backward
+from .registration import define_differentiable_op, define_op
 from .rows import schedule_size, unit_rows
 from .splits import Splits, as_splits
 
-# The functions of ops below have the arguments, and these the types, of their schemas.
+# The functions of ops below have the arguments, and these the types, of their schemas; first of all the backend.
 _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor splits, Tensor? bias, Tensor? bias_scales, Tensor? a, Tensor? b, Tensor? adapters,"
     " Tensor? weight_scale, int[]? block, float scaling, bool transposed"
@@ -29,20 +23,19 @@ _ARGUMENTS = (
 
 
 def _forward(
-    x, weight, splits, bias, bias_scales, a, b, adapters, weight_scale, block, scaling, transposed
+    kernels, x, weight, splits, bias, bias_scales, a, b, adapters, weight_scale, block, scaling, transposed
 ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
     """(y, the schedule of its rows, which a backward takes as splits, x projected on the ranks of a LoRA or None)."""
-    kernels, x = backend_of(x), unit_rows(x)
-    with on_device(x):
-        rows = kernels.split_rows(splits, weight.shape[0], x.shape[0], x.dtype)
-        low_rank = projected = None
-        if a is not None:
-            rows = rows._replace(adapters=adapters)
-            low_rank, projected = project(kernels, LoRA(a, b, scaling), x, rows)
-        y = kernels.gemm(
-            x, as_weight(weight, weight_scale, block), rows, transposed=transposed, bias=bias, scales=bias_scales,
-            zero_rest=True, low_rank=low_rank, quantizes=weight_scale is not None,
-        )  # fmt: skip
+    x = unit_rows(x)
+    rows = kernels.split_rows(splits, weight.shape[0], x.shape[0], x.dtype)
+    low_rank = projected = None
+    if a is not None:
+        rows = rows._replace(adapters=adapters)
+        low_rank, projected = project(kernels, LoRA(a, b, scaling), x, rows)
+    y = kernels.gemm(
+        x, as_weight(weight, weight_scale, block), rows, transposed=transposed, bias=bias, scales=bias_scales,
+        zero_rest=True, low_rank=low_rank, quantizes=weight_scale is not None,
+    )  # fmt: skip
     return y, rows.schedule, projected
 
 
@@ -53,32 +46,31 @@ def _forward_fake(x, weight, splits, bias, bias_scales, a, b, adapters, weight_s
 
 
 def _backward(
-    dy, x, weight, splits, a, b, adapters, projected, weight_scale, block, scaling, transposed, needs
+    kernels, dy, x, weight, splits, a, b, adapters, projected, weight_scale, block, scaling, transposed, needs
 ) -> Tuple[Optional[Tensor], ...]:
     """The gradients of x, weight, a and b, None where not asked for.
 
     splits: also the schedule of the forward. x: for the gradients of weight and a alone, projected: for that of b.
     """
-    kernels, dy = backend_of(dy), unit_rows(dy)
     needs_x, needs_weight, needs_a, needs_b = needs
     dx = dweight = da = db = low_rank = None
-    with on_device(dy):
-        rows = kernels.split_rows(splits, weight.shape[0], dy.shape[0], dy.dtype)
-        if a is not None:
-            adapters = None if adapters is None else adapters.contiguous()  # hooks on saved tensors may change strides
-            rows, lora = rows._replace(adapters=adapters), LoRA(a, b, scaling)
-            if needs_x or needs_a or needs_b:
-                low_rank, db = project_backward(kernels, lora, dy, rows, projected.contiguous() if needs_b else None)
-        if needs_x:
-            dx = kernels.gemm(
-                dy, as_weight(weight, weight_scale, block), rows, transposed=not transposed, zero_rest=True,
-                low_rank=low_rank, quantizes=weight_scale is not None,
-            )  # fmt: skip
-        if needs_weight:
-            dweight = torch.empty_like(weight)
-            kernels.wgrad(dy, x, rows, dweight.transpose(1, 2) if transposed else dweight)
-        if needs_a:
-            da = grad_of_a(kernels, lora, low_rank, x, rows)
+    dy = unit_rows(dy)
+    rows = kernels.split_rows(splits, weight.shape[0], dy.shape[0], dy.dtype)
+    if a is not None:
+        adapters = None if adapters is None else adapters.contiguous()  # hooks on saved tensors may change strides
+        rows, lora = rows._replace(adapters=adapters), LoRA(a, b, scaling)
+        if needs_x or needs_a or needs_b:
+            low_rank, db = project_backward(kernels, lora, dy, rows, projected.contiguous() if needs_b else None)
+    if needs_x:
+        dx = kernels.gemm(
+            dy, as_weight(weight, weight_scale, block), rows, transposed=not transposed, zero_rest=True,
+            low_rank=low_rank, quantizes=weight_scale is not None,
+        )  # fmt: skip
+    if needs_weight:
+        dweight = torch.empty_like(weight)
+        kernels.wgrad(dy, x, rows, dweight.transpose(1, 2) if transposed else dweight)
+    if needs_a:
+        da = grad_of_a(kernels, lora, low_rank, x, rows)
     return dx, dweight, da, db
 
 
@@ -89,21 +81,21 @@ def _backward_fake(dy, x, weight, splits, a, b, adapters, projected, weight_scal
     return dx, torch.empty_like(weight) if needs_weight else None, *factors
 
 
-def _bias_backward(dy, splits, num_groups, bias, scales, needs_bias) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+def _bias_backward(
+    kernels, dy, splits, num_groups, bias, scales, needs_bias
+) -> Tuple[Optional[Tensor], Optional[Tensor]]:
     """The gradients of bias, None if not asked for, and of its scales, None without a bias.
 
     splits: also the schedule of the forward. bias: for the gradient of its scales alone.
     """
-    kernels, dy = backend_of(dy), unit_rows(dy)
     dbias, dscales = _bias_backward_fake(dy, splits, num_groups, bias, scales, needs_bias)
-    with on_device(dy):
-        rows = kernels.split_rows(splits, num_groups, dy.shape[0], dy.dtype)
-        scales, dots = None if scales is None else scales.contiguous(), None
-        if bias is not None:
-            dots = dy.new_empty((kernels.num_bias_dots(dy.shape[1]), dy.shape[0]), dtype=wide_dtype(dy.dtype))
-        kernels.bias_grads(dy, rows, scales, bias, dbias, dots)
-        if bias is not None:
-            kernels.sum_dots(dots, rows, dscales)
+    rows = kernels.split_rows(splits, num_groups, dy.shape[0], dy.dtype)
+    scales, dots = None if scales is None else scales.contiguous(), None
+    if bias is not None:
+        dots = dy.new_empty((kernels.num_bias_dots(dy.shape[1]), dy.shape[0]), dtype=wide_dtype(dy.dtype))
+    kernels.bias_grads(unit_rows(dy), rows, scales, bias, dbias, dots)
+    if bias is not None:
+        kernels.sum_dots(dots, rows, dscales)
     return dbias, dscales
 
 

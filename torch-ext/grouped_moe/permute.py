@@ -1,32 +1,30 @@
 """From token order to expert order and back: `gather_rows` and `combine_rows`."""
 
+from types import ModuleType
 from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from .backends import backend_of
 from .common import checks
-from .common.autograd import define_differentiable_op, define_op, once_differentiable, refuse_forward_mode, where_needed
-from .common.device import on_device
+from .common.autograd import once_differentiable, refuse_forward_mode, where_needed
+from .registration import define_differentiable_op, define_op
 from .routing import Routing, rows_of
 
 # In the schema of ops: the arguments of `rows_of`.
 _ROUTING = "Tensor expert_offsets, Tensor row_to_slot, Tensor slot_to_row, int top_k"
 
 
-def _gather(x: Tensor, *routing: object) -> Tensor:
-    with on_device(x):
-        return backend_of(x).gather_rows(x, rows_of(*routing))
+def _gather(kernels: ModuleType, x: Tensor, *routing: object) -> Tensor:
+    return kernels.gather_rows(x, rows_of(*routing))
 
 
 def _gather_fake(x, expert_offsets, row_to_slot, slot_to_row, top_k):
     return x.new_empty((row_to_slot.shape[0], x.shape[1]))
 
 
-def _combine(y: Tensor, weights: Optional[Tensor], *routing: object) -> Tensor:
-    with on_device(y):
-        return backend_of(y).combine(y.contiguous(), weights, rows_of(*routing))
+def _combine(kernels: ModuleType, y: Tensor, weights: Optional[Tensor], *routing: object) -> Tensor:
+    return kernels.combine(y.contiguous(), weights, rows_of(*routing))
 
 
 def _combine_fake(y, weights, expert_offsets, row_to_slot, slot_to_row, top_k):
@@ -34,12 +32,11 @@ def _combine_fake(y, weights, expert_offsets, row_to_slot, slot_to_row, top_k):
 
 
 def _combine_backward(
-    dout: Tensor, y: Optional[Tensor], weights: Tensor, *routing_and_needs: object
+    kernels: ModuleType, dout: Tensor, y: Optional[Tensor], weights: Tensor, *routing_and_needs: object
 ) -> Tuple[Optional[Tensor], Optional[Tensor]]:
     """(dy, dweights), None where not needed. dweights is made if y is given."""
     *routing, needs_dy = routing_and_needs
-    with on_device(dout):
-        return backend_of(dout).combine_grad(dout, y, weights.contiguous(), rows_of(*routing), needs_dy)
+    return kernels.combine_grad(dout, y, weights.contiguous(), rows_of(*routing), needs_dy)
 
 
 def _combine_backward_fake(dout, y, weights, expert_offsets, row_to_slot, slot_to_row, top_k, needs_dy):

@@ -5,11 +5,9 @@ from typing import NamedTuple, Tuple
 import torch
 from torch import Tensor
 
-from .backends import backend_of
-from .common.autograd import define_op
-from .common.device import on_device
 from .packed import WORD, PackedRow
 from .permute import sum_rows
+from .registration import define_op
 
 TOO_MANY = -1  # the id in the places of a rank that has more tokens than there may be
 
@@ -27,12 +25,11 @@ class Plan(NamedTuple):
     dropped: Tensor
 
 
-def _send(x, weights, ids, num_local, ranks, capacity, empty) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+def _send(kernels, x, weights, ids, num_local, ranks, capacity, empty) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """(rows, *Plan)"""
-    with on_device(x):
-        kernels, weights, ids = backend_of(x), weights.contiguous(), ids.contiguous()
-        plan = kernels.plan_exchange(ids, num_local, ranks, capacity)
-        return kernels.pack_rows(x, weights, ids, plan[0], num_local, capacity, empty), *plan
+    weights, ids = weights.contiguous(), ids.contiguous()
+    source, *rest = kernels.plan_exchange(ids, num_local, ranks, capacity)
+    return kernels.pack_rows(x, weights, ids, source, num_local, capacity, empty), source, *rest
 
 
 def _send_fake(x, weights, ids, num_local, ranks, capacity, empty):
@@ -41,26 +38,15 @@ def _send_fake(x, weights, ids, num_local, ranks, capacity, empty):
     return ids.new_empty((ranks * capacity, words), dtype=torch.int64), *plan
 
 
-def _receive(rows, capacity, *row) -> Tuple[Tensor, Tensor, Tensor]:
+def _receive(kernels, rows, capacity, *row) -> Tuple[Tensor, Tensor, Tensor]:
     """(weights, ids, fits)"""
-    with on_device(rows):
-        return backend_of(rows).unpack_rows(rows, PackedRow(*row), capacity, TOO_MANY)
+    return kernels.unpack_rows(rows, PackedRow(*row), capacity, TOO_MANY)
 
 
 def _receive_fake(rows, capacity, *row):
     row, places = PackedRow(*row), rows.shape[0]
     weights = rows.new_empty((places, row.top_k), dtype=row.weights_dtype)
     return weights, rows.new_empty((places, row.top_k)), rows.new_empty((), dtype=torch.int32)
-
-
-def _place(x, source) -> Tensor:
-    with on_device(x):
-        return backend_of(x).place_rows(x, source.contiguous())
-
-
-def _take(values, places) -> Tensor:
-    with on_device(values):
-        return backend_of(values).take_slots(values.contiguous(), places.contiguous())
 
 
 send = define_op(
@@ -78,13 +64,17 @@ receive = define_op(
     _receive_fake,
 )
 place_rows = define_op(
-    "exchange_place_rows", "(Tensor x, Tensor source) -> Tensor", _place,
+    "exchange_place_rows",
+    "(Tensor x, Tensor source) -> Tensor",
+    lambda kernels, x, source: kernels.place_rows(x, source.contiguous()),
     lambda x, source: x.new_empty((source.shape[0], x.shape[1])),
-)  # fmt: skip
+)
 take_slots = define_op(
-    "exchange_take_slots", "(Tensor values, Tensor places) -> Tensor", _take,
+    "exchange_take_slots",
+    "(Tensor values, Tensor places) -> Tensor",
+    lambda kernels, values, places: kernels.take_slots(values.contiguous(), places.contiguous()),
     lambda values, places: values.new_empty(places.shape),
-)  # fmt: skip
+)
 
 
 def sum_places(rows: Tensor, places: Tensor) -> Tensor:

@@ -13,15 +13,14 @@ Rows are sorted by expert and, within an expert, by slot (a stable counting sort
 """
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Tuple
 
 import torch
 from torch import Tensor
 
-from .backends import backend_of
-from .common.autograd import define_op
 from .common.checks import check_routing
-from .common.device import on_device
+from .registration import define_op
 from .rows import Rows
 
 
@@ -46,10 +45,9 @@ class Routing:
         return self.expert_offsets.shape[0] - 1
 
 
-def _route(top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor]:
+def _route(kernels: ModuleType, top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor]:
     """(expert_offsets, row_to_slot, slot_to_row)"""
-    with on_device(top_k_index):
-        rows = backend_of(top_k_index).route(top_k_index, num_experts, torch.float32)
+    rows = kernels.route(top_k_index, num_experts, torch.float32)
     return rows.group_offsets.clone(), rows.row_to_slot, rows.slot_to_row
 
 

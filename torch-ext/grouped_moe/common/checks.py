@@ -200,11 +200,11 @@ def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed, sca
 def check_choices(x, top_k_index, top_k_weights) -> None:
     """Raises TypeError or ValueError that names what of the slots of x, the hidden states, is at fault."""
     check_ids(top_k_index)
-    check_tensor("top_k_weights", top_k_weights)
-    check_slots(x, top_k_index, top_k_weights)
-    for name, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
-        check_device(name, tensor, x.device, "hidden_states")
-    check_compute_dtype("top_k_weights", top_k_weights)
+    if top_k_index.shape[0] != x.shape[0]:
+        raise wrong_shape("top_k_index", top_k_index, (x.shape[0], None), "(T, top_k)")
+    device, owner = x.device, "hidden_states"
+    check_device("top_k_index", top_k_index, device, owner)
+    check_operand("top_k_weights", top_k_weights, top_k_index.shape, "(T, top_k)", device, None, owner)
 
 
 def check_slots(x, top_k_index, top_k_weights) -> None:

@@ -96,9 +96,12 @@ def spec_of(tensor: torch.Tensor) -> DeviceSpec:
 
 
 def on_device(tensor: torch.Tensor):
-    """Context in which launches go to the device that holds `tensor`, which may not be the current one."""
+    """Context in which launches go to the device that holds `tensor`, which may not be the current one.
+
+    On a CPU nothing is cast in it: operands have their dtype already, and sums are meant to be wide.
+    """
     if tensor.is_cpu:
-        return _ALREADY_THERE
+        return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else _ALREADY_THERE
     device, backend = tensor.device, torch.cuda if tensor.is_cuda else torch.xpu
     if device not in _thread.devices:
         # Descriptors of the tensor memory accelerator need a context in the thread, which any kernel of PyTorch makes.

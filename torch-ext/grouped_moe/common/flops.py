@@ -51,7 +51,7 @@ def _linear_backward(dy: Shape, _x, weight: Shape, _splits, a: Shape, b: Shape, 
     return 2 * dy[0] * (products + needs_weight * weight + needs_a * a + needs_b * b)
 
 
-def _accumulate_wgrad(dws: Sequence[Shape], dy: Shape, *_, **__) -> int:
+def _accumulate_wgrad(dy: Shape, _x, _splits, _num_groups, dws: Sequence[Shape], *_, **__) -> int:
     return 2 * dy[0] * prod(dws[0][-2:]) if dws else 0
 
 

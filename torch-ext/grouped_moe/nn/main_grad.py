@@ -1,16 +1,16 @@
 """Weight gradients that take another way than autograd's: into `main_grad`, as Megatron-LM has it, or later."""
 
 from operator import attrgetter
+from types import ModuleType
 from typing import Callable, Deque, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 from .._ops import ops
-from ..backends import backend_of
 from ..common import _compat, checks
-from ..common.autograd import define_op, once_differentiable
-from ..common.device import on_device
+from ..common.autograd import once_differentiable
+from ..registration import define_op
 from ..rows import unit_rows
 from .packing import as_one, unchanged
 
@@ -86,29 +86,27 @@ def mark_added(weights: Sequence[Tensor]) -> None:
 
 
 def _accumulate_wgrad(
-    dws: Sequence[Tensor], dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, groups: Optional[Sequence[int]],
-    overwrite: Sequence[bool],
+    kernels: ModuleType, dy: Tensor, x: Tensor, splits: Tensor, num_groups: int, dws: Sequence[Tensor],
+    groups: Optional[Sequence[int]], overwrite: Sequence[bool],
 ) -> None:  # fmt: skip
     """Adds dY_g^T X_g to dws[i] (N, K) for g = groups[i], or overwrites it; to dws[0] (G, N, K) without groups."""
     torch.autograd.graph.increment_version(dws)
     whole = dws[0] if groups is None else None
     if groups is not None and len(dws) == num_groups and len(set(overwrite)) == 1:
         whole = as_one(dws)
-    kernels = backend_of(dy)
-    with on_device(dy):
-        rows = kernels.split_rows(splits, num_groups, dy.shape[0], dy.dtype)
-        if whole is not None:
-            kernels.wgrad(dy, x, rows, whole, accumulate=not overwrite[0])
-            return
-        dy, x = unit_rows(dy), unit_rows(x)
-        for dw, group, replace in zip(dws, groups, overwrite):
-            alone = rows._replace(schedule=rows.schedule[group:], num_groups=1)
-            kernels.wgrad(dy, x, alone, dw[None], accumulate=not replace)
+    rows = kernels.split_rows(splits, num_groups, dy.shape[0], dy.dtype)
+    if whole is not None:
+        kernels.wgrad(dy, x, rows, whole, accumulate=not overwrite[0])
+        return
+    dy, x = unit_rows(dy), unit_rows(x)
+    for dw, group, replace in zip(dws, groups, overwrite):
+        alone = rows._replace(schedule=rows.schedule[group:], num_groups=1)
+        kernels.wgrad(dy, x, alone, dw[None], accumulate=not replace)
 
 
 define_op(
     "accumulate_wgrad",
-    "(Tensor(a!)[] dws, Tensor dy, Tensor x, Tensor splits, SymInt num_groups, int[]? groups, bool[] overwrite) -> ()",
+    "(Tensor dy, Tensor x, Tensor splits, SymInt num_groups, Tensor(a!)[] dws, int[]? groups, bool[] overwrite) -> ()",
     _accumulate_wgrad,
     lambda *_: None,
 )
@@ -129,7 +127,7 @@ def accumulate(
         for i, weight in enumerate(wanted.weights):
             overwrite[i] = overwrite[i] and id(weight) not in seen
             seen.add(id(weight))
-    ops.accumulate_wgrad.default(buffers, dy, x, splits, wanted.num_groups, wanted.groups, overwrite)
+    ops.accumulate_wgrad.default(dy, x, splits, wanted.num_groups, buffers, wanted.groups, overwrite)
     # Anomaly mode raises for NaN in dummies, too.
     unwritten = torch.compiler.is_compiling() or not torch.is_anomaly_enabled()
     empty = torch.empty_like if unwritten else torch.zeros_like

@@ -10,7 +10,7 @@ from ...common import activation as act
 from ...common.numbers import wide_dtype
 from ...operands import LowRank
 from ...rows import Rows
-from .linear import in_its_dtype, products, scales_of
+from .linear import products, scales_of
 
 _CHUNK = 256  # rows per elementwise pass: its temporaries stay in the cache
 
@@ -22,7 +22,6 @@ def _chunks(rows: Rows) -> Iterator[Tuple[int, int]]:
         yield start, min(start + _CHUNK, end)
 
 
-@in_its_dtype
 def up_proj(
     block: Block, x: Tensor, rows: Rows, scales: Optional[Tensor], *, save: bool, activate: bool,
     low_rank: Optional[LowRank] = None,
@@ -43,7 +42,6 @@ def up_proj(
     return preact if save else None, activated
 
 
-@in_its_dtype
 def down_dgrad(
     block: Block, dout: Tensor, rows: Rows, scales: Optional[Tensor], preact: Tensor, needs: Needs, *,
     more_dots: int = 0, overwrite: bool = False, low_rank: Optional[LowRank] = None,

@@ -1,10 +1,6 @@
-"""Products and sums over the rows of each group on the CPU: one GEMM per group that has rows.
+"""Products and sums over the rows of each group on the CPU: one GEMM per group that has rows."""
 
-`in_its_dtype` keeps autocast away: operands have their dtype already, and sums are meant to be wide.
-"""
-
-import functools
-from typing import Callable, Iterator, List, Optional, Tuple
+from typing import Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -13,17 +9,6 @@ from ...block_scaled import BlockScaled, Weight
 from ...common.numbers import wide_dtype
 from ...operands import LowRank, pad_rank
 from ...rows import Rows
-
-
-def in_its_dtype(function: Callable) -> Callable:
-    """Runs a function outside of autocast. (`torch.autocast` as a decorator would hold the state of all threads.)"""
-
-    @functools.wraps(function)
-    def plain(*args, **kwargs):
-        with torch.autocast("cpu", enabled=False):
-            return function(*args, **kwargs)
-
-    return plain
 
 
 def groups_with_rows(rows: Rows) -> Iterator[Tuple[int, int, int]]:
@@ -79,7 +64,6 @@ def products(
     return y
 
 
-@in_its_dtype
 def gemm(
     x: Tensor, weight: Weight, rows: Rows, *, transposed: bool = False, bias: Optional[Tensor] = None,
     scales: Optional[Tensor] = None, zero_rest: bool = False, low_rank: Optional[LowRank] = None,
@@ -98,7 +82,6 @@ def pack_factor(factor: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
     return factor
 
 
-@in_its_dtype
 def project(
     x: Tensor, factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool = False,
     scales: Optional[Tensor] = None,
@@ -121,7 +104,6 @@ def project(
     return z, scaled
 
 
-@in_its_dtype
 def wgrad(
     lhs: Tensor, rhs: Tensor, rows: Rows, out: Tensor, *, lhs_of_tokens: bool = False, rhs_of_tokens: bool = False,
     accumulate: bool = False,
@@ -157,7 +139,6 @@ def num_bias_dots(n: int) -> int:
     return 1
 
 
-@in_its_dtype
 def bias_grads(
     dy: Tensor, rows: Rows, scales: Optional[Tensor], bias: Optional[Tensor], dbias: Optional[Tensor],
     dots: Optional[Tensor], accumulate: bool = False,

@@ -29,14 +29,13 @@ def _make_rows(
     kernels: ModuleType, index: Tensor, block: Block, x: Tensor, adapters: Optional[Tensor], trains: bool
 ) -> Rows:
     """The rows of all products. trains: a backward follows, which has the same tiles."""
-    (num_rows, num_experts), routed = (x.shape[0], block.num_experts), index.dim() == 2
-    if routed:
-        num_rows = block.num_rows(index.numel())
+    routed = index.dim() == 2
+    num_rows = block.num_rows(index.numel()) if routed else x.shape[0]
     quantizes = kernels.quantizes(block, x, num_rows, trains)
     if routed:
-        rows = kernels.route(index, num_experts, x.dtype, block.capacity, quantizes)
+        rows = kernels.route(index, block.num_experts, x.dtype, block.capacity, quantizes)
     else:
-        rows = kernels.split_rows(index, num_experts, num_rows, x.dtype, quantizes)
+        rows = kernels.split_rows(index, block.num_experts, num_rows, x.dtype, quantizes)
     return rows if adapters is None else rows._replace(adapters=adapters)
 
 

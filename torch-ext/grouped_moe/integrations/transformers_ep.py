@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from .. import exchange
 from ..common.autograd import refuse_forward_mode
 from ..common.checks import check_capacity, check_slots
-from ..common.numbers import EXACT, as_fraction
+from ..common.numbers import MAX_DENOMINATOR, as_fraction
 from ..operands import LoRA
 from ..places import TOO_MANY
 from .peft import take
@@ -53,8 +53,8 @@ class Limits(NamedTuple):
         places, of_tokens = numerator * min(top_k, ranks), denominator * ranks
         if places >= of_tokens:
             return max(1, tokens)
-        if places * EXACT < of_tokens:
-            places, of_tokens = 1, EXACT
+        if places * MAX_DENOMINATOR < of_tokens:
+            places, of_tokens = 1, MAX_DENOMINATOR
         return max(1, -(-tokens * places // of_tokens))
 
 

@@ -273,10 +273,10 @@ def _experts_layer(
     def choice(num_tokens: int) -> Hashable:
         slots = num_tokens * top_k
         rows = num_rows(slots)
-        # The native op takes calls without gradients, and compiles nothing.
-        by_op = IS_BUILT and (groups_slots(num_tokens, top_k, e, scaled), takes_slots(slots, spec_of(up).num_sms))
-        few = heuristic.decode_pays(num_tokens, top_k, up, down), by_op, launches_of(slots), rows < slots
-        return *few, bool(loras) and rows >= e, products(rows, slots)  # `pack_factor` copies factors
+        # Native ops, which compile nothing, take few tokens without gradients, and route.
+        by_ops = IS_BUILT and (groups_slots(num_tokens, top_k, e, scaled), takes_slots(slots, spec_of(up).num_sms))
+        routes = heuristic.decode_pays(num_tokens, top_k, up, down), by_ops, launches_of(slots), rows < slots
+        return *routes, bool(loras) and rows >= e, products(rows, slots)  # `pack_factor` copies factors
 
     def run(num_tokens: int) -> None:
         twin, generator = _twin(module, module.__dict__), torch.Generator(up.device).manual_seed(0)

@@ -15,7 +15,8 @@ from .registration import define_differentiable_op, define_op
 from .rows import schedule_size, unit_rows
 from .splits import Splits, as_splits
 
-# The functions of ops below have the arguments, and these the types, of their schemas; first of all the backend.
+# The functions of ops below have the arguments, and these the types, of their schemas; implementations have the backend
+# before them.
 _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor splits, Tensor? bias, Tensor? bias_scales, Tensor? a, Tensor? b, Tensor? adapters,"
     " Tensor? weight_scale, int[]? block, float scaling, bool transposed"

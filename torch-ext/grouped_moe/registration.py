@@ -5,8 +5,8 @@ backward needs, and those of the backward. The first decides whether autograd re
 `torch.library.register_autograd` a recorded call takes the host 58 us, so registered 17.) Those others refuse to be
 differentiated: nothing but a decomposed program calls them where autograd would record it.
 
-Implementations are called with the backend of their first tensor, then the op's arguments, on the device of that tensor
-and without autocast.
+Implementations are called with the backend of their first tensor, then the op's arguments, on the device of that
+tensor; on a CPU, where they are made of torch's own products, without autocast.
 """
 
 from typing import Callable

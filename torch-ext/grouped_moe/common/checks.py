@@ -198,7 +198,7 @@ def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed, sca
 
 
 def check_choices(x, top_k_index, top_k_weights) -> None:
-    """Raises TypeError or ValueError that names what of the slots of x, the hidden states, is at fault."""
+    """Raises TypeError or ValueError that names which choice of experts for x, the hidden states, is at fault."""
     check_ids(top_k_index)
     if top_k_index.shape[0] != x.shape[0]:
         raise wrong_shape("top_k_index", top_k_index, (x.shape[0], None), "(T, top_k)")

@@ -8,5 +8,6 @@ Compile-time values that belong together come as one NamedTuple, which the launc
     SCALES   `block_scaled.ScaleBlocks`
     FACTOR   `low_rank.Factor`
     OPTIONS  `activation.Options`
-Their fields are plain values: a string or None can't be handed on by itself, nor a number to `static_range`.
+In a kernel their fields are plain values, no constexprs. So device functions take the whole tuple where they need a
+string, or what may be None, and `static_range` takes a field that was assigned to a constexpr before.
 """

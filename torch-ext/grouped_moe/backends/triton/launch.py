@@ -141,7 +141,8 @@ class Launcher:
         up_proj     block, x, low_rank, scales, preact, act, rows
         down_dgrad  block, dout, low_rank, scales, preact, dpreact, act, dots, rows
         wgrad       lhs, rhs, out, rows
-    constants: the constexprs besides the tiling. columns: of the result. path: how the log calls the kernel.
+    constants: the constexprs besides TILING, and STAGES in Gluon, else BLOCK_N. columns: of the result. path: how the
+    log calls the kernel.
     """
 
     gluon = False  # whether the kernel is in Gluon

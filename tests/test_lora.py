@@ -290,10 +290,10 @@ def test_opcheck(grouped_moe, module, device, pairs, recompute):
     loras = arguments.get("gate_up_lora"), arguments.get("down_lora")
     x, ids, scales, *weights, dout = with_leaves(inputs)
     named = [t if t is None else t.requires_grad_() for t in block.factors_of(*loras)]
-    flags, silu = (True, False, False, recompute), grouped_moe.Activation("silu")
     x, index, weights, kind = block.check_and_pack(
-        "x", x, *weights, *loras, arguments.get("adapter_index"), silu, *flags
-    )
+        "x", x, *weights, *loras, arguments.get("adapter_index"), grouped_moe.Activation("silu"),
+        gated=True, interleaved=False, transposed=False, recompute=recompute,
+    )  # fmt: skip
     given = x, ids, scales, None, index, *weights, *kind, None
     torch.library.opcheck(ops.experts.default, given)
     frozen = [t.detach() if isinstance(t, torch.Tensor) else t for t in given]

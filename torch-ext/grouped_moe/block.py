@@ -66,16 +66,15 @@ class Block(NamedTuple):
 def check_and_pack(
     owner: str, x: Tensor, gate_up_proj: Weight, down_proj: Weight, gate_up_proj_bias: Optional[Tensor],
     down_proj_bias: Optional[Tensor], gate_up_lora: Optional[LoRA], down_lora: Optional[LoRA],
-    adapter_index: Optional[Tensor], activation: Activation, *flags: bool,
+    adapter_index: Optional[Tensor], activation: Activation, *, gated: bool, interleaved: bool, transposed: bool,
+    recompute: bool,
 ) -> Tuple[Tensor, Optional[Tensor], List[Optional[Tensor]], Tuple[Any, ...]]:  # fmt: skip
     """What a public function was given as arguments of ops: x, the adapters, and `BLOCK_SCHEMA` but capacity.
 
-    The last is in two parts, tensors and the rest. owner: what the function calls x. flags: gated, interleaved,
-    transposed and recompute. Casts as autocast does. Raises TypeError or ValueError that names the argument.
-    Scalings of LoRAs are among the activation's parameters. A limit of 0 stands for none: AOTInductor cannot load a
-    program with an infinite one.
+    The last is in two parts, tensors and the rest. Scalings of LoRAs are among the activation's parameters. A limit of
+    0 stands for none: AOTInductor cannot load a program with an infinite one.
+    owner: what the function calls x. Casts as autocast does. Raises TypeError or ValueError that names the argument.
     """
-    gated, _, transposed, _ = flags
     checks.check_tensor(owner, x)
     dtype = checks.autocast_dtype(device_type(x))
     x = checks.autocast(x, dtype)
@@ -95,7 +94,8 @@ def check_and_pack(
     name, alpha, limit, up_offset = activation
     scalings = [0.0 if lora is None else float(lora.scaling) for lora in (gate_up_lora, down_lora)]
     parameters = [float(alpha), 0.0 if limit is None else float(limit), float(up_offset), *scalings]
-    return x, adapters, weights, (name, parameters, [int(flag) for flag in flags], [*up_block, *down_block])
+    flags = [int(flag) for flag in (gated, interleaved, transposed, recompute)]
+    return x, adapters, weights, (name, parameters, flags, [*up_block, *down_block])
 
 
 def factors_of(*loras: Optional[LoRA]) -> List[Optional[Tensor]]:

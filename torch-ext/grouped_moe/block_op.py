@@ -13,8 +13,7 @@ from torch import Tensor
 
 from . import pipeline
 from .block import BLOCK_SCHEMA, Block, Grads, Needs, Saved, fake_grads, make_block
-from .common import autograd
-from .common.autograd import once_differentiable
+from .common.autograd import is_plain, mark_as_own, once_differentiable, take_over, where_needed
 from .registration import define_differentiable_op, define_op
 from .rows import Rows, schedule_size
 from .tuning.heuristic import choose_block_m
@@ -163,7 +162,7 @@ class _Experts(torch.autograd.Function):
         out, preact, up_rows, down_rows, schedule, *maps = _run_forward(*inputs, needs.preact or needs.down_b)
         ctx.set_materialize_grads(False)
         ctx.kind = kind
-        autograd.mark_as_own(preact)
+        mark_as_own(preact)
         reads_x = needs.up or needs.up_a or (recompute and needs.preact)
         maps = maps if index.dim() == 2 else (None, None)
         ctx.save_for_backward(
@@ -181,9 +180,9 @@ class _Experts(torch.autograd.Function):
         *tensors, preact, up_rows, down_rows, schedule, row_to_slot, slot_to_row = saved
         made_by_forward = preact, up_rows, down_rows, schedule, row_to_slot, slot_to_row
         arguments = dout, *tensors, *ctx.kind, *made_by_forward, list(ctx.needs)
-        overwrites = ctx.needs.preact and autograd.is_plain(dout) and autograd.take_over(preact)
+        overwrites = ctx.needs.preact and is_plain(dout) and take_over(preact)
         grads = (_run_backward_overwriting if overwrites else _run_backward)(*arguments)
-        dx, d_act_scales, d_bias_scales, *dweights = autograd.where_needed(grads, ctx.needs)
+        dx, d_act_scales, d_bias_scales, *dweights = where_needed(grads, ctx.needs)
         return (dx, None, d_act_scales, d_bias_scales, None, *dweights) + (None,) * (_NUM_SCALES + _NUM_KINDS)
 
 

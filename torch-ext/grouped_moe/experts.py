@@ -87,7 +87,8 @@ def grouped_mm_experts(
         raise ValueError(f"{missing}: expected with the other bias; a gated block takes both biases or none")
     x, adapters, weights, kind = check_and_pack(
         "hidden_states", hidden_states, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, gate_up_lora,
-        down_lora, adapter_index, activation, gated, interleaved, transposed, recompute,
+        down_lora, adapter_index, activation, gated=gated, interleaved=interleaved,
+        transposed=transposed, recompute=recompute,
     )  # fmt: skip
     checks.check_choices(x, top_k_index, top_k_weights)
     refuse_forward_mode("grouped_mm_experts", x, top_k_weights, *weights)

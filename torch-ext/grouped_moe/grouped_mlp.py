@@ -54,7 +54,8 @@ def grouped_mlp(
     activation = as_activation(activation, gated, interleaved)
     x, adapters, weights, kind = check_and_pack(
         "x", x, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, gate_up_lora, down_lora, adapter_index,
-        activation, gated, interleaved, transposed, recompute,
+        activation, gated=gated, interleaved=interleaved,
+        transposed=transposed, recompute=recompute,
     )  # fmt: skip
     scales = {"activation_scales": activation_scales, "bias_scales": bias_scales}
     for name, tensor in scales.items():

@@ -17,7 +17,7 @@ from ._ops import add_op_namespace_prefix, ops
 from .backends import backend_of
 from .common import _compat
 from .common.autograd import PLAIN_TYPES, is_plain, needs_autograd
-from .common.device import on_device
+from .common.device import launch_context
 
 _DECOMPOSED = (
     "grouped_moe: the program was decomposed, so {} has no gradients here: differentiate the exported program before"
@@ -54,7 +54,7 @@ def define_op(name: str, schema: str, implementation: Callable, fake: Callable) 
 
 def _with_backend(implementation: Callable) -> Callable:
     def run(first, *args):
-        with on_device(first):
+        with launch_context(first):
             return implementation(backend_of(first), first, *args)
 
     return run

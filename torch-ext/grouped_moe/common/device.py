@@ -95,10 +95,10 @@ def spec_of(tensor: torch.Tensor) -> DeviceSpec:
     return device_spec(device_type(tensor), tensor.device.index or 0)
 
 
-def on_device(tensor: torch.Tensor):
+def launch_context(tensor: torch.Tensor):
     """Context in which launches go to the device that holds `tensor`, which may not be the current one.
 
-    On a CPU nothing is cast in it: operands have their dtype already, and sums are meant to be wide.
+    On a CPU autocast is off in it: operands have their dtype already, and sums are meant to be wide.
     """
     if tensor.is_cpu:
         return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else _ALREADY_THERE

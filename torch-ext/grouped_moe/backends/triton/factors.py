@@ -9,6 +9,7 @@ from ...operands import FactorLayout, layout_of
 from ...rows import Rows
 from ..kernels.factors import pack_factor_kernel
 from .launch import Kernel
+from .low_rank import factor_of
 
 _BLOCK_E, _BLOCK_NR = 32, 128  # experts, and numbers of each
 
@@ -33,9 +34,5 @@ def pack_factor(factor: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=None)
 def _kernel(num_experts: int, n: int, layout: FactorLayout) -> Kernel:
-    names = "STRIDE_FE", "STRIDE_FN", "STRIDE_FR"
-    constants = {
-        "NUM_EXPERTS": num_experts, "N": n, "RANK": layout.rank, "R": layout.padded_rank,
-        **dict(zip(names, layout.strides[1:])), "BLOCK_E": _BLOCK_E, "BLOCK_NR": _BLOCK_NR,
-    }  # fmt: skip
-    return Kernel(pack_factor_kernel, constants)
+    blocks = {"BLOCK_E": _BLOCK_E, "BLOCK_NR": _BLOCK_NR}
+    return Kernel(pack_factor_kernel, {"NUM_EXPERTS": num_experts, "N": n, "FACTOR": factor_of(layout), **blocks})

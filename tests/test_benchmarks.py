@@ -8,23 +8,20 @@ import subprocess
 import sys
 from collections import Counter
 
+import compare_builds
+import experts
+import fp8_training
+import linear
+import machine
+import new_shapes
+import problems
 import pytest
+import routing
+import run
+import timing
 import torch
 from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import compare_builds  # noqa: E402
-import experts  # noqa: E402
-import fp8_training  # noqa: E402
-import linear  # noqa: E402
-import machine  # noqa: E402
-import new_shapes  # noqa: E402
-import problems  # noqa: E402
-import routing  # noqa: E402
-import run  # noqa: E402
-import timing  # noqa: E402
-from workload import SMOKE, SMOKE_GPT_OSS, SMOKE_UNGATED, Cell, LinearCell, counts_of, draw_ids, make_inputs  # noqa: E402
+from workload import SMOKE, SMOKE_GPT_OSS, SMOKE_UNGATED, Cell, LinearCell, counts_of, draw_ids, make_inputs
 
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 

@@ -9,18 +9,15 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import build_cuda
+import native_library
 import pytest
 from conftest import ROOT
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 from kernels.backends import CPU, CUDA, XPU, ROCm
 from kernels.variants import _resolve_variant_for_system, parse_variant
 from packaging.version import Version
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-import build_cuda  # noqa: E402
-import native_library  # noqa: E402
-from source_rules import BuildError  # noqa: E402
+from source_rules import BuildError
 
 PACKAGED_NVCC = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", "nvcc")
 needs_compilers = pytest.mark.skipif(

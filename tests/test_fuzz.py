@@ -3,18 +3,13 @@
 import itertools
 import json
 import re
-import sys
 from functools import partial
 
+import fuzz
+import fuzz_cases
 import pytest
 import torch
-from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-import fuzz  # noqa: E402
-import fuzz_cases  # noqa: E402
-from fuzz_roundings import Roundings  # noqa: E402
+from fuzz_roundings import Roundings
 
 SEED = 11  # its first layer is small
 LINE = re.compile(r"^python tools/fuzz\.py (--seed \d+ --only \d+).*$", re.MULTILINE)

@@ -3,16 +3,12 @@
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
+import gpu_suite
 import pytest
 import torch
 from conftest import ROOT, spread_over_gpus
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-import gpu_suite  # noqa: E402
 
 KERNEL, FILE = "hopper_wgrad_kernel", "hopper_wgrad.py"
 STATE = 4096  # where the kernel tells warps their work, in bytes of its own shared memory

@@ -10,13 +10,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import ROOT
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import tune  # noqa: E402
-from workload import QWEN3_30B, SMOKE, SMOKE_GPT_OSS  # noqa: E402
+import tune
+from workload import QWEN3_30B, SMOKE, SMOKE_GPT_OSS
 
 H200 = {"num_sms": 132, "shared_memory": 232448, "hopper": True, "bandwidth": 4917}
 A100 = {"num_sms": 108, "shared_memory": 166912, "wide_tiles": False, "capability": (8, 0)}

@@ -15,13 +15,13 @@ E, H, I, TOKENS, TOP_K, RANK = 8, 64, 48, 20, 2, 3  # noqa: E741
 MODELS = ("qwen3_moe", "gpt_oss", "nemotron_h")  # gated; transposed, interleaved, with biases; without a gate
 ROUTERS = ("gate.weight", "router.weight")
 by_model = pytest.mark.parametrize("name", MODELS)
-# muse_spark has a norm after each expert; the softplus gates are none that the block computes.
+# By kind: the model and attributes. muse_spark has a norm after each expert; the block computes no softplus gates.
 EXPERTS = {
     **{name: (name, {}) for name in (*MODELS, "muse_spark")},
     "softplus": ("qwen3_moe", {"act_fn": nn.Softplus()}),
     "softplus-gpt_oss": ("gpt_oss", {"_apply_gate": lambda rows: nn.functional.softplus(rows[:, ::2]) * rows[:, 1::2]}),
 }
-by_experts = pytest.mark.parametrize("name, attributes", EXPERTS.values(), ids=EXPERTS)
+by_kind = pytest.mark.parametrize("kind", EXPERTS)
 
 
 class Call(NamedTuple):
@@ -59,6 +59,12 @@ def warn_again(ours) -> None:
     assert ours._is_known(False) and ours._is_known(True)
 
 
+def forget_registration(model: nn.Module) -> None:
+    """Makes wrappers peft's own, as they are of a model that peft wrapped before the package was registered."""
+    for wrapper in wrappers(model):
+        wrapper.__class__ = WRAPPER
+
+
 def first_weight(name: str) -> str:
     return "up_proj" if name == "nemotron_h" else "gate_up_proj"
 
@@ -91,12 +97,13 @@ class Holder(nn.Module):
         return self.experts(*args)
 
 
-def make_experts(name: str, device: str, num_experts: int = E, **attributes) -> Holder:
+def make_experts(kind: str, device: str, num_experts: int = E) -> Holder:
     """Experts alone with random weights, in a block. Skips the test where transformers has no such model."""
     import transformers
 
+    name, attributes = EXPERTS[kind]
     modeling = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
-    kind, config, experts, width = {
+    experts_class, config, experts, width = {
         "qwen3_moe": ("Qwen3MoeExperts", "Qwen3MoeConfig", "num_experts", "moe_intermediate_size"),
         "gpt_oss": ("GptOssExperts", "GptOssConfig", "num_local_experts", "intermediate_size"),
         "nemotron_h": ("NemotronHExperts", "NemotronHConfig", "n_routed_experts", "moe_intermediate_size"),
@@ -105,11 +112,15 @@ def make_experts(name: str, device: str, num_experts: int = E, **attributes) -> 
     sizes = {"hidden_size": H, "num_attention_heads": 2, experts: num_experts, width: I}
     if name == "muse_spark":
         sizes["moe_hidden_size"] = H
-    experts = getattr(modeling, kind)(getattr(transformers, config)(**sizes))
-    experts = initialized(experts, device)
+    experts = initialized(getattr(modeling, experts_class)(getattr(transformers, config)(**sizes)), device)
     for attribute, value in attributes.items():
         setattr(experts, attribute, value)
     return Holder(experts).to(device)
+
+
+def make_adapted(kind: str, device: str, targets: Optional[List[str]] = None, **options) -> tuple:
+    """(experts alone under peft, inputs)."""
+    return add_lora(make_experts(kind, device), kind, targets, **options), make_inputs(device)
 
 
 def set_implementation(model: nn.Module, implementation: str) -> None:
@@ -159,6 +170,12 @@ def assert_close(got: Dict[str, Tensor], want: Dict[str, Tensor], tolerance: flo
 
 def assert_near(got: Tensor, want: Tensor) -> None:
     assert_close({"out": got}, {"out": want})
+
+
+def assert_runs_as_eager(model: nn.Module, inputs: tuple, implementation: str) -> None:
+    """Output and gradients are those of the model's own eager forward, which runs before."""
+    want = run(model, inputs, "eager")
+    assert_close(run(model, inputs, implementation), want)
 
 
 def outputs(model: nn.Module, inputs: tuple, implementation: str) -> Tensor:

@@ -13,18 +13,21 @@ from compare import tolerances
 from packaging.version import Version
 from peft_experts import (
     BOTH,
+    MODELS,
     RANK,
     ROUTERS,
-    WRAPPER,
     E,
     H,
     I,
     add_lora,
     assert_close,
     assert_near,
-    by_experts,
+    assert_runs_as_eager,
+    by_kind,
     by_model,
     errors,
+    forget_registration,
+    make_adapted,
     make_experts,
     make_inputs,
     make_model,
@@ -34,8 +37,7 @@ from peft_experts import (
     run,
     set_implementation,
     train_step,
-    wrappers,
-)  # fmt: skip
+)
 from test_transformers_models import generate
 from torch import nn
 
@@ -64,26 +66,25 @@ def test_models_match_eager(name, way, implementation, calls, device):
     assert way == "compiled" or calls == [BOTH] * len(calls) != []
 
 
-@by_experts
-def test_experts_match_eager(name, attributes, implementation, calls, device):
+@by_kind
+def test_experts_match_eager(kind, implementation, calls, device):
     """Also where the grouped building blocks run."""
-    model, inputs = add_lora(make_experts(name, device, **attributes), name), make_inputs(device)
-    want = run(model, inputs, "eager")
-    assert len(want) == 7
-    assert_close(run(model, inputs, implementation), want)
+    model, inputs = make_adapted(kind, device)
+    assert len(run(model, inputs, "eager")) == 7
+    assert_runs_as_eager(model, inputs, implementation)
     assert calls == [BOTH]
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
-@by_experts
-def test_low_precision(name, attributes, autocast, implementation, device):
+@by_kind
+def test_low_precision(kind, autocast, implementation, device):
     """Errors against fp64, over several draws: where all is in bf16, the block's are no larger than those of eager.
 
     A fifth is room for the scatter, and for the CPU, which rounds a product before it adds the pair's. Under autocast
     peft merges in fp32 and rounds the sum once, where the package rounds weights and factors.
     """
     dtype = torch.float32 if autocast else torch.bfloat16
-    model, draws = add_lora(make_experts(name, device, **attributes).to(dtype), name), 8
+    model, draws = add_lora(make_experts(kind, device).to(dtype), kind), 8
     assert all(p.dtype == torch.float32 for key, p in model.named_parameters() if "lora_" in key)
     wide, ours, theirs = copy.deepcopy(model).double(), {}, {}
     for _ in range(draws):
@@ -95,15 +96,14 @@ def test_low_precision(name, attributes, autocast, implementation, device):
                     found[key] = found.get(key, 0.0) + error / draws
     for key, error in ours.items():
         assert error <= tolerances(torch.bfloat16)[0], (key, error, theirs[key])
-        if not autocast and name != "muse_spark" and not attributes:
+        if not autocast and kind in MODELS:
             assert error <= 1.2 * theirs[key], (key, error, theirs[key])
 
 
-@by_experts
-def test_sentinels(name, attributes, implementation, device):
+@by_kind
+def test_sentinels(kind, implementation, device):
     """As expert parallelism makes them: like slots of weight 0, but that their weights are not read."""
-    model = add_lora(make_experts(name, device, **attributes), name)
-    x, ids, weights, cotangent = make_inputs(device)
+    model, (x, ids, weights, cotangent) = make_adapted(kind, device)
     sentinel = torch.rand(ids.shape, device=device) < 0.5
     want = run(model, (x, ids, weights.masked_fill(sentinel, 0.0), cotangent), "eager")
     want["weights"].masked_fill_(sentinel, 0.0)
@@ -127,12 +127,11 @@ def largest_allocation(step, tmp_path) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@by_experts
-def test_no_merged_weight_is_made(name, attributes, dtype, implementation, device, tmp_path):
+@by_kind
+def test_no_merged_weight_is_made(kind, dtype, implementation, device, tmp_path):
     """Nothing of E N K elements is allocated, forward or backward, peft's registration included."""
     many = 64
-    model = add_lora(make_experts(name, device, many, **attributes).to(dtype), name)
-    inputs = make_inputs(device, many, dtype)
+    model, inputs = add_lora(make_experts(kind, device, many).to(dtype), kind), make_inputs(device, many, dtype)
     run(model, inputs, implementation)
     merged = many * H * I * dtype.itemsize
     assert largest_allocation(lambda: run(model, inputs, implementation), tmp_path) < merged
@@ -144,7 +143,8 @@ def test_the_first_call_may_be_of_a_transform(built, module, implementation, cal
     """Of many adapters at once; or of a model without values, which tells nothing of peft."""
     from accelerate import init_empty_weights
 
-    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe"), make_inputs(device)[:3]
+    model, inputs = make_adapted("qwen3_moe", device)
+    inputs = inputs[:3]
     set_implementation(model, implementation)
     module("integrations.peft")._computes_our_sum.cache_clear()
     if built == "without values":
@@ -163,7 +163,7 @@ def test_the_first_call_may_be_of_a_transform(built, module, implementation, cal
 @by_model
 def test_the_first_call_finds_out_about_peft(name, way, module, implementation, calls, device):
     """Whatever modes it is in."""
-    model, inputs = add_lora(make_experts(name, device), name), make_inputs(device)
+    model, inputs = make_adapted(name, device)
     want, random = outputs(model, inputs, "eager"), torch.get_rng_state()
     module("integrations.peft")._computes_our_sum.cache_clear()
     forward = torch.compile(model, fullgraph=True, backend="aot_eager") if way == "compiled" else model
@@ -179,10 +179,10 @@ def test_the_first_call_finds_out_about_peft(name, way, module, implementation, 
     assert module("integrations.peft")._is_known(name == "gpt_oss") and (way == "compiled" or calls == [BOTH])
 
 
-@by_experts
-def test_exports_factors(name, attributes, implementation, calls, device):
+@by_kind
+def test_exports_factors(kind, implementation, calls, device):
     """In torch.export's default way, which traces by tensors without values, and without a warning."""
-    model, inputs = add_lora(make_experts(name, device, **attributes), name), make_inputs(device)
+    model, inputs = make_adapted(kind, device)
     want = outputs(model, inputs, "eager")
     set_implementation(model, implementation)
     with torch.no_grad(), warnings.catch_warnings():
@@ -204,14 +204,12 @@ def test_adapters_by_transformers(implementation, calls, device):
     assert calls == [BOTH] * 2
 
 
-@by_experts
-def test_registered_late(name, attributes, implementation, calls, device):
+@by_kind
+def test_registered_late(kind, implementation, calls, device):
     """After peft has wrapped the model: the sums that peft puts in the place of the weights are taken apart again."""
-    model, inputs = add_lora(make_experts(name, device, **attributes), name), make_inputs(device)
-    for wrapper in wrappers(model):
-        wrapper.__class__ = WRAPPER
-    want = run(model, inputs, "eager")
-    assert_close(run(model, inputs, implementation), want)
+    model, inputs = make_adapted(kind, device)
+    forget_registration(model)
+    assert_runs_as_eager(model, inputs, implementation)
     assert calls == [BOTH]
 
 

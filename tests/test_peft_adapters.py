@@ -21,8 +21,11 @@ from peft_experts import (
     add_lora,
     assert_close,
     assert_near,
+    assert_runs_as_eager,
     by_model,
     first_weight,
+    forget_registration,
+    make_adapted,
     make_experts,
     make_inputs,
     make_peft_model,
@@ -31,7 +34,7 @@ from peft_experts import (
     run,
     set_implementation,
     wrappers,
-)  # fmt: skip
+)
 from test_modules_checkpoints import COPIES
 from torch import Tensor, nn
 
@@ -49,7 +52,7 @@ def assert_as_eager(model: nn.Module, inputs: tuple, implementation: str, calls:
 @pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
 @by_model
 def test_copies_are_fused(name, how, implementation, calls, device):
-    model, inputs = add_lora(make_experts(name, device), name), make_inputs(device)
+    model, inputs = make_adapted(name, device)
     want = assert_as_eager(model, inputs, implementation, calls, BOTH)
     twin = COPIES[how](model)
     for parameter in model.parameters():
@@ -73,7 +76,7 @@ def test_a_model_is_freed_at_once(name, implementation, device):
 
 @by_model
 def test_adapters_are_switched_merged_saved_and_deleted(name, implementation, calls, device, tmp_path):
-    model, inputs = add_lora(make_experts(name, device), name), make_inputs(device)
+    model, inputs = make_adapted(name, device)
     fused, merged = BOTH, NONE
     state = {key.replace("base_layer.", ""): value for key, value in model.base_model.model.state_dict().items()}
     plain = make_experts(name, device)
@@ -129,17 +132,15 @@ def test_unload_gives_the_base_back(name, implementation, calls, device):
 @by_model
 def test_one_weight_alone(name, target, fused, implementation, calls, device):
     target = first_weight(name) if target == "up" else target
-    model, inputs = add_lora(make_experts(name, device), name, [f"experts.{target}"]), make_inputs(device)
-    want = run(model, inputs, "eager")
-    assert_close(run(model, inputs, implementation), want)
+    model, inputs = make_adapted(name, device, [f"experts.{target}"])
+    assert_runs_as_eager(model, inputs, implementation)
     assert calls == [fused]
 
 
 def test_ranks_and_scalings_differ(implementation, calls, device):
     options = {"rank_pattern": {"experts.down_proj": 7}, "alpha_pattern": {"experts.down_proj": 3}, "use_rslora": True}
-    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe", **options), make_inputs(device)
-    want = run(model, inputs, "eager")
-    assert_close(run(model, inputs, implementation), want)
+    model, inputs = make_adapted("qwen3_moe", device, **options)
+    assert_runs_as_eager(model, inputs, implementation)
     assert calls == [BOTH]
 
 
@@ -158,7 +159,7 @@ CHANGES = {  # what becomes of the wrapper, which options its adapter has, and w
 @pytest.mark.parametrize("change, options, reason", CHANGES.values(), ids=CHANGES)
 def test_what_is_not_known_is_left_to_peft(change, options, reason, implementation, calls, device):
     """Of the down-projection, the outer one; the other weight's LoRA stays fused."""
-    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe", **options), make_inputs(device)
+    model, inputs = make_adapted("qwen3_moe", device, **options)
     change(model.base_model.model.experts)
     with pytest.warns(UserWarning, match=f"LoRA on down_proj is left to peft, .*: .*{reason}"):
         got = outputs(model, inputs, implementation)
@@ -168,7 +169,7 @@ def test_what_is_not_known_is_left_to_peft(change, options, reason, implementati
 
 def test_factors_of_another_module(implementation, calls, device):
     """Of which peft reads the weight alone."""
-    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe"), make_inputs(device)
+    model, inputs = make_adapted("qwen3_moe", device)
     factors = model.base_model.model.experts.lora_A
     weight, factors["default"] = factors["default"].weight, nn.Module()
     factors["default"].weight = weight
@@ -184,14 +185,14 @@ def test_one_expert_is_left_to_peft(implementation, calls, device):
 def test_other_parameters_are_left_to_peft(implementation, calls, device):
     """A bias, with which gpt-oss' weights may be targeted."""
     targets = ["experts.gate_up_proj", "experts.gate_up_proj_bias", "experts.down_proj"]
-    model, inputs = add_lora(make_experts("gpt_oss", device), "gpt_oss", targets), make_inputs(device)
+    model, inputs = make_adapted("gpt_oss", device, targets)
     with pytest.warns(UserWarning, match="gate_up_proj_bias is none of gate_up_proj, up_proj, down_proj"):
         assert_as_eager(model, inputs, implementation, calls, BOTH)
 
 
 def test_another_forward_is_not_given_factors(grouped_moe, implementation, calls, device):
     """As of `kernels.kernelize`, whose layers have the signature that they replace."""
-    model, inputs = add_lora(make_experts("gpt_oss", device), "gpt_oss"), make_inputs(device)
+    model, inputs = make_adapted("gpt_oss", device)
     want = outputs(model, inputs, "eager")
     experts = wrappers(model)[0].get_base_layer()
     experts.forward = MethodType(grouped_moe.layers.GroupedMoeExperts.forward, experts)
@@ -215,7 +216,7 @@ def test_a_forward_that_drops_factors(way, replacement, implementation, calls, d
 
     Where the experts have their own forward again, they get factors again.
     """
-    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe"), make_inputs(device)
+    model, inputs = make_adapted("qwen3_moe", device)
     experts = wrappers(model)[0].get_base_layer()
     want, kind = run(model, inputs, "eager"), type(experts)
     forward = replacement(kind.forward)
@@ -238,7 +239,7 @@ def test_a_forward_that_drops_factors(way, replacement, implementation, calls, d
 
 @pytest.mark.parametrize("way", ["hook of accelerate", "compiled forward", "compiled module"])
 def test_a_forward_that_passes_factors_on(way, implementation, calls, device):
-    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe"), make_inputs(device)
+    model, inputs = make_adapted("qwen3_moe", device)
     experts = wrappers(model)[0].get_base_layer()
     want = run(model, inputs, "eager")
     if way == "hook of accelerate":
@@ -258,16 +259,16 @@ def test_wrappers_of_another_build(module, implementation, calls, device, monkey
     """Which was registered first, under the same name: its LoRAs are of another class."""
     shim = module("integrations.peft")
     other = NamedTuple("LoRA", [("a", torch.Tensor), ("b", torch.Tensor), ("scaling", float)])
-    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe"), make_inputs(device)
-    usual, want = shim._as_lora, run(model, inputs, "eager")
+    model, inputs = make_adapted("qwen3_moe", device)
+    usual = shim._as_lora
     monkeypatch.setattr(shim, "_as_lora", lambda *args: other(*usual(*args)))
-    assert_close(run(model, inputs, implementation), want)
+    assert_runs_as_eager(model, inputs, implementation)
     assert calls == [BOTH]
 
 
 def test_names_of_no_adapters(implementation, calls, device):
     """`adapter_names=None` is as without it."""
-    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe"), make_inputs(device)
+    model, inputs = make_adapted("qwen3_moe", device)
     want = outputs(model, inputs, "eager")
     set_implementation(model, implementation)
     with torch.no_grad():
@@ -298,9 +299,9 @@ def test_another_peft_is_left_to_itself(
 ):
     """A version that computes something else: that is what comes out. late: as where the package is registered so."""
     ours = module("integrations.peft")
-    model, inputs = add_lora(make_experts("gpt_oss", device), "gpt_oss"), make_inputs(device)
-    for wrapper in wrappers(model) if late else ():
-        wrapper.__class__ = WRAPPER
+    model, inputs = make_adapted("gpt_oss", device)
+    if late:
+        forget_registration(model)
     monkeypatch.setattr(owner, name, replacement)
     caches = ours._computes_our_sum, ours._adds_factors
     for cache in caches:
@@ -318,9 +319,8 @@ def test_another_peft_is_left_to_itself(
 
 def test_forwards_may_come_before_the_backward_of_another(implementation, device):
     """peft's own, which run where the package is registered late, change the weights' versions, not their values."""
-    model, inputs = add_lora(make_experts("qwen3_moe", device), "qwen3_moe"), make_inputs(device)
-    for wrapper in wrappers(model):
-        wrapper.__class__ = WRAPPER
+    model, inputs = make_adapted("qwen3_moe", device)
+    forget_registration(model)
     want = run(model, inputs, "eager")
     set_implementation(model, implementation)
     x, ids, weights, cotangent = inputs

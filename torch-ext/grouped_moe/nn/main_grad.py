@@ -128,7 +128,7 @@ def accumulate(
             overwrite[i] = overwrite[i] and id(weight) not in seen
             seen.add(id(weight))
     ops.accumulate_wgrad.default(dy, x, splits, wanted.num_groups, buffers, wanted.groups, overwrite)
-    # Anomaly mode raises for NaN in dummies, too.
+    # Anomaly mode raises for NaN in dummies, too. A compiler cannot trace the question.
     unwritten = torch.compiler.is_compiling() or not torch.is_anomaly_enabled()
     empty = torch.empty_like if unwritten else torch.zeros_like
     make = {"none": lambda weight: None, "empty": empty, "zeros": torch.zeros_like}

@@ -22,7 +22,7 @@ def pack_factor_kernel(
     experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     n, ranks, inside = numbers // R, numbers % R, (experts < NUM_EXPERTS)[:, None] & (numbers < N * R)[None, :]
     experts = experts.to(tl.int64)[:, None]
-    offsets = n.to(tl.int64) * FACTOR.STRIDE_N + ranks.to(tl.int64) * FACTOR.STRIDE_R
-    factor_ptrs = factor_ptr + experts * FACTOR.STRIDE_E + offsets
+    factor_ptrs = factor_ptr + experts * FACTOR.STRIDE_E
+    factor_ptrs += n.to(tl.int64) * FACTOR.STRIDE_N + ranks.to(tl.int64) * FACTOR.STRIDE_R
     values = tl.load(factor_ptrs, mask=inside & (ranks < FACTOR.RANK)[None, :], other=0.0)
     tl.store(packed_ptr + experts * (N * R) + numbers, values.to(packed_ptr.dtype.element_ty), mask=inside)

@@ -6,6 +6,7 @@ from typing import Callable, Dict, NamedTuple, Set
 import mlps
 import torch
 from block import call, count_routed, make
+from pairs import Pairs, factors, make_index, make_lora, make_loras, with_factors
 from poison import LAYOUTS
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -31,24 +32,36 @@ class Operation(NamedTuple):
         return {"out": out.detach(), **dict(zip(wanted, grads))}
 
 
-def _linear(transposed, package, device):
+def _linear(transposed, pairs, package, device):
     shapes = {"x": (24, 16), "weight": (3, 16, 8) if transposed else (3, 8, 16), "bias": (3, 8), "bias_scales": (24,)}
     leaves = {name: torch.randn(shape).to(device) for name, shape in shapes.items()}
-    sizes = torch.tensor(SIZES, device=device)
-    return lambda x, *others: package.grouped_linear(x, others[0], sizes, *others[1:], transposed=transposed), leaves
+    sizes, arguments = torch.tensor(SIZES, device=device), {}
+    if pairs is not None:
+        sizes[-1] += 24 - sum(SIZES)  # what is projected of rows of no group would stay unwritten
+        arguments["lora"] = make_lora(package, pairs, leaves["weight"], transposed, 0.7, torch.float32)
+        arguments["adapter_index"] = make_index(pairs.adapters, 24).to(device) if pairs.adapters else None
+
+    def function(x, weight, bias, scales, *named):
+        loras = with_factors(arguments, dict(zip(factors(arguments), named)))
+        return package.grouped_linear(x, weight, sizes, bias, scales, transposed=transposed, **loras)
+
+    return function, {**leaves, **factors(arguments)}
 
 
-def _experts(case_id, recompute, package, device):
+def _experts(case_id, recompute, pairs, package, device):
     """With recompute also with sentinels, with a capacity without room for them, and weights of other strides."""
     case, inputs = make(case_id, device, recompute=recompute, sentinels=0.3 if recompute else 0.0)
     capacity = count_routed(case, inputs) if recompute else None
     strided = {key: LAYOUTS["transposed"](tensor) for key, tensor in inputs.floating().items() if tensor.dim() == 3}
     leaves = {**inputs.floating(), **(strided if recompute else {})}
+    arguments = {} if pairs is None else make_loras(package, case, inputs, pairs)
+    named = factors(arguments)
 
     def function(*tensors):
-        return call(package, case, inputs._replace(**dict(zip(leaves, tensors))), capacity=capacity)
+        given, loras = dict(zip(leaves, tensors)), dict(zip(named, tensors[len(leaves) :]))
+        return call(package, case, inputs._replace(**given), capacity=capacity, **with_factors(arguments, loras))
 
-    return function, leaves
+    return function, {**leaves, **named}
 
 
 def _mlp(recompute, package, device):
@@ -75,11 +88,15 @@ def _parts(package, device):
 
 
 # Every row has a group or an expert where a result would else be unwritten in part: some tests compare all of it.
-OPERATIONS = {"linear": partial(_linear, False), "linear-transposed": partial(_linear, True), "parts": _parts}
+PAIRS = {"lora": Pairs(rank=5), "adapters": Pairs(rank=4, given=("gate_up_lora",), shared="a", adapters=2)}
+OPERATIONS = {"linear": partial(_linear, False, None), "linear-transposed": partial(_linear, True, None)}
+OPERATIONS.update({f"linear-{name}": partial(_linear, False, pairs) for name, pairs in PAIRS.items()}, parts=_parts)
 for recompute, suffix in ((False, ""), (True, "-recompute")):
     OPERATIONS[f"mlp{suffix}"] = partial(_mlp, recompute)
     for case_id in ("silu-bias", "gpt-oss", "relu2-not-gated"):
-        OPERATIONS[f"experts-{case_id}{suffix}"] = partial(_experts, case_id, recompute)
+        OPERATIONS[f"experts-{case_id}{suffix}"] = partial(_experts, case_id, recompute, None)
+    for name, pairs in PAIRS.items():
+        OPERATIONS[f"experts-{name}{suffix}"] = partial(_experts, "silu", recompute, pairs)
 # The ops that the work of an operation is made of, which a dispatch mode sees, and those that a compiler sees instead.
 MADE_OF = {
     "linear": {"grouped_linear_forward", "grouped_linear_backward", "grouped_linear_bias_backward"},

@@ -43,7 +43,7 @@ def test_opcheck(grouped_moe, device, name):
     """Of a backward that leaves what was saved, for all gradients and for some alone."""
     operation = make_operation(grouped_moe, name, device)
     assert opcheck(lambda: operation.step(retain_graph=True)) == SEEN[kind_of(name)] | MADE_OF[kind_of(name)]
-    for only in list(operation.leaves)[:3]:
+    for only in dict.fromkeys(list(operation.leaves)[:3] + list(operation.leaves)[-2:]):
         operation = make_operation(grouped_moe, name, device, only)
         assert opcheck(lambda: operation.step(retain_graph=True), "backward")
 

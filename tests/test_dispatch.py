@@ -103,12 +103,15 @@ def test_flops(grouped_moe, device, name):
     """`FlopCounterMode` counts the products: 2 M N K each, every slot taken for routed."""
     operation = make_operation(grouped_moe, name, device)
     slots = operation.leaves["top_k_weights"].numel() if name.startswith("experts") else len(operation.dout)
-    weights = [leaf for leaf in operation.leaves.values() if leaf.dim() == 3]
-    forward = 2 * slots * sum(weight[0].numel() for weight in weights)
-    again = 2 * slots * operation.leaves["gate_up_proj"][0].numel() if name.endswith("recompute") else 0
+    # Of weights (E, N, K) and of factors, those of all adapters (L, E, r, K) at once.
+    flops = {key: 2 * slots * t.numel() // t.shape[-3] for key, t in operation.leaves.items() if t.dim() > 2}
+    forward = sum(flops.values())
+    again = sum(flops[key] for key in flops if key.startswith("gate_up")) if name.endswith("recompute") else 0
     assert count_flops(operation.step) == 3 * forward + again
-    frozen = {key: leaf.detach().requires_grad_(leaf.dim() != 3) for key, leaf in operation.leaves.items()}
-    assert count_flops(operation._replace(leaves=frozen).step) == 2 * forward + again
+    weights = [key for key in flops if "lora" not in key]
+    frozen = {key: leaf.detach().requires_grad_(key not in weights) for key, leaf in operation.leaves.items()}
+    of_weights = sum(flops[key] for key in weights)
+    assert count_flops(operation._replace(leaves=frozen).step) == 3 * forward - of_weights + again
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             assert count_flops(lambda: operation.function(*operation.leaves.values())) == forward

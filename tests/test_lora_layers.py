@@ -118,23 +118,6 @@ def test_linear_reads_nothing_else(grouped_moe, device, pairs):
         assert_same(run(grouped_moe, tensors, with_factors(arguments, wide), splits, dy), want)
 
 
-@pytest.mark.parametrize("needs", [(True, True, True, True), (True, False, False, True), (False, False, True, False)])
-@pytest.mark.parametrize("pairs", [Pairs(rank=5), Pairs(rank=4, shared="b", adapters=2)], ids=["one", "adapters"])
-def test_linear_opcheck(grouped_moe, module, device, pairs, needs):
-    tensors, arguments, splits, dy = make(grouped_moe, pairs, FP32, device)
-    lora, index, ops = arguments["lora"], arguments.get("adapter_index"), module("_ops").ops
-    splits[-1] += TAIL  # rows of no group would stay unwritten
-    kind = None, (), 0.7, False
-    given = *(tensors[name] for name in ("x", "weight")), splits, None, None, lora.a, lora.b, index, *kind
-    leaves = [t.clone().requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in given]
-    with poisoned_allocations():  # what stays unwritten holds the same each time
-        torch.library.opcheck(ops.grouped_linear.default, leaves)
-        torch.library.opcheck(ops.grouped_linear_forward.default, given)
-        _, schedule, projected = ops.grouped_linear_forward.default(*given)
-        saved = dy, tensors["x"], tensors["weight"], schedule, lora.a, lora.b, index, projected
-        torch.library.opcheck(ops.grouped_linear_backward.default, (*saved, *kind, list(needs)))
-
-
 @pytest.mark.parametrize("leaf", ["x", "b"])
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("weight", "lora.a")], ids=["none", "weight", "weight-a"])
 def test_linear_differentiable_once(grouped_moe, device, frozen, leaf):

@@ -1,11 +1,11 @@
-"""Products with rows of 8-bit floats, on GPUs with e4m3: layers, and what they compute in fp64."""
+"""Products with rows of 8-bit floats, on GPUs with e4m3: blocks, their inputs, and how far they may be off."""
 
 from typing import NamedTuple, Tuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, silu
+from torch.nn.functional import pad
 
 BF16, E8M0 = torch.bfloat16, torch.float8_e8m0fnu
 # Relative errors. Of the same codes: the result is rounded to bf16, tensor cores keep 14 bits of a sum of codes, and a
@@ -84,25 +84,6 @@ def rounded(rows: Tensor) -> Tensor:
     blocks = pad(rows.float(), (0, -columns % 128)).unflatten(1, (-1, 128))
     scales = blocks.abs().amax(2, keepdim=True).clamp_min(2.0**-110) / 448
     return ((blocks / scales).to(torch.float8_e4m3fn).double() * scales.double()).flatten(1)[:, :columns]
-
-
-def mlp(case: Case, rows: Tensor, up: Tensor, down: Tensor, quantize) -> Tensor:
-    """One expert, in fp64."""
-    gate, value = (quantize(rows) @ up.T).chunk(2, 1)
-    if case.limit is not None:
-        gate, value = gate.clamp(max=case.limit), value.clamp(-case.limit, case.limit)
-    return quantize(silu(gate) * value) @ down.T
-
-
-def reference(case: Case, given: Inputs, quantize=rounded) -> Tensor:
-    """The block in fp64. quantize: what becomes of rows."""
-    up, down = given.up.dequantize(torch.float64), given.down.dequantize(torch.float64)
-    out = torch.zeros(given.x.shape, dtype=torch.float64, device=given.x.device)
-    for expert in range(case.E):
-        token, choice = (given.ids == expert).nonzero(as_tuple=True)
-        y = mlp(case, given.x[token].double(), up[expert], down[expert], quantize)
-        out.index_add_(0, token, y * given.weights[token, choice, None].double())
-    return out
 
 
 def run(grouped_moe, case: Case, given: Inputs, **changes) -> Tensor:

@@ -1,6 +1,6 @@
 """Steps through products with rows of 8-bit floats, with low-rank pairs beside them, in fp64 on the same codes."""
 
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from pairs import factors, with_factors
@@ -52,10 +52,23 @@ def product(rows: Tensor, weight: Tensor, pair: Pair, quantizes: bool, of_codes:
     return RoundedGrad.apply(codes @ weight.T) + pair(codes if of_codes else rows)
 
 
-def reference(case: Case, given: Inputs, pairs: Dict[str, object], adapters, quantizes: bool) -> Tensor:
+def linear(rows: Tensor, weight: Tensor, bounds: Sequence[int], bias=None, lora=None, quantizes: bool = True) -> Tensor:
+    """`grouped_linear` in fp64, of groups between these bounds."""
+    y = torch.zeros(len(rows), weight.shape[1], dtype=torch.float64, device=rows.device)
+    for group, (first, end) in enumerate(zip(bounds, bounds[1:])):
+        if end > first:
+            part = product(rows[first:end].double(), weight[group], pair_of(lora, group, None), quantizes, False)
+            part = part if bias is None else part + bias[group].double()
+            y = y.index_add(0, torch.arange(first, end, device=rows.device), part)
+    return y
+
+
+def reference(case: Case, given: Inputs, quantizes: bool = True, pairs: Optional[dict] = None) -> Tensor:
     """The block in fp64. quantizes: rows and their gradients become codes where weights are."""
     up, down = given.up.dequantize(torch.float64), given.down.dequantize(torch.float64)
-    out = torch.zeros(given.x.shape, dtype=torch.float64, device=given.x.device)
+    x, weights, pairs = given.x.double(), given.weights.double(), pairs or {}
+    adapters = pairs.get("adapter_index")
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for expert in range(case.E):
         for adapter in [None] if adapters is None else adapters.unique().tolist():
             chosen = given.ids == expert
@@ -63,12 +76,12 @@ def reference(case: Case, given: Inputs, pairs: Dict[str, object], adapters, qua
                 chosen = chosen & (adapters == adapter)[:, None]
             token, choice = chosen.nonzero(as_tuple=True)
             of_up, of_down = (pair_of(pairs.get(name), expert, adapter) for name in ("gate_up_lora", "down_lora"))
-            preact = product(given.x[token], up[expert], of_up, quantizes, of_codes=False)
+            preact = product(x[token], up[expert], of_up, quantizes, of_codes=False)
             gate, value = preact.chunk(2, 1)
             if case.limit is not None:
                 gate, value = gate.clamp(max=case.limit), value.clamp(-case.limit, case.limit)
             y = product(silu(gate) * value, down[expert], of_down, quantizes, of_codes=True)
-            out = out.index_add(0, token, y * given.weights[token, choice, None])
+            out = out.index_add(0, token, y * weights[token, choice, None])
     return out
 
 
@@ -131,6 +144,11 @@ def make_pairs(grouped_moe, case: Case, ranks: Optional[Ranks], device: str = "c
     return pairs
 
 
+def with_leaves(given: Inputs) -> Inputs:
+    """Hidden states and routing weights as leaves that require gradients."""
+    return given._replace(x=given.x.detach().requires_grad_(), weights=given.weights.detach().requires_grad_())
+
+
 def gradients(out: Tensor, given: Inputs, pairs: dict, dout: Tensor) -> Dict[str, Tensor]:
     """Of hidden states, routing weights and factors, by name."""
     leaves = {"dx": given.x, "dweights": given.weights}
@@ -145,7 +163,7 @@ def references(case: Case, given: Inputs, pairs: dict, dout: Tensor) -> List[Dic
     wide = with_factors(pairs, {name: t.detach().double().requires_grad_() for name, t in factors(pairs).items()})
     found = []
     for quantizes in (True, False):
-        leaves = given._replace(x=given.x.double().requires_grad_(), weights=given.weights.double().requires_grad_())
-        out = reference(case, leaves, wide, pairs.get("adapter_index"), quantizes)
+        leaves = with_leaves(given._replace(x=given.x.double(), weights=given.weights.double()))
+        out = reference(case, leaves, quantizes, wide)
         found.append({"out": out.detach(), **gradients(out, leaves, wide, dout.double())})
     return found

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from compare import assert_bitwise
+from pairs import Pairs, make_lora
 from poison import poisoned_allocations
 from quantized import BF16, CASES, ROWS, error, float8, make, run
-from quantized_steps import RANKS, Pair, gradients, make_pairs, product, references
+from quantized_steps import RANKS, gradients, linear, make_pairs, references, with_leaves
 
 pytestmark = [pytest.mark.gpu, float8, pytest.mark.usefixtures("kernels_of_codes")]
 
@@ -29,7 +30,7 @@ def test_gradients(grouped_moe, name, kind):
     poisoned = torch.where(unread[:, None], float("nan"), dout)
     results = []
     for recompute in (False, False, True):
-        leaves = given._replace(x=given.x.detach().requires_grad_(), weights=given.weights.detach().requires_grad_())
+        leaves = with_leaves(given)
         with poisoned_allocations():
             out = run(grouped_moe, case, leaves, recompute=recompute, **pairs)
             results.append({"out": out.detach(), **gradients(out, leaves, pairs, poisoned)})
@@ -58,23 +59,16 @@ def test_linear(grouped_moe, rank):
     groups, n, k, rows, bounds = 4, 512, 384, 900, [30, 400, 400, 420, 800]
     weight = grouped_moe.quantize_blocks(torch.randn(groups, n, k, device="cuda") / k**0.5, parts=2)
     x = torch.randn(rows, k, device="cuda", dtype=BF16, requires_grad=True)
-    dy, lora, pair = torch.randn(rows, n, device="cuda", dtype=BF16), None, Pair(None, None)
-    if rank is not None:
-        a, b = (torch.randn(groups, *shape, device="cuda", dtype=BF16) / 18 for shape in ((rank, k), (n, rank)))
-        lora = grouped_moe.LoRA(a.requires_grad_(), b.requires_grad_(), 0.5)
+    dy = torch.randn(rows, n, device="cuda", dtype=BF16)
+    lora = None if rank is None else make_lora(grouped_moe, Pairs(rank), weight.data, False, 0.5, BF16)
     offsets = grouped_moe.GroupOffsets(torch.tensor(bounds, device="cuda"))
-    leaves = (x,) if lora is None else (x, lora.a, lora.b)
+    leaves = (x,) if lora is None else (x, lora.a.requires_grad_(), lora.b.requires_grad_())
     with poisoned_allocations():
         y = grouped_moe.grouped_linear(x, weight, offsets, lora=lora)
         got = y.detach(), *torch.autograd.grad(y, leaves, dy)
-    full, wide = weight.dequantize(torch.float64), [leaf.detach().double().requires_grad_() for leaf in leaves]
-    want = torch.zeros(rows, n, dtype=torch.float64, device="cuda")
-    index = torch.arange(rows, device="cuda")
-    for group, (first, end) in enumerate(zip(bounds[:-1], bounds[1:])):
-        pair = Pair(None, None) if lora is None else Pair(wide[1][group], wide[2][group], 0.5)
-        if end > first:
-            part = product(wide[0][first:end], full[group], pair, True, of_codes=False)
-            want = want.index_add(0, index[first:end], part)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    wide_lora = lora and lora._replace(a=wide[1], b=wide[2])
+    want = linear(wide[0], weight.dequantize(torch.float64), bounds, lora=wide_lora)
     wanted = want.detach(), *torch.autograd.grad(want, wide, dy.double())
     for name, each, expected in zip(("y", "dx", "da", "db"), got, wanted):
         assert error(each, expected) < PRODUCT, name
@@ -92,10 +86,8 @@ def test_layouts_of_codes(grouped_moe, rank, rows):
     weight = grouped_moe.quantize_blocks(torch.randn(groups, n, k, device="cuda") / k**0.5)
     along_n = weight._replace(data=weight.data.mT.contiguous().mT)
     x = torch.randn(rows, k, device="cuda", dtype=BF16, requires_grad=True)
-    dy, lora = torch.randn(rows, n, device="cuda", dtype=BF16), None
-    if rank is not None:
-        a, b = (torch.randn(groups, *shape, device="cuda", dtype=BF16) / 18 for shape in ((rank, k), (n, rank)))
-        lora = grouped_moe.LoRA(a, b, 0.5)
+    dy = torch.randn(rows, n, device="cuda", dtype=BF16)
+    lora = None if rank is None else make_lora(grouped_moe, Pairs(rank), weight.data, False, 0.5, BF16)
     offsets = grouped_moe.GroupOffsets(torch.tensor([7, 300, 300, 420, rows - 60], device="cuda"))
     grads = []
     for each in (weight, along_n):

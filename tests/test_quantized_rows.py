@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
+from pairs import Pairs, make_lora
 from poison import poisoned_allocations
 from quantized import (
     BF16,
@@ -16,10 +17,9 @@ from quantized import (
     float8,
     hopper,
     make,
-    reference,
-    rounded,
     run,
 )
+from quantized_steps import gradients, linear, reference, references, with_leaves
 from torch.nn.functional import pad, silu
 
 by_kernels = pytest.mark.usefixtures("kernels_of_codes")
@@ -42,7 +42,7 @@ def test_products(grouped_moe, case):
     assert (out[unread] == 0).all()
     assert_of_same_codes(out, want)
     assert_bitwise("second call", again, out)
-    assert 1e-2 < error(out, reference(case, given, torch.Tensor.double)) < ROWS  # rows were quantized, indeed
+    assert 1e-2 < error(out, reference(case, given, quantizes=False)) < ROWS  # rows were quantized, indeed
 
 
 @float8
@@ -92,7 +92,7 @@ def test_few_rows(grouped_moe):
     """
     case = Case(T=40)  # 20 slots of an expert
     given = make(grouped_moe, case)
-    exact = reference(case, given, torch.Tensor.double)
+    exact = reference(case, given, quantizes=False)
     with torch.no_grad():
         assert error(run(grouped_moe, case, given), exact) > 1e-2
         few = given._replace(x=given.x[:20], ids=given.ids[:20], weights=given.weights[:20])
@@ -126,18 +126,12 @@ def test_sorted_rows(grouped_moe, bias):
     biases = {"gate_up_proj_bias": up_bias, "down_proj_bias": down_bias} if bias else {}
     with poisoned_allocations(), torch.no_grad():
         out = grouped_moe.grouped_mlp(x, offsets, scales, given.up, given.down, **biases)
-        linear = grouped_moe.grouped_linear(x, given.up, offsets, up_bias if bias else None)
+        y = grouped_moe.grouped_linear(x, given.up, offsets, up_bias if bias else None)
     up, down = given.up.dequantize(torch.float64), given.down.dequantize(torch.float64)
-    want = torch.zeros(rows, case.H, dtype=torch.float64, device="cuda")
-    want_linear = torch.zeros(rows, 2 * case.I, dtype=torch.float64, device="cuda")
-    for expert, (first, end) in enumerate(zip(bounds[:-1], bounds[1:])):
-        preact = rounded(x[first:end]) @ up[expert].T + (up_bias[expert].double() if bias else 0)
-        want_linear[first:end] = preact
-        gate, value = preact.chunk(2, 1)
-        act = silu(gate) * value * scales[first:end, None].double()
-        want[first:end] = (rounded(act) if end > first else act) @ down[expert].T
-        want[first:end] += down_bias[expert].double() if bias else 0
-    for got, wanted in ((out, want), (linear, want_linear)):
+    preact = linear(x, up, bounds, up_bias if bias else None)
+    gate, value = preact.chunk(2, 1)
+    want = linear(silu(gate) * value * scales[:, None].double(), down, bounds, down_bias if bias else None)
+    for got, wanted in ((out, want), (y, preact)):
         assert (got[:20] == 0).all() and (got[1300:] == 0).all()
         assert_of_same_codes(got[20:1300], wanted[20:1300])
 
@@ -149,17 +143,13 @@ def test_plain_rows(grouped_moe, name):
     """Rows that stay as they are, with tall tiles, for which weights are made plain: as far from fp64 as others."""
     case = CASES[name]._replace(products="w8a16")
     given = make(grouped_moe, case)
-    leaves = given._replace(x=given.x.detach().requires_grad_(), weights=given.weights.detach().requires_grad_())
-    dout = torch.randn_like(given.x)
+    leaves, dout = with_leaves(given), torch.randn_like(given.x)
     with poisoned_allocations():
         out = run(grouped_moe, case, leaves)
-        grads = torch.autograd.grad(out, (leaves.x, leaves.weights), dout)
-    wide = given._replace(x=given.x.double().requires_grad_(), weights=given.weights.double().requires_grad_())
-    want = reference(case, wide, torch.Tensor.double)
-    wanted = torch.autograd.grad(want, (wide.x, wide.weights), dout.double())
-    assert_close("out", out, want.detach(), case.dtype)
-    assert_close("dx", grads[0], wanted[0], case.dtype)
-    assert_close("dweights", grads[1], wanted[1], case.dtype, inner_products=True)
+        got = {"out": out, **gradients(out, leaves, {}, dout)}
+    _, want = references(case, given, {}, dout)
+    for name, tensor in got.items():
+        assert_close(name, tensor, want[name], case.dtype, inner_products=name == "dweights")
 
 
 @hopper
@@ -171,20 +161,16 @@ def test_plain_rows_of_linear(grouped_moe, rank):
     weight = grouped_moe.quantize_blocks(torch.randn(groups, n, k, device="cuda") / k**0.5)._replace(products="w8a16")
     x = torch.randn(rows, k, device="cuda", dtype=BF16, requires_grad=True)
     bias, dy = (torch.randn(*shape, device="cuda", dtype=BF16) for shape in ((groups, n), (rows, n)))
-    full, lora = weight.dequantize(torch.float64), None
-    if rank is not None:
-        a, b = (torch.randn(groups, *shape, device="cuda", dtype=BF16) / 18 for shape in ((rank, k), (n, rank)))
-        lora, full = grouped_moe.LoRA(a, b, 0.5), full + 0.5 * b.double() @ a.double()
+    lora = None if rank is None else make_lora(grouped_moe, Pairs(rank), weight.data, False, 0.5, BF16)
     offsets = grouped_moe.GroupOffsets(torch.tensor(bounds, device="cuda"))
     with poisoned_allocations():
         y = grouped_moe.grouped_linear(x, weight, offsets, bias, lora=lora)
         (dx,) = torch.autograd.grad(y, x, dy)
-    want, dwant = (torch.zeros(rows, extent, dtype=torch.float64, device="cuda") for extent in (n, k))
-    for group, (first, end) in enumerate(zip(bounds[:-1], bounds[1:])):
-        want[first:end] = x[first:end].double() @ full[group].T + bias[group].double()
-        dwant[first:end] = dy[first:end].double() @ full[group]
+    wide = x.detach().double().requires_grad_()
+    merged = weight.dequantize(torch.float64) + (0.0 if lora is None else 0.5 * lora.b.double() @ lora.a.double())
+    want = linear(wide, merged, bounds, bias, quantizes=False)
     assert_close("y", y, want.detach(), BF16)
-    assert_close("dx", dx, dwant.detach(), BF16)
+    assert_close("dx", dx, *torch.autograd.grad(want, wide, dy.double()), BF16)
 
 
 @float8

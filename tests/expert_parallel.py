@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from compare import assert_bitwise, assert_close
 from conftest import ROOT, read_hub
+from graphs import capture
 from poison import poisoned_allocations
 from ranks import device
 from torch import Tensor
@@ -137,6 +138,11 @@ def compare(what: str, got: Result, want: Result, dtype: torch.dtype = torch.flo
             assert_close(f"{what}, {name}", value, right, dtype, inner_products=name == "weights")
 
 
+def assert_same_bits(what: str, got: Result, want: Result) -> None:
+    for name, value, right in zip(Result._fields, got, want):
+        assert_bitwise(f"{what}, {name}", value, right)
+
+
 UNEVEN = [12, 5, 9, 1]
 CASES: Dict[str, tuple] = {
     "even": ([8] * 4, None),
@@ -161,9 +167,7 @@ def check_batches_of_their_own():
                 got = run(experts, batches[rank()])
             compare(f"{name}, {case}", got, expected(batches, rank()))
             if name != "all_to_all":
-                again = run(experts, batches[rank()])
-                for field, one, two in zip(Result._fields, got, again):
-                    assert_bitwise(f"{name}, {case}, {field}", two, one)
+                assert_same_bits(f"{name}, {case}", run(experts, batches[rank()]), got)
 
 
 def check_shared_batches():
@@ -369,21 +373,13 @@ def check_graphs():
         out = experts(static.x, static.ids, static.weights)
         return Result(out.detach(), *map(local, torch.autograd.grad(out, leaves, static.dout)))
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        found = step()
+    graph, found = capture(step)
     for ids in (None, torch.tensor([-1, 6, E]), torch.tensor([5, 5, 5])):
         batch = make_batches([9] * size(), ids)[-1 - rank()]
         for tensor, value in zip(static, batch):
             tensor.detach().copy_(value)
         graph.replay()
-        for name, got, want in zip(Result._fields, found, step()):
-            assert_bitwise(f"replay, {name}", got, want)
+        assert_same_bits("replay", found, step())
 
 
 check_graphs.devices = ("cuda",)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compare import assert_close
+from graphs import capture
 from operations import Log
 from poison import poisoned_allocations
 
@@ -92,13 +93,7 @@ def test_graph_replays_with_other_routing(grouped_moe, exchange, device, capacit
         out = through_places(grouped_moe, exchange, capacity, ids, *leaves)
         return [out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = step()
+    graph, captured = capture(step)
     for _ in range(2):
         ids.copy_(draw_ids(device))
         graph.replay()

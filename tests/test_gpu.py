@@ -13,6 +13,7 @@ import torch
 from block import assert_same, call, parts_of, random_inputs, run, run_reference, with_leaves
 from cases import CLAMPED, GPU_CASES, MEDIUM, RELU2, WIDE, Case, make_ids, make_inputs
 from compare import assert_bitwise
+from graphs import capture
 from operations import OPERATIONS, make_operation
 from poison import allocated_by
 
@@ -49,14 +50,7 @@ def test_graph_replays_with_other_routing(grouped_moe, device, case, way, capaci
             tensor.normal_()
 
     fill(make_ids(case))
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        results()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = results()
+    graph, captured = capture(results)
     routings = [make_ids(case._replace(sentinels=share)) for share in (0.0, 0.3, 0.9)]
     routings += [torch.full_like(routings[0], value) for value in (case.E, -1, case.E - 1)]
     for ids in routings:

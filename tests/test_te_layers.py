@@ -5,6 +5,7 @@ import pytest
 import torch
 from cases import RELU2, Case
 from compare import assert_bitwise, assert_close
+from graphs import capture
 from layers import HALF, Batch, Form, give_main_grads, make_module, packed, parameters, reference, step
 from mlps import Mlp
 from sorted_rows import DTYPES, SCALES, by_dtype, run, run_reference
@@ -225,20 +226,6 @@ def test_scaled_activation(grouped_moe, device, kind, rows, width, blocks, wante
     got, want = run(grouped_moe, mlp, inputs, frozen), run_reference(grouped_moe, mlp, inputs)
     assert not got["y"][:, inner:].any()
     agrees("activation", got, {name: want[name] for name in got}, inner_products=())
-
-
-def capture(function):
-    """(graph, what the function returned in it)."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = function()
-    return graph, result
 
 
 def replays(function, static, offsets, reset=lambda: None):

@@ -3,22 +3,12 @@
 import warnings
 from typing import Dict, Sequence
 
+import expert_parallel_models
 import peft
 import torch
 import torch.distributed as dist
 from expert_parallel import OURS, raised
-from expert_parallel_models import (
-    WITH_MOST,
-    assert_near,
-    batches,
-    load,
-    load_whole,
-    own,
-    prepare,
-    save_model,
-    shared,
-    shared_folder,
-)
+from expert_parallel_models import WITH_MOST, assert_near, batches, load, load_whole, own, prepare, save_model, shared
 from torch import Tensor, nn
 from torch.distributed import get_rank as rank
 from torch.distributed import get_world_size as size
@@ -90,7 +80,7 @@ def check_adapters_of_one_weight():
 
 def check_saved_adapters():
     """By all ranks, as the gathering of sharded weights asks for; one process loads and merges what the first wrote."""
-    folder, ids, saved = save_model(), next(batches(1)), shared_folder()
+    folder, ids, saved = save_model(), next(batches(1)), expert_parallel_models.shared_folder()
     model = add_adapters(load(folder, OURS, own()), BOTH)
     model.save_pretrained(saved, is_main_process=rank() == 0)
     dist.barrier()

@@ -118,9 +118,10 @@ def make_experts(kind: str, device: str, num_experts: int = E) -> Holder:
     return Holder(experts).to(device)
 
 
-def make_adapted(kind: str, device: str, targets: Optional[List[str]] = None, **options) -> tuple:
+def make_adapted(kind: str, device: str, targets=None, num_experts: int = E, dtype=torch.float32, **options) -> tuple:
     """(experts alone under peft, inputs)."""
-    return add_lora(make_experts(kind, device), kind, targets, **options), make_inputs(device)
+    experts = make_experts(kind, device, num_experts).to(dtype)
+    return add_lora(experts, kind, targets, **options), make_inputs(device, num_experts, dtype)
 
 
 def set_implementation(model: nn.Module, implementation: str) -> None:

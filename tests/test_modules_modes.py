@@ -8,18 +8,7 @@ import layers
 import pytest
 import torch
 from compare import assert_bitwise, assert_same
-from layers import (
-    HALF,
-    Form,
-    assert_matches,
-    form_of,
-    leaves,
-    main_grads,
-    make,
-    make_with_main_grads,
-    reference,
-    step,
-)
+from layers import HALF, Form, assert_matches, form_of, leaves, main_grads, make, make_with_main_grads, reference, step
 from operations import Log
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts

@@ -5,39 +5,14 @@ import json
 import warnings
 from functools import partial
 
+import peft_experts
 import pytest
 import tokenizers
 import torch
 import transformers
 from compare import tolerances
 from packaging.version import Version
-from peft_experts import (
-    BOTH,
-    MODELS,
-    RANK,
-    ROUTERS,
-    E,
-    H,
-    I,
-    add_lora,
-    assert_close,
-    assert_near,
-    assert_runs_as_eager,
-    by_kind,
-    by_model,
-    errors,
-    forget_registration,
-    make_adapted,
-    make_experts,
-    make_inputs,
-    make_model,
-    make_peft_model,
-    outputs,
-    peft,
-    run,
-    set_implementation,
-    train_step,
-)
+from peft_experts import BOTH, assert_close, by_kind, by_model, make_adapted, outputs, peft, run, train_step
 from test_transformers_models import generate
 from torch import nn
 
@@ -48,12 +23,13 @@ pytestmark = pytest.mark.usefixtures("fresh_peft")
 @by_model
 def test_models_match_eager(name, way, implementation, calls, device):
     """Logits, loss, gradients of the factors and of routers; no weight is merged."""
-    model, ids = make_peft_model(name, device)
+    model, ids = peft_experts.make_peft_model(name, device)
     if way == "compiled" and name == "nemotron_h":
         pytest.skip("transformers does not compile it whole")
     model.train(way.endswith("checkpoint"))
     want = train_step(model, ids, "eager")
-    assert sum("experts.lora_" in key for key in want) == 4 and sum(key.endswith(ROUTERS) for key in want) == 2
+    assert sum("experts.lora_" in key for key in want) == 4
+    assert sum(key.endswith(peft_experts.ROUTERS) for key in want) == 2
     if way.endswith("checkpoint"):
         options = {"use_reentrant": way.startswith("reentrant")}
         model.enable_input_require_grads()
@@ -71,7 +47,7 @@ def test_experts_match_eager(kind, implementation, calls, device):
     """Also where the grouped building blocks run."""
     model, inputs = make_adapted(kind, device)
     assert len(run(model, inputs, "eager")) == 7
-    assert_runs_as_eager(model, inputs, implementation)
+    peft_experts.assert_runs_as_eager(model, inputs, implementation)
     assert calls == [BOTH]
 
 
@@ -84,19 +60,19 @@ def test_low_precision(kind, autocast, implementation, device):
     peft merges in fp32 and rounds the sum once, where the package rounds weights and factors.
     """
     dtype = torch.float32 if autocast else torch.bfloat16
-    model, draws = add_lora(make_experts(kind, device).to(dtype), kind), 8
+    (model, _), draws = make_adapted(kind, device, dtype=dtype), 8
     assert all(p.dtype == torch.float32 for key, p in model.named_parameters() if "lora_" in key)
     wide, ours, theirs = copy.deepcopy(model).double(), {}, {}
     for _ in range(draws):
-        inputs = make_inputs(device, dtype=dtype)
+        inputs = peft_experts.make_inputs(device, dtype=dtype)
         want = run(wide, tuple(t.double() if t.is_floating_point() else t for t in inputs), "eager")
         for found, each in ((ours, implementation), (theirs, "eager")):
             with torch.autocast(device, torch.bfloat16, enabled=autocast):
-                for key, error in errors(run(model, inputs, each), want).items():
+                for key, error in peft_experts.errors(run(model, inputs, each), want).items():
                     found[key] = found.get(key, 0.0) + error / draws
     for key, error in ours.items():
         assert error <= tolerances(torch.bfloat16)[0], (key, error, theirs[key])
-        if not autocast and kind in MODELS:
+        if not autocast and kind in peft_experts.MODELS:
             assert error <= 1.2 * theirs[key], (key, error, theirs[key])
 
 
@@ -108,7 +84,7 @@ def test_sentinels(kind, implementation, device):
     want = run(model, (x, ids, weights.masked_fill(sentinel, 0.0), cotangent), "eager")
     want["weights"].masked_fill_(sentinel, 0.0)
     weights = weights.masked_fill(sentinel, float("nan"))
-    got = run(model, (x, ids.masked_fill(sentinel, E), weights, cotangent), implementation)
+    got = run(model, (x, ids.masked_fill(sentinel, peft_experts.E), weights, cotangent), implementation)
     assert_close(got, want)
     again = run(model, (x, ids.masked_fill(sentinel, -3), weights, cotangent), implementation)
     assert all(torch.equal(got[key], again[key]) for key in got)
@@ -131,9 +107,9 @@ def largest_allocation(step, tmp_path) -> int:
 def test_no_merged_weight_is_made(kind, dtype, implementation, device, tmp_path):
     """Nothing of E N K elements is allocated, forward or backward, peft's registration included."""
     many = 64
-    model, inputs = add_lora(make_experts(kind, device, many).to(dtype), kind), make_inputs(device, many, dtype)
+    model, inputs = make_adapted(kind, device, num_experts=many, dtype=dtype)
     run(model, inputs, implementation)
-    merged = many * H * I * dtype.itemsize
+    merged = many * peft_experts.H * peft_experts.I * dtype.itemsize
     assert largest_allocation(lambda: run(model, inputs, implementation), tmp_path) < merged
     assert largest_allocation(lambda: run(model, inputs, "eager"), tmp_path) >= merged
 
@@ -145,7 +121,7 @@ def test_the_first_call_may_be_of_a_transform(built, module, implementation, cal
 
     model, inputs = make_adapted("qwen3_moe", device)
     inputs = inputs[:3]
-    set_implementation(model, implementation)
+    peft_experts.set_implementation(model, implementation)
     module("integrations.peft")._computes_our_sum.cache_clear()
     if built == "without values":
         with init_empty_weights():
@@ -155,7 +131,7 @@ def test_the_first_call_may_be_of_a_transform(built, module, implementation, cal
     call = partial(torch.func.functional_call, model)
     got = torch.func.vmap(lambda given: call(given, inputs))(each)
     for index, out in enumerate(got):
-        assert_near(out, call({name: stacked[index] for name, stacked in each.items()}, inputs))
+        peft_experts.assert_near(out, call({name: stacked[index] for name, stacked in each.items()}, inputs))
     assert calls == [BOTH] * 3
 
 
@@ -174,7 +150,7 @@ def test_the_first_call_finds_out_about_peft(name, way, module, implementation, 
     finally:
         torch.set_default_dtype(torch.float32)
     if way != "autocast":
-        assert_near(got, want)
+        peft_experts.assert_near(got, want)
     assert torch.equal(torch.get_rng_state(), random)
     assert module("integrations.peft")._is_known(name == "gpt_oss") and (way == "compiled" or calls == [BOTH])
 
@@ -184,12 +160,12 @@ def test_exports_factors(kind, implementation, calls, device):
     """In torch.export's default way, which traces by tensors without values, and without a warning."""
     model, inputs = make_adapted(kind, device)
     want = outputs(model, inputs, "eager")
-    set_implementation(model, implementation)
+    peft_experts.set_implementation(model, implementation)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="grouped_moe")
         program = torch.export.export(model, inputs[:3], strict=False)
     assert calls == [BOTH]
-    assert_near(program.module()(*inputs[:3]).detach(), want)
+    peft_experts.assert_near(program.module()(*inputs[:3]).detach(), want)
 
 
 def test_adapters_by_transformers(implementation, calls, device):
@@ -197,9 +173,9 @@ def test_adapters_by_transformers(implementation, calls, device):
     needed = getattr(transformers.integrations.peft, "MIN_PEFT_VERSION", "0")
     if Version(peft.__version__) < Version(needed):
         pytest.skip(f"transformers {transformers.__version__} needs peft {needed}, which is {peft.__version__}")
-    model, ids = make_model("qwen3_moe", device)
+    model, ids = peft_experts.make_model("qwen3_moe", device)
     options = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "target_modules": []}
-    model.add_adapter(peft.LoraConfig(r=RANK, init_lora_weights=False, **options))
+    model.add_adapter(peft.LoraConfig(r=peft_experts.RANK, init_lora_weights=False, **options))
     assert_close(train_step(model, ids, implementation), train_step(model, ids, "eager"))
     assert calls == [BOTH] * 2
 
@@ -208,14 +184,14 @@ def test_adapters_by_transformers(implementation, calls, device):
 def test_registered_late(kind, implementation, calls, device):
     """After peft has wrapped the model: the sums that peft puts in the place of the weights are taken apart again."""
     model, inputs = make_adapted(kind, device)
-    forget_registration(model)
-    assert_runs_as_eager(model, inputs, implementation)
+    peft_experts.forget_registration(model)
+    peft_experts.assert_runs_as_eager(model, inputs, implementation)
     assert calls == [BOTH]
 
 
 @by_model
 def test_generates_the_tokens_of_eager(name, implementation, calls, device):
-    model, ids = make_peft_model(name, device)
+    model, ids = peft_experts.make_peft_model(name, device)
     assert generate(model, ids, implementation) == generate(model, ids, "eager")
     assert calls and set(calls) == {BOTH}
 
@@ -254,8 +230,8 @@ def test_trains_as_eager(implementation, calls, device, make_trainer):
     ids, losses = torch.randint(1, 64, (2, 12)), []
     for each in ("eager", implementation):
         torch.manual_seed(1)
-        model, _ = make_peft_model("qwen3_moe", device)
-        set_implementation(model, each)
+        model, _ = peft_experts.make_peft_model("qwen3_moe", device)
+        peft_experts.set_implementation(model, each)
         trainer = make_trainer(model, ids)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])

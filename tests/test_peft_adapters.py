@@ -6,35 +6,14 @@ A warning says why, once.
 import gc
 import warnings
 import weakref
-from functools import partial, partialmethod
+from functools import partial
 from types import MethodType
 from typing import NamedTuple, Optional
 
+import peft_experts
 import pytest
 import torch
-from peft_experts import (
-    BOTH,
-    NONE,
-    WRAPPER,
-    Call,
-    H,
-    add_lora,
-    assert_close,
-    assert_near,
-    assert_runs_as_eager,
-    by_model,
-    first_weight,
-    forget_registration,
-    make_adapted,
-    make_experts,
-    make_inputs,
-    make_peft_model,
-    outputs,
-    peft,
-    run,
-    set_implementation,
-    wrappers,
-)
+from peft_experts import BOTH, Call, assert_close, assert_near, by_model, make_adapted, make_experts, outputs, peft, run
 from test_modules_checkpoints import COPIES
 from torch import Tensor, nn
 
@@ -63,8 +42,8 @@ def test_copies_are_fused(name, how, implementation, calls, device):
 @by_model
 def test_a_model_is_freed_at_once(name, implementation, device):
     """No reference leads from a wrapper to itself."""
-    model = add_lora(make_experts(name, device), name)
-    outputs(model, make_inputs(device), implementation)
+    model, inputs = make_adapted(name, device)
+    outputs(model, inputs, implementation)
     wrapper = weakref.ref(model.base_model.model.experts)
     gc.disable()
     try:
@@ -77,7 +56,7 @@ def test_a_model_is_freed_at_once(name, implementation, device):
 @by_model
 def test_adapters_are_switched_merged_saved_and_deleted(name, implementation, calls, device, tmp_path):
     model, inputs = make_adapted(name, device)
-    fused, merged = BOTH, NONE
+    fused, merged = BOTH, peft_experts.NONE
     state = {key.replace("base_layer.", ""): value for key, value in model.base_model.model.state_dict().items()}
     plain = make_experts(name, device)
     plain.load_state_dict({key: state[key] for key in plain.state_dict()})
@@ -122,32 +101,32 @@ def test_adapters_are_switched_merged_saved_and_deleted(name, implementation, ca
 @by_model
 def test_unload_gives_the_base_back(name, implementation, calls, device):
     experts = make_experts(name, device)
-    inner, inputs = experts.experts, make_inputs(device)
+    inner, inputs = experts.experts, peft_experts.make_inputs(device)
     base = outputs(experts, inputs, "eager")
-    assert add_lora(experts, name).unload().experts is inner
-    assert_near(assert_as_eager(experts, inputs, implementation, calls, NONE), base)
+    assert peft_experts.add_lora(experts, name).unload().experts is inner
+    assert_near(assert_as_eager(experts, inputs, implementation, calls, peft_experts.NONE), base)
 
 
 @pytest.mark.parametrize("target, fused", [("down_proj", Call(False, True)), ("up", Call(True, False))])
 @by_model
 def test_one_weight_alone(name, target, fused, implementation, calls, device):
-    target = first_weight(name) if target == "up" else target
+    target = peft_experts.first_weight(name) if target == "up" else target
     model, inputs = make_adapted(name, device, [f"experts.{target}"])
-    assert_runs_as_eager(model, inputs, implementation)
+    peft_experts.assert_runs_as_eager(model, inputs, implementation)
     assert calls == [fused]
 
 
 def test_ranks_and_scalings_differ(implementation, calls, device):
     options = {"rank_pattern": {"experts.down_proj": 7}, "alpha_pattern": {"experts.down_proj": 3}, "use_rslora": True}
     model, inputs = make_adapted("qwen3_moe", device, **options)
-    assert_runs_as_eager(model, inputs, implementation)
+    peft_experts.assert_runs_as_eager(model, inputs, implementation)
     assert calls == [BOTH]
 
 
 MORE = "the adapter is more than two factors and a scaling that is an int or a float"
 CHANGES = {  # what becomes of the wrapper, which options its adapter has, and what is said
     "dropout": (lambda it: it.lora_dropout.update({"default": nn.Dropout(0.0)}), {}, MORE),
-    "bias": (lambda it: it.lora_B["default"].register_parameter("bias", nn.Parameter(torch.zeros(H))), {}, MORE),
+    "bias": (lambda it: it.lora_B["default"].register_parameter("bias", nn.Parameter(torch.zeros(64))), {}, MORE),
     "variant": (lambda it: it.lora_variant.update({"default": object()}), {}, MORE),
     "other-parts": (lambda it: it.lora_magnitude_vector.update({"default": nn.Linear(1, 1)}), {}, MORE),
     "scaling": (lambda it: it.scaling.update({"default": torch.tensor(2.0)}), {}, MORE),
@@ -177,9 +156,9 @@ def test_factors_of_another_module(implementation, calls, device):
 
 
 def test_one_expert_is_left_to_peft(implementation, calls, device):
-    model, inputs = add_lora(make_experts("qwen3_moe", device, 1), "qwen3_moe"), make_inputs(device, 1)
+    model, inputs = make_adapted("qwen3_moe", device, num_experts=1)
     with pytest.warns(UserWarning, match="there is one expert"):
-        assert_as_eager(model, inputs, implementation, calls, NONE)
+        assert_as_eager(model, inputs, implementation, calls, peft_experts.NONE)
 
 
 def test_other_parameters_are_left_to_peft(implementation, calls, device):
@@ -194,7 +173,7 @@ def test_another_forward_is_not_given_factors(grouped_moe, implementation, calls
     """As of `kernels.kernelize`, whose layers have the signature that they replace."""
     model, inputs = make_adapted("gpt_oss", device)
     want = outputs(model, inputs, "eager")
-    experts = wrappers(model)[0].get_base_layer()
+    experts = peft_experts.wrappers(model)[0].get_base_layer()
     experts.forward = MethodType(grouped_moe.layers.GroupedMoeExperts.forward, experts)
     with pytest.warns(UserWarning, match="the experts have another forward, which takes no factors"):
         assert_near(outputs(model, inputs, implementation), want)
@@ -217,7 +196,7 @@ def test_a_forward_that_drops_factors(way, replacement, implementation, calls, d
     Where the experts have their own forward again, they get factors again.
     """
     model, inputs = make_adapted("qwen3_moe", device)
-    experts = wrappers(model)[0].get_base_layer()
+    experts = peft_experts.wrappers(model)[0].get_base_layer()
     want, kind = run(model, inputs, "eager"), type(experts)
     forward = replacement(kind.forward)
     with pytest.MonkeyPatch.context() as patch:
@@ -240,7 +219,7 @@ def test_a_forward_that_drops_factors(way, replacement, implementation, calls, d
 @pytest.mark.parametrize("way", ["hook of accelerate", "compiled forward", "compiled module"])
 def test_a_forward_that_passes_factors_on(way, implementation, calls, device):
     model, inputs = make_adapted("qwen3_moe", device)
-    experts = wrappers(model)[0].get_base_layer()
+    experts = peft_experts.wrappers(model)[0].get_base_layer()
     want = run(model, inputs, "eager")
     if way == "hook of accelerate":
         hooks = pytest.importorskip("accelerate.hooks")
@@ -262,7 +241,7 @@ def test_wrappers_of_another_build(module, implementation, calls, device, monkey
     model, inputs = make_adapted("qwen3_moe", device)
     usual = shim._as_lora
     monkeypatch.setattr(shim, "_as_lora", lambda *args: other(*usual(*args)))
-    assert_runs_as_eager(model, inputs, implementation)
+    peft_experts.assert_runs_as_eager(model, inputs, implementation)
     assert calls == [BOTH]
 
 
@@ -270,9 +249,9 @@ def test_names_of_no_adapters(implementation, calls, device):
     """`adapter_names=None` is as without it."""
     model, inputs = make_adapted("qwen3_moe", device)
     want = outputs(model, inputs, "eager")
-    set_implementation(model, implementation)
+    peft_experts.set_implementation(model, implementation)
     with torch.no_grad():
-        assert_near(wrappers(model)[0](*inputs[:3], adapter_names=None), want)
+        assert_near(peft_experts.wrappers(model)[0](*inputs[:3], adapter_names=None), want)
     assert calls == [BOTH]
 
 
@@ -280,14 +259,14 @@ def other_sum(self, weight):
     return torch.baddbmm(weight, self.lhs, self.rhs, alpha=2 * self.scaling)
 
 
-def other_factors(usual, self, adapter):
+def other_factors(self, adapter, usual=peft_experts.WRAPPER.get_delta_factors):
     lhs, rhs, scaling = usual(self, adapter)
     return lhs.flip(2), rhs, scaling
 
 
 PEFTS = {  # what of it is replaced, and by what
     "sum": (peft.tuners.lora.layer._LoraFactorsProxy, "forward", other_sum),
-    "factors": (WRAPPER, "get_delta_factors", partialmethod(partial(other_factors, WRAPPER.get_delta_factors))),
+    "factors": (peft_experts.WRAPPER, "get_delta_factors", other_factors),
     "interface": (peft, "get_peft_model", None),
 }
 
@@ -301,7 +280,7 @@ def test_another_peft_is_left_to_itself(
     ours = module("integrations.peft")
     model, inputs = make_adapted("gpt_oss", device)
     if late:
-        forget_registration(model)
+        peft_experts.forget_registration(model)
     monkeypatch.setattr(owner, name, replacement)
     caches = ours._computes_our_sum, ours._adds_factors
     for cache in caches:
@@ -320,9 +299,9 @@ def test_another_peft_is_left_to_itself(
 def test_forwards_may_come_before_the_backward_of_another(implementation, device):
     """peft's own, which run where the package is registered late, change the weights' versions, not their values."""
     model, inputs = make_adapted("qwen3_moe", device)
-    forget_registration(model)
+    peft_experts.forget_registration(model)
     want = run(model, inputs, "eager")
-    set_implementation(model, implementation)
+    peft_experts.set_implementation(model, implementation)
     x, ids, weights, cotangent = inputs
     out = model(x, ids, weights)
     outputs(model, inputs, implementation)
@@ -332,7 +311,7 @@ def test_forwards_may_come_before_the_backward_of_another(implementation, device
 
 
 def test_the_implementation_may_change(implementation, calls, device):
-    model, ids = make_peft_model("qwen3_moe", device)
+    model, ids = peft_experts.make_peft_model("qwen3_moe", device)
     base, found = model.get_base_model(), []
     for each in (implementation, "eager", "grouped_mm", implementation):
         base.set_experts_implementation(each)

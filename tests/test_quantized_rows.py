@@ -7,18 +7,7 @@ import torch
 from compare import assert_bitwise, assert_close
 from pairs import Pairs, make_lora
 from poison import poisoned_allocations
-from quantized import (
-    BF16,
-    CASES,
-    ROWS,
-    Case,
-    assert_of_same_codes,
-    error,
-    float8,
-    hopper,
-    make,
-    run,
-)
+from quantized import BF16, CASES, ROWS, Case, assert_of_same_codes, error, float8, hopper, make, run
 from quantized_steps import gradients, linear, reference, references, with_leaves
 from torch.nn.functional import pad, silu
 

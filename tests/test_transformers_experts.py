@@ -4,19 +4,10 @@ import importlib.metadata
 from functools import partial
 from types import MethodType
 
+import experts_modules
 import pytest
 import torch
-from experts_modules import (
-    EXPERTS,
-    assert_as_eager,
-    assert_same,
-    build,
-    find_cases,
-    lower_limits,
-    make_custom,
-    make_inputs,
-    run,
-)  # fmt: skip
+from experts_modules import EXPERTS, assert_as_eager, build, find_cases, lower_limits, make_custom, make_inputs, run
 from torch.nn.functional import normalize, rms_norm, silu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,7 +51,7 @@ def assert_as_eager_with_sentinels(experts, implementation) -> None:
     expected = run(experts, "eager", (x, ids.masked_fill(sentinel, 0), weights.masked_fill(sentinel, 0.0)), cotangent)
     expected.grads["top_k_weights"][sentinel] = 0.0
     actual = run(experts, implementation, (x, ids.masked_fill(sentinel, EXPERTS), weights), cotangent)
-    assert_same(actual, expected)
+    experts_modules.assert_same(actual, expected)
     assert not actual.grads["top_k_weights"][sentinel].any() and not actual.out[0].any()
     # Bitwise the same with other ids outside the range, and NaN wherever a sentinel leads.
     outside = torch.tensor([EXPERTS, EXPERTS + 1, -1, -EXPERTS, 2**31, 2**63 - 1, -(2**63)], device=ids.device)

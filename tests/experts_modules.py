@@ -14,20 +14,13 @@ from typing import Callable, Optional
 
 import torch
 from block import Result
+from compare import assert_close
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 5, 32, 24, 24, 3
 IDLE_EXPERT = 3  # gets no token
 
 # A limit and an alpha that no class has by default. |pre-activation| ~ N(0, 1), so 0.6 clamps more than a half.
 LOWERED = {"limit": 0.6, "swiglu_limit": 0.6, "alpha": 1.3, "swiglu_alpha": 1.3}
-
-# fp32 sums of at most TOKENS * TOP_K terms, whose order differs: an error of about sqrt(terms) * 2**-24 = 5e-7 of the
-# norm per sum, three sums deep. Another function or a lost term is off by 1e-2 or more.
-TOLERANCE = 5e-6
-# A row may cancel below the norm of its terms, which the error is relative to: what a row lacks in norm beneath a
-# fifth of the root mean square is not held against it, and the others may be a fifth of the terms that they sum.
-ROW_TOLERANCE = 5 * TOLERANCE
-
 
 GPT_OSS = "transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts"  # transposed, interleaved, with biases
 
@@ -157,20 +150,14 @@ def run(experts: torch.nn.Module, implementation: str, inputs: tuple, cotangent:
     return Result(out.detach(), dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), cotangent))))
 
 
-def assert_close(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.shape == expected.shape and actual.dtype == expected.dtype, name
-    rows = actual.double().reshape(-1, actual.shape[-1]), expected.double().reshape(-1, expected.shape[-1])
-    errors, norms = (rows[0] - rows[1]).norm(dim=1), rows[1].norm(dim=1)
-    assert errors.norm() <= TOLERANCE * norms.norm(), f"{name}: {errors.norm() / norms.norm():.1e}"
-    bounds = ROW_TOLERANCE * norms.clamp(min=0.2 * norms.square().mean().sqrt())
-    assert (errors <= bounds).all(), f"{name}: row {(errors / bounds).argmax()}"
-
-
 def assert_same(actual: Result, expected: Result) -> None:
-    assert_close("output", actual.out, expected.out)
+    """Within the tolerances of fp32, row by row of every matrix; rows may cancel."""
     assert actual.grads.keys() == expected.grads.keys()
-    for name, grad in expected.grads.items():
-        assert_close(f"gradient of {name}", actual.grads[name], grad)
+    for name, want in {"output": expected.out, **expected.grads}.items():
+        got = actual.grads.get(name, actual.out)
+        assert got.dtype == want.dtype, name
+        got, want = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (got, want.double()))
+        assert_close(name, got, want, torch.float32, inner_products=True)
 
 
 def assert_as_eager(experts: torch.nn.Module, implementation: str, around: Callable = lambda forward: forward) -> None:

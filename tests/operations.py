@@ -1,7 +1,7 @@
 """Small calls of every differentiable op, for tests of what holds for all of them; and who watches what they call."""
 
 from functools import partial
-from typing import Callable, Dict, NamedTuple, Set
+from typing import Callable, Dict, List, NamedTuple, Set, Tuple
 
 import mlps
 import torch
@@ -124,6 +124,13 @@ def count_flops(function: Callable) -> int:
     with FlopCounterMode(display=False) as counter:
         function()
     return counter.get_total_flops()
+
+
+def record(function: Callable[[], Tensor]) -> Tuple[Tensor, List[Tensor]]:
+    """(what the function returns, what is saved for its backward)."""
+    saved: List[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.detach()) or saved[-1], lambda t: t):
+        return function(), saved
 
 
 class Log(TorchDispatchMode):

@@ -6,14 +6,11 @@ A case is a NamedTuple of `linears` or `mlps`, with `call(grouped_moe, inputs, s
 
 from typing import Dict, NamedTuple, Optional
 
-import pytest
 import torch
 from compare import assert_close
 from poison import guarded
 from torch import Tensor
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 SCALES = ("activation_scales", "bias_scales")
 PER_ROW = ("x", *SCALES)
 

@@ -6,8 +6,8 @@ import group_splits
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
+from marks import DTYPES, by_dtype
 from poison import dirty_allocator, guarded, poisoned_allocations
-from sorted_rows import DTYPES, by_dtype
 
 NAN = float("nan")
 SIZES = [(7, 0, 19, 5), (200, 1, 130), (0, 0), (33,), (0, 21, 0), (0, 1, 2, 0) * 256]
@@ -49,14 +49,16 @@ def test_matches_loop(grouped_moe, device, sizes, dtype, scales_dtype):
     assert_sums(grouped_moe.grouped_dbias_dscales(*inputs), expected(*inputs), sums)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("given", [("dbias",), ("dscales",), ("dbias", "dscales")], ids="-".join)
 @by_dtype
-def test_adds_to_buffers(grouped_moe, device, given, dtype):
-    """And returns them; the other one is new."""
-    inputs = make(SIZES[0], dtype, device)
+def test_adds_to_buffers(grouped_moe, device, given, dtype, compiled, fresh_compiler):
+    """Those of the call, and returns them; the other one is new. Compiled in one graph."""
+    inputs, function = make(SIZES[0], dtype, device), grouped_moe.grouped_dbias_dscales
+    function = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
     start = {"dbias": torch.randn(4, 70, device=device), "dscales": torch.randn(len(inputs[0]), device=device)}
     buffers = {name: start[name].clone() for name in given}
-    got = dict(zip(start, grouped_moe.grouped_dbias_dscales(*inputs, **buffers)))
+    got = dict(zip(start, function(*inputs, **buffers)))
     assert all(got[name] is buffers[name] for name in given)
     want = dict(zip(start, expected(*inputs)))
     assert_sums(list(got.values()), [want[name] + (start[name].double() if name in given else 0) for name in start])
@@ -85,19 +87,6 @@ def test_repeats_bitwise_whatever_the_splits(grouped_moe, device):
     for splits in [sizes] * 10 + [*group_splits.forms(grouped_moe, sizes).values()]:
         for got, want in zip(grouped_moe.grouped_dbias_dscales(dy, scales, bias, splits), first):
             assert_bitwise("sum", got, want)
-
-
-@pytest.mark.parametrize("given", [("dbias",), ("dscales",), ("dbias", "dscales")], ids="-".join)
-def test_adds_to_buffers_when_compiled(grouped_moe, device, given):
-    """In one graph, to the buffers of the call."""
-    inputs = make(SIZES[0], torch.float32, device)
-    buffers = {"dbias": torch.randn(4, 70, device=device), "dscales": torch.randn(len(inputs[0]), device=device)}
-    buffers, want = ({name: buffers[name].clone() for name in given} for _ in range(2))
-    compiled = torch.compile(grouped_moe.grouped_dbias_dscales, fullgraph=True, backend="aot_eager")
-    compiled(*inputs, **buffers)
-    grouped_moe.grouped_dbias_dscales(*inputs, **want)
-    for name, buffer in buffers.items():
-        assert_bitwise(name, buffer, want[name])
 
 
 def test_strides_and_no_graph(grouped_moe, device):

@@ -6,6 +6,8 @@ import torch
 from block import assert_same, call, make, run, run_reference
 from cases import BY_ID, make_inputs
 from compare import assert_bitwise, assert_close
+from marks import by_fp32_and_bf16
+from operations import record
 from pairs import Pairs, make_loras
 from poison import poisoned_allocations
 from scaled import WEIGHTS, Blocks, check, scale, with_scales
@@ -35,10 +37,9 @@ CASES = {
 }
 by_case = pytest.mark.parametrize("case_id, blocks", CASES.values(), ids=CASES)
 some = pytest.mark.parametrize("case_id, blocks", [CASES[name] for name in ("apart", "interleaved", "tall-wide")])
-by_dtype = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 
 
-@by_dtype
+@by_fp32_and_bf16
 @by_case
 def test_matches_reference(grouped_moe, device, case_id, blocks, dtype):
     """Output and the gradients of all but the weights, which have none."""
@@ -108,7 +109,7 @@ def test_every_code(grouped_moe, device):
 
 
 @pytest.mark.parametrize("pairs", [Pairs(rank=3), Pairs(rank=8, adapters=3), Pairs(shared="a")], ids=str)
-@by_dtype
+@by_fp32_and_bf16
 def test_lora_on_top(grouped_moe, device, pairs, dtype):
     """Gradients of factors and of all but the weights, as of the sum of both weights."""
     case, inputs = make("silu-bias", device, dtype)
@@ -121,7 +122,7 @@ def test_lora_on_top(grouped_moe, device, pairs, dtype):
     pairs_of_blocks.assert_matches(got, want, dtype, FP32)
 
 
-@by_dtype
+@by_fp32_and_bf16
 def test_grouped_linear(grouped_moe, device, dtype):
     """Bias, its scales, rows of no group, and the gradient of x; the same bits twice."""
     sizes, rows, n, k = (5, 0, 70, 9), 90, 72, 40
@@ -177,10 +178,9 @@ def test_autocast_leaves_them(grouped_moe, device):
             got = call(grouped_moe, case, given)
         cast = {name: t.to(BF16) for name, t in given._asdict().items() if name == "hidden_states"}
         assert_bitwise("out", got, call(grouped_moe, case, given._replace(**cast)))
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        with torch.autocast(torch.device(device).type, BF16):
-            call(grouped_moe, case, given._replace(hidden_states=given.hidden_states.detach().requires_grad_()))
+    trained = given._replace(hidden_states=given.hidden_states.detach().requires_grad_())
+    with torch.autocast(torch.device(device).type, BF16):
+        _, saved = record(lambda: call(grouped_moe, case, trained))
     codes = given.gate_up_proj.data
     assert {tensor.dtype for tensor in saved if tensor.shape == codes.shape} == {codes.dtype}
 

@@ -36,7 +36,9 @@ VALID = {
         "splits": (E,), "x": (T, H), "activation_scales": (T,), "bias_scales": (T,), "gate_up_proj": (E, 2 * I, H),
         "down_proj": (E, H, I), "gate_up_proj_bias": (E, 2 * I), "down_proj_bias": (E, H),
     },
-    "grouped_linear": {"x": (ROWS, K), "weight": (G, N, K), "splits": (G + 1,), "bias": (G, N)},
+    "grouped_linear": {
+        "x": (ROWS, K), "weight": (G, N, K), "splits": (G + 1,), "bias": (G, N), "bias_scales": (ROWS,),
+    },
     "route": {"top_k_index": (T, TOP_K), "num_experts": E},
     "gather_rows": {"x": (T, H), "routing": None},
     "combine_rows": {"y": (T * TOP_K, H), "top_k_weights": (T, TOP_K), "routing": None},
@@ -148,6 +150,9 @@ BAD = {
         (["weight"], [(1025, N, K)], "1 to 1024 groups, got 1025"),
         (["splits"], [(G + 2,), (G + 1, 1)], r"shape \(G,\) sizes or \(G \+ 1,\) offsets = \(3\), got {value}"),
         (["bias"], [(N,), (G, K)], r"shape \(G, N\) = \(3, 8\), got {value}"),
+        (["bias_scales"], [(ROWS - 1,)], r"\(rows,\) = \(10\), got {value}"),
+        (["bias_scales"], [{"bias": None}], "expected None without a bias"),
+        (["splits"], [[1, 2]], "expected 3 sizes, got 2"),
         (["weight", "splits", "bias"], [META], "expected on .* like x, got meta"),
         (["x > weight"], [META], "expected on meta like x, got "),
     ],
@@ -156,6 +161,7 @@ BAD = {
         (["x"], [torch.int64], "expected one of .*, got torch.int64$"),
         (["weight", "bias"], [torch.float16, torch.bfloat16], "expected torch.float32 like x, got {value}$"),
         (["splits"], [torch.float32, torch.bool], "expected torch.int32 or torch.int64, got {value}$"),
+        (["splits"], [[1.0, 2, 3], [True, 2, 3]], "expected a list of ints"),
         (["transposed"], NO_BOOLS, "expected True or False, got "),
     ],
     ("grouped_mlp", ValueError): [
@@ -260,6 +266,9 @@ def test_options_are_keyword_only(grouped_moe, device):
     raises(TypeError, "positional", grouped_moe.grouped_mm_experts, *[given[name] for name in NAMES[:5]], None)
 
 
-def test_too_many_slots(grouped_moe, device):
+def test_too_many_slots_or_rows(grouped_moe, device):
     ids = torch.zeros(1, dtype=torch.int32, device=device).expand(2**24 - 1, 128)
     raises(ValueError, "^top_k_index: expected at most 2147483519 slots, got 2147483520", grouped_moe.route, ids, 4)
+    given = arguments(grouped_moe, "grouped_linear", device)
+    given["x"] = given["x"][:1].expand(2**31 - 128, -1)
+    raises(ValueError, "^x: expected at most 2147483519 rows, got 2147483520", grouped_moe.grouped_linear, **given)

@@ -9,16 +9,13 @@ import torch
 from block import assert_same, call, check, checkpointed, count_routed, make, parts_of, run, with_leaves
 from cases import BY_ID, CASES, Case, Inputs, make_inputs
 from compare import assert_bitwise
+from marks import DTYPES, by_dtype, by_fp32_and_bf16, by_recompute
 from poison import LAYOUTS, is_sentinel, poison_sentinels, poisoned_allocations
 
 NAN, INF = float("nan"), float("inf")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
 FLOATING = ("hidden_states", "top_k_weights", *WEIGHTS, *BIASES)
-
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-by_recompute = pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
 
 
 def random_case(seed: int) -> Case:
@@ -167,7 +164,7 @@ VIEWS = {  # of a case's inputs, and their names
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@by_fp32_and_bf16
 @pytest.mark.parametrize("case_id", ["silu-bias", "gpt-oss", "aligned-extents", "relu2-not-gated"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_strides(grouped_moe, device, view, case_id, dtype):

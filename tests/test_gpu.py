@@ -14,6 +14,7 @@ from block import assert_same, call, parts_of, random_inputs, run, run_reference
 from cases import CLAMPED, GPU_CASES, MEDIUM, RELU2, WIDE, Case, make_ids, make_inputs
 from compare import assert_bitwise
 from graphs import capture
+from marks import by_recompute
 from operations import OPERATIONS, make_operation
 from poison import allocated_by
 
@@ -22,7 +23,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="uses torch.cuda"),
 ]
 by_case = pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.id)
-by_recompute = pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
 
 
 @by_case

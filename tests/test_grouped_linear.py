@@ -6,6 +6,7 @@ import pytest
 import torch
 from compare import assert_bitwise, assert_part
 from linears import BY_LINEAR, Linear
+from marks import by_fp32_and_bf16
 from poison import guarded, poisoned_allocations
 from sorted_rows import assert_matches, run, run_reference, with_leaves
 
@@ -27,7 +28,7 @@ def strided(tensor):
     return wide[..., 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@by_fp32_and_bf16
 @by_order
 @pytest.mark.parametrize("layout", [torch.clone, strided, guarded], ids=["contiguous", "strided", "misaligned"])
 @by_names
@@ -110,25 +111,3 @@ def test_lists_that_do_not_fit_the_rows(grouped_moe, device, sizes):
     for call in calls:
         with pytest.raises(ValueError, match="^splits: expected sizes of at least 0 and together at most the 16 rows"):
             call()
-
-
-def test_errors(grouped_moe, device):
-    """Of scales, and of splits whose type says what they mean: the other length is refused, which else would pass."""
-    inputs = SCALED.make(torch.float32, device)
-    (x, weight, bias, scales), offsets = inputs.tensors.values(), inputs.offsets
-    for args, error, message in (
-        ((x, weight, grouped_moe.GroupSizes(offsets)), ValueError, r"splits: .*\(G,\) = \(4\), got \(5,\)"),
-        ((x, weight, grouped_moe.GroupOffsets(offsets.diff())), ValueError, r"splits: .*\(G \+ 1,\) = \(5\), got \(4,"),
-        ((x, weight, [1, 2, 3]), ValueError, "splits: expected 4 sizes, got 3"),
-        ((x, weight, [1.0, 2, 3, 4]), TypeError, "splits: expected a list of ints"),
-        ((x, weight, [True, 2, 3, 4]), TypeError, "splits: expected a list of ints"),
-        ((x, weight, offsets, None, scales), ValueError, "bias_scales: expected None without a bias"),
-        ((x, weight, offsets, bias, scales[:-1]), ValueError, r"bias_scales: .*\(rows,\) = \(37\), got \(36,\)"),
-        (
-            (x[:1].expand(2**31 - 128, -1), weight, offsets),
-            ValueError,
-            "x: expected at most 2147483519 rows, got 2147483520",
-        ),
-    ):
-        with pytest.raises(error, match=f"^{message}"):
-            grouped_moe.grouped_linear(*args)

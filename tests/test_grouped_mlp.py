@@ -4,11 +4,11 @@ import pytest
 import torch
 from cases import BY_ID
 from compare import assert_bitwise, assert_close, assert_part, assert_same
+from marks import by_dtype, by_recompute
 from mlps import BY_MLP, NAMES, PER_GROUP, Mlp, call
-from sorted_rows import SCALES, by_dtype, run, run_reference, with_leaves
-from test_errors import raises
+from operations import record
+from sorted_rows import SCALES, run, run_reference, with_leaves
 
-by_recompute = pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
 SOME = [BY_MLP[name] for name in ("two-scales", "gpt-oss", "relu2-not-gated")]
 some = pytest.mark.parametrize("mlp", SOME, ids=lambda mlp: mlp.id)
 
@@ -106,18 +106,7 @@ def test_recompute_changes_nothing(grouped_moe, device, mlp, dtype):
 
 @some
 def test_recompute_saves_inputs_alone(grouped_moe, device, mlp):
-    inputs, saved = with_leaves(mlp.make(torch.float32, device)), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        call(grouped_moe, mlp, inputs, recompute=True)
+    inputs = with_leaves(mlp.make(torch.float32, device))
+    _, saved = record(lambda: call(grouped_moe, mlp, inputs, recompute=True))
     given = {tensor.data_ptr() for tensor in inputs.given().values()}
     assert not [t.shape for t in saved if t.data_ptr() not in given and t.is_floating_point() and t.numel()]
-
-
-def test_splits_of_another_type(grouped_moe, device):
-    """Sizes as offsets and the opposite, and a list as sizes of a device; other errors are in test_errors.py."""
-    mlp = BY_MLP["two-scales"]
-    inputs = mlp.make(torch.float32, device)
-    sizes, offsets = grouped_moe.GroupSizes, grouped_moe.GroupOffsets
-    raises(ValueError, "^splits: ", mlp.call, grouped_moe, inputs, offsets(inputs.offsets.diff()))
-    raises(ValueError, "^splits: ", mlp.call, grouped_moe, inputs, sizes(inputs.offsets))
-    raises(TypeError, "^splits: ", mlp.call, grouped_moe, inputs, sizes([*mlp.sizes]))

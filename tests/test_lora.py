@@ -8,7 +8,8 @@ import torch
 from block import assert_same, call, count_routed, with_leaves
 from cases import BY_ID, Case, make_inputs
 from compare import assert_bitwise, assert_close
-from operations import count_flops
+from marks import by_fp32_and_bf16, by_recompute
+from operations import count_flops, record
 from pairs import LAYOUTS, Pairs, assert_matches, factors, make_loras, merged_out, run, run_merged, with_factors
 from poison import dirty_allocator, poison_sentinels, poisoned_allocations
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -52,8 +53,6 @@ PAIRS = {
 by_pairs = pytest.mark.parametrize("case_id, pairs", PAIRS.values(), ids=PAIRS)
 SOME = ("rank-3", "both-shared", "gpt-oss", "not-gated", "adapters", "tall-wide")
 some_pairs = pytest.mark.parametrize("case_id, pairs", [PAIRS[name] for name in SOME], ids=SOME)
-by_dtype = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-by_recompute = pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
 
 
 def make(grouped_moe, case_id, pairs, dtype, device, factor_dtype=None, **changes):
@@ -161,7 +160,7 @@ def test_frozen(grouped_moe, device, case_id, adapters, frozen, recompute):
     assert_same(run(grouped_moe, case, inputs, arguments, frozen), full, frozen)
 
 
-@by_dtype
+@by_fp32_and_bf16
 @some_pairs
 def test_nothing_of_a_sentinel_is_read(grouped_moe, device, case_id, pairs, dtype):
     """NaN in rows and in experts that take no part, their factors included, and in all fresh memory."""
@@ -206,7 +205,7 @@ def test_rows_without_an_adapter_are_those_of_the_base(grouped_moe, device):
         assert_same(run(grouped_moe, case, inputs, changed), want)
 
 
-@by_dtype
+@by_fp32_and_bf16
 @some_pairs
 def test_ways_agree(grouped_moe, device, case_id, pairs, dtype):
     """Whatever is saved, in how much room, and each time."""
@@ -246,9 +245,7 @@ def test_saved_memory(grouped_moe, device, pairs, recompute, frozen):
     case, inputs, arguments = make(grouped_moe, "tall-wide", pairs, BF16, device, recompute=recompute)
     leaves = with_leaves(inputs, ("gate_up_proj", "down_proj"))
     named = {name: t.requires_grad_(name[-1] != frozen) for name, t in factors(arguments).items()}
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        call(grouped_moe, case, leaves, **with_factors(arguments, named))
+    _, saved = record(lambda: call(grouped_moe, case, leaves, **with_factors(arguments, named)))
     given = {t.data_ptr() for t in (*leaves, *named.values()) if t is not None}
     own = [t for t in saved if t.is_floating_point() and t.numel() and t.data_ptr() not in given]
     rank = -(-pairs.rank * max(1, pairs.adapters) // 8) * 8

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_part, assert_same
+from marks import by_fp32_and_bf16, by_recompute
 from operations import count_flops
 from pairs import Pairs, factors, make_index, make_lora, merged, over_adapters, with_factors
 from poison import poisoned_allocations
@@ -26,7 +27,6 @@ PAIRS = {
     "adapters-shared": Pairs(rank=16, shared="b", adapters=2),
 }
 by_pairs = pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
-by_dtype = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 by_transposed = pytest.mark.parametrize("transposed", [False, True], ids=["nk", "kn"])
 
 
@@ -84,7 +84,7 @@ def assert_matches(got, want, dtype, factor_dtype):
         assert_close(name, tensor, want[name], dtype, inner_products=single)
 
 
-@by_dtype
+@by_fp32_and_bf16
 @by_transposed
 @by_pairs
 def test_linear_matches_merged_weights(grouped_moe, device, pairs, transposed, dtype):
@@ -184,7 +184,7 @@ def test_modules_pass_pairs_on(grouped_moe, device, mode, frozen, adapters):
             assert_bitwise(name, grad, want[kind][int(group)] if group else want[kind])
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
+@by_recompute
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not-gated"])
 @pytest.mark.parametrize("pairs", [Pairs(), Pairs(rank=3, shared="a", adapters=2)], ids=["one", "adapters"])
 def test_mlp_is_two_linear_layers(grouped_moe, device, pairs, gated, recompute):

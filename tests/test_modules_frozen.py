@@ -8,6 +8,7 @@ import test_lora_layers as pairs_of_layers
 import torch
 from compare import assert_bitwise, assert_same
 from layers import FLOAT, HALF, ROWS, Form, G, K, N, assert_matches
+from marks import by_fp32_and_bf16
 from pairs import Pairs
 from poison import poisoned_allocations
 from scaled import Blocks, scale
@@ -28,7 +29,6 @@ BLOCKS = {
 }
 by_blocks = pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
 by_kind = pytest.mark.parametrize("kind", ["none", "bias", "scaled"])
-by_dtype = pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=["fp32", "bf16"])
 NAMES = "weight", "weight_scale_inv"
 
 
@@ -70,7 +70,7 @@ def integers(tensor):
     return tensor.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
-@by_dtype
+@by_fp32_and_bf16
 @by_kind
 @by_blocks
 def test_matches_the_dequantized_weight(grouped_moe, device, blocks, kind, dtype):
@@ -90,7 +90,7 @@ def test_matches_the_dequantized_weight(grouped_moe, device, blocks, kind, dtype
 
 
 @pytest.mark.parametrize("adapters", [0, 3])
-@by_dtype
+@by_fp32_and_bf16
 def test_lora_on_top(grouped_moe, device, adapters, dtype):
     """Gradients of x, of the bias and its scales and of the factors, as of the sum of both weights."""
     pairs = Pairs(rank=5, adapters=adapters)

@@ -11,6 +11,7 @@ import tokenizers
 import torch
 import transformers
 from compare import tolerances
+from marks import by_fp32_and_bf16
 from packaging.version import Version
 from peft_experts import BOTH, assert_close, by_kind, by_model, make_adapted, outputs, peft, run, train_step
 from test_transformers_models import generate
@@ -102,7 +103,7 @@ def largest_allocation(step, tmp_path) -> int:
     return max(event["args"]["Bytes"] for event in events if event["name"] == "[memory]")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@by_fp32_and_bf16
 @by_kind
 def test_no_merged_weight_is_made(kind, dtype, implementation, device, tmp_path):
     """Nothing of E N K elements is allocated, forward or backward, peft's registration included."""

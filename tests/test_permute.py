@@ -4,10 +4,10 @@ import pytest
 import torch
 from cases import Case, make_ids
 from compare import assert_bitwise, assert_close
+from marks import by_dtype
 from poison import LAYOUTS, dirty_allocator, is_sentinel, poisoned_allocations
 
 NAN = float("nan")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CASES = [
     Case("plain", E=5, H=48),
     Case("no-sentinels", sentinels=0.0),
@@ -22,7 +22,6 @@ CASES = [
     Case("many-experts", T=200, top_k=6, E=1024, H=8),
 ]
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 
 def make(grouped_moe, case, device, dtype=torch.float32, weights_dtype=None):

@@ -1,23 +1,18 @@
 """What the experts block saves for its backward, and what the last backward of a graph may overwrite."""
 
-from typing import Callable, List, Tuple
+from typing import List
 
 import pytest
 import torch
 from block import assert_same, call, checkpointed, count_routed, make, run, with_leaves
 from cases import BY_ID, GPU_PARAMS, make_inputs
 from compare import assert_bitwise
+from marks import by_recompute
+from operations import record
 from poison import poisoned_allocations
 
 
-def record(function: Callable) -> Tuple[torch.Tensor, List[torch.Tensor]]:
-    """(what the function returns, what is saved for its backward)."""
-    saved: List[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.detach()) or saved[-1], lambda t: t):
-        return function(), saved
-
-
-@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
+@by_recompute
 @pytest.mark.parametrize("spare", [None, 3], ids=["no-capacity", "capacity"])
 @pytest.mark.parametrize("case_id", ["tall", "gpt-oss", "relu2-not-gated", "silu-transposed"])
 def test_what_is_saved(grouped_moe, module, device, case_id, spare, recompute):

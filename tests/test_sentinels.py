@@ -8,12 +8,11 @@ import torch
 from block import assert_matches, assert_same, call, checkpointed, count_routed, make, run, run_reference, with_leaves
 from cases import BY_ID, GPU_PARAMS, make_inputs
 from compare import assert_bitwise
+from marks import by_fp32_and_bf16, by_recompute
 from poison import dirty_allocator, poison_sentinels, poisoned_allocations
 
 NAN = float("nan")
 
-by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-by_recompute = pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
 SOME = [BY_ID[name] for name in ("silu-mostly-sentinels", "gpt-oss", "relu2-not-gated", "many-experts")]
 
 
@@ -30,7 +29,7 @@ def test_sentinel_is_the_slot_left_out(grouped_moe, device):
     assert_same(got, want)
 
 
-@by_dtype
+@by_fp32_and_bf16
 @by_recompute
 @pytest.mark.parametrize("case", SOME + GPU_PARAMS, ids=lambda case: case.id)
 def test_item_3_second_backward_finds_dirty_memory(grouped_moe, device, case, recompute, dtype):
@@ -91,7 +90,7 @@ ROUTINGS = {  # of ids, in place, and E
 }
 
 
-@by_dtype
+@by_fp32_and_bf16
 @pytest.mark.parametrize("tokens, routing", [(37, name) for name in ROUTINGS] + [(0, "none"), (1, "none"), (6, "none")])
 @pytest.mark.parametrize("case_id", ["silu-bias", "silu-recompute", "gpt-oss", "relu2-not-gated", "many-experts"])
 def test_item_5_extreme_routings(grouped_moe, device, case_id, tokens, routing, dtype):

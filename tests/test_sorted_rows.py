@@ -5,9 +5,11 @@ import pytest
 import torch
 from compare import assert_bitwise, assert_same
 from linears import BY_LINEAR, LINEARS, SCALED
+from marks import DTYPES, by_dtype, by_fp32_and_bf16
 from mlps import BY_MLP, MLPS
 from poison import dirty_allocator, guarded, poisoned_allocations
-from sorted_rows import DTYPES, PER_ROW, SCALES, assert_matches, by_dtype, run, run_reference, with_leaves
+from sorted_rows import PER_ROW, SCALES, assert_matches, run, run_reference, with_leaves
+from test_errors import raises
 
 
 def by_case(linears, mlps, marks=()):
@@ -90,7 +92,7 @@ def expanded(tensor):
 
 
 @pytest.mark.parametrize("layout", [every_second, transposed, guarded, expanded])
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=["fp32", "bf16"])
+@by_fp32_and_bf16
 @some
 def test_strides(grouped_moe, device, case, layout, dtype):
     """Of all operands and of the cotangent; expanded ones are the cotangent and scales."""
@@ -107,6 +109,18 @@ def test_repeats_bitwise_whatever_the_splits(grouped_moe, device, case, dtype):
     first, sizes = run(grouped_moe, case, inputs), inputs.offsets.diff()
     for splits in [inputs.offsets] * 10 + [*group_splits.forms(grouped_moe, sizes).values()]:
         assert_same(run(grouped_moe, case, inputs, splits=splits), first)
+
+
+@by_case(["bias-scales"], ["two-scales"])
+def test_splits_of_another_type(grouped_moe, device, case):
+    """Whose type says what they mean: the other length is refused, which else would pass, and so is a list."""
+    inputs = case.make(torch.float32, device)
+    for splits, error, message in (
+        (grouped_moe.GroupSizes(inputs.offsets), ValueError, r"\(G,\) = \(4\), got \(5,\)"),
+        (grouped_moe.GroupOffsets(inputs.offsets.diff()), ValueError, r"\(G \+ 1,\) = \(5\), got \(4,"),
+        (grouped_moe.GroupSizes([*case.sizes]), TypeError, ""),
+    ):
+        raises(error, f"^splits: .*{message}", case.call, grouped_moe, inputs, splits)
 
 
 PAIRS = [(case, d) for case in (BY_LINEAR["bias"], BY_LINEAR["bias-scales"], BY_MLP["two-scales"]) for d in DTYPES]

@@ -7,8 +7,9 @@ from cases import RELU2, Case
 from compare import assert_bitwise, assert_close
 from graphs import capture
 from layers import HALF, Batch, Form, give_main_grads, make_module, packed, parameters, reference, step
+from marks import DTYPES, by_dtype, by_recompute
 from mlps import Mlp
-from sorted_rows import DTYPES, SCALES, by_dtype, run, run_reference
+from sorted_rows import SCALES, run, run_reference
 
 on_gpu = pytest.mark.gpu
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="uses torch.cuda")
@@ -296,7 +297,7 @@ def test_list_is_refused_under_capture(grouped_moe, device):
 @on_gpu
 @needs_cuda
 @by_bias
-@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
+@by_recompute
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[1], KINDS[3]], ids=lambda kind: kind.id)
 def test_graph_of_mlp(grouped_moe, device, kind, recompute, bias):
     """bf16, with 2048 rows of no group."""

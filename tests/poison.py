@@ -69,15 +69,28 @@ def guarded(tensor: Tensor, value: Optional[float] = None, margin: int = 1031) -
 
 
 def apart(tensor: Tensor, rows: int = 1, columns: int = 1, margin: int = 0) -> Tensor:
-    """A copy of tensor in every so many rows and columns of memory full of NaN, but for margins on both sides."""
+    """A copy of tensor in every so many rows and columns of memory full of NaN, but for margins on both sides.
+
+    A vector is a column.
+    """
+    if tensor.dim() == 1:
+        return apart(tensor[:, None], rows, columns, margin)[:, 0]
     first, *middle, last = tensor.shape
     memory = tensor.new_full((rows * first, *middle, columns * last + 2 * margin), fill_of(tensor))
     return memory[::rows, ..., margin : margin + columns * last : columns].copy_(tensor)
 
 
-# Views of other strides or alignment, of tensors of two or more dimensions.
+def turned(tensor: Tensor, columns: int = 1, outer: bool = False) -> Tensor:
+    """A copy of tensor whose next to last dimension, or its outermost one, lies innermost, with gaps if columns > 1."""
+    dim = 0 if outer else max(-2, -tensor.dim())
+    return apart(tensor.transpose(dim, -1), columns=columns).transpose(dim, -1)
+
+
+# Views of other strides or alignment.
 LAYOUTS: Dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda tensor: tensor.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "transposed": turned,
+    "transposed-apart": lambda tensor: turned(tensor, columns=2),
+    "outermost-innermost": lambda tensor: turned(tensor, columns=2, outer=True),
     "columns-apart": lambda tensor: apart(tensor, columns=2),
     "rows-apart": lambda tensor: apart(tensor, rows=2),
     "padded": lambda tensor: apart(tensor, margin=1),

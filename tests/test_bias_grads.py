@@ -7,7 +7,7 @@ import pytest
 import torch
 from compare import assert_bitwise, assert_close
 from marks import DTYPES, by_dtype
-from poison import dirty_allocator, guarded, poisoned_allocations
+from poison import LAYOUTS, dirty_allocator, guarded, poisoned_allocations
 
 NAN = float("nan")
 SIZES = [(7, 0, 19, 5), (200, 1, 130), (0, 0), (33,), (0, 21, 0), (0, 1, 2, 0) * 256]
@@ -91,8 +91,8 @@ def test_repeats_bitwise_whatever_the_splits(grouped_moe, device):
 
 def test_strides_and_no_graph(grouped_moe, device):
     dy, scales, bias, sizes = inputs = make(SIZES[0], torch.float32, device)
-    strided = dy.t().contiguous().t(), torch.stack([scales, scales + 1], 1)[:, 0], bias.t().contiguous().t()
-    got = grouped_moe.grouped_dbias_dscales(*(tensor.requires_grad_() for tensor in strided), sizes)
+    strided = [LAYOUTS["transposed-apart"](tensor).requires_grad_() for tensor in (dy, scales, bias)]
+    got = grouped_moe.grouped_dbias_dscales(*strided, sizes)
     assert not any(tensor.requires_grad for tensor in got)
     assert_sums(got, expected(*inputs))
 

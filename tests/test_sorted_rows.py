@@ -7,7 +7,7 @@ from compare import assert_bitwise, assert_same
 from linears import BY_LINEAR, LINEARS, SCALED
 from marks import DTYPES, by_dtype, by_fp32_and_bf16
 from mlps import BY_MLP, MLPS
-from poison import dirty_allocator, guarded, poisoned_allocations
+from poison import LAYOUTS, dirty_allocator, poisoned_allocations
 from sorted_rows import PER_ROW, SCALES, assert_matches, run, run_reference, with_leaves
 from test_errors import raises
 
@@ -75,23 +75,12 @@ def test_nan_of_a_row_with_a_group_is_not_hidden(grouped_moe, device, case):
         assert y[0].isnan().all() and not y[case.sizes[0] :].isnan().any(), name
 
 
-def every_second(tensor):
-    """A view of rows, and of columns where there are any, with NaN in between."""
-    wide = tensor.new_full((*tensor.shape, 2), float("nan")).transpose(0, -1).contiguous().transpose(0, -1)
-    wide[..., 1] = tensor
-    return wide[..., 1]
-
-
-def transposed(tensor):
-    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-
-
 def expanded(tensor):
     """One number for all, with strides of 0, as `sum` and a scale common to all rows give."""
     return tensor[(slice(1),) * tensor.dim()].expand_as(tensor)
 
 
-@pytest.mark.parametrize("layout", [every_second, transposed, guarded, expanded])
+@pytest.mark.parametrize("layout", [*LAYOUTS.values(), expanded], ids=[*LAYOUTS, "expanded"])
 @by_fp32_and_bf16
 @some
 def test_strides(grouped_moe, device, case, layout, dtype):

@@ -3,9 +3,10 @@
 from functools import partial
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
+import compare
 import torch
 from cases import BY_ID, Case, Inputs, make_inputs
-from compare import assert_bitwise, assert_close
+from compare import assert_bitwise
 from poison import is_sentinel
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -103,18 +104,9 @@ def run_reference(grouped_moe, case: Case, inputs: Inputs) -> Result:
 
 
 def assert_matches(got: Result, want: Result, dtype: torch.dtype, weights_dtype: Optional[torch.dtype] = None) -> None:
-    """Output and every gradient in its own dtype and within the tolerances of dtype.
-
-    The gradient of routing weights of another dtype, within those of the coarser one.
-    """
-    assert got.out.dtype == dtype
-    assert_close("out", got.out, want.out, dtype)
-    assert got.grads.keys() == want.grads.keys()
-    for name, grad in got.grads.items():
-        own = (weights_dtype or dtype) if name == "top_k_weights" else dtype
-        assert grad is not None and grad.dtype == own, f"{name}: no gradient of {own}"
-        coarse = max(own, dtype, key=lambda each: torch.finfo(each).eps)
-        assert_close(f"grad of {name}", grad, want.grads[name], coarse, inner_products=name == "top_k_weights")
+    """Output and every gradient, of `dtype` but for routing weights."""
+    own = {"top_k_weights": weights_dtype or dtype}
+    compare.assert_matches({"out": got.out, **got.grads}, {"out": want.out, **want.grads}, dtype, own)
 
 
 def check(grouped_moe, case: Case, inputs: Inputs, **changes) -> Result:

@@ -8,6 +8,7 @@ sqrt(terms) u each: 64 u in norm, 256 u in the worst row. Where the terms are gi
 Entries of a row may be off by two subnormal numbers besides: a row of fp16 that is scaled by 1e-6 has no more digits.
 """
 
+from types import MappingProxyType
 from typing import Dict
 
 import pytest
@@ -21,6 +22,9 @@ UNIT_ROUNDOFF = {
     torch.float32: 2.0**-24,
     torch.float64: 2.0**-53,
 }
+
+
+INNER_PRODUCTS = ("top_k_weights", "activation_scales", "bias_scales")
 
 
 def tolerances(dtype: torch.dtype, terms: int = 0):
@@ -76,6 +80,19 @@ def assert_bitwise(name: str, got: Tensor, want: Tensor) -> None:
     if not torch.equal(got, want):
         where = (got != want).nonzero()[:4].tolist()
         raise AssertionError(f"{name}: differs at {int((got != want).sum())} of {got.numel()} places, first {where}")
+
+
+def assert_matches(got: Dict[str, Tensor], want: Dict[str, Tensor], dtype, own=MappingProxyType({}), few=0) -> None:
+    """Everything in its own dtype, `dtype` unless `own` says another one, within the tolerances of the coarser of both.
+
+    Gradients of scales and routing weights are inner products, and so are rows of so few numbers.
+    """
+    assert got.keys() == want.keys()
+    for name, tensor in got.items():
+        assert tensor is not None and tensor.dtype == own.get(name, dtype), name
+        coarse = max(tensor.dtype, dtype, key=lambda each: torch.finfo(each).eps)
+        single = name in INNER_PRODUCTS or tensor[:1].numel() <= few
+        assert_close(name, tensor, want[name], coarse, inner_products=single)
 
 
 def assert_same(got: Dict[str, Tensor], want: Dict[str, Tensor]) -> None:

@@ -6,8 +6,8 @@ A case is a NamedTuple of `linears` or `mlps`, with `call(grouped_moe, inputs, s
 
 from typing import Dict, NamedTuple, Optional
 
+import compare
 import torch
-from compare import assert_close
 from poison import guarded
 from torch import Tensor
 
@@ -82,10 +82,5 @@ def run_reference(grouped_moe, case, inputs: Inputs) -> Dict[str, Tensor]:
 
 
 def assert_matches(got, want, dtype: torch.dtype, scales_dtype: Optional[torch.dtype] = None) -> None:
-    """Each in its own dtype and within the tolerances of dtype; a scale's gradient, of the coarser of its and dtype."""
-    assert got.keys() == want.keys()
-    coarse = max(dtype, scales_dtype or dtype, key=lambda d: torch.finfo(d).eps)
-    for name, tensor in got.items():
-        scale = name in SCALES
-        assert tensor.dtype == (scales_dtype or dtype if scale else dtype), name
-        assert_close(name, tensor, want[name], coarse if scale else dtype, inner_products=scale)
+    """Output and every gradient, of `dtype` but for scales."""
+    compare.assert_matches(got, want, dtype, dict.fromkeys(SCALES, scales_dtype or dtype))

@@ -122,9 +122,6 @@ def test_factors_of_another_dtype(grouped_moe, device, case_id, pairs, dtype, fa
     case, inputs, arguments = make(grouped_moe, case_id, pairs, dtype, device, factor_dtype)
     want = run_merged(grouped_moe, case, inputs, arguments)
     got = run(grouped_moe, case, inputs, arguments)
-    for name in factors(arguments):
-        assert got.grads[name].dtype == factor_dtype
-        assert_close(name, got.grads.pop(name), want.grads.pop(name), BF16)
     assert_matches(got, want, dtype, factor_dtype)
 
 

@@ -9,30 +9,6 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 
-class Rounded(torch.autograd.Function):
-    """Rows as codes times scales; their gradient passes."""
-
-    @staticmethod
-    def forward(ctx, rows):
-        return rounded(rows)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-class RoundedGrad(torch.autograd.Function):
-    """Rows as they are; their gradient becomes codes times scales."""
-
-    @staticmethod
-    def forward(ctx, rows):
-        return rows.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return rounded(grad)
-
-
 class Pair(NamedTuple):
     """A LoRA of one expert of a token's adapter, or of none."""
 
@@ -48,8 +24,11 @@ def product(rows: Tensor, weight: Tensor, pair: Pair, quantizes: bool, of_codes:
     """weight rows plus the pair. of_codes: whether the pair, too, multiplies rounded rows."""
     if not quantizes:
         return rows @ weight.T + pair(rows)
-    codes = Rounded.apply(rows)
-    return RoundedGrad.apply(codes @ weight.T) + pair(codes if of_codes else rows)
+    codes = rows + (rounded(rows) - rows).detach()  # whose gradient passes
+    y = codes @ weight.T
+    if y.requires_grad:
+        y.register_hook(rounded)
+    return y + pair(codes if of_codes else rows)
 
 
 def linear(rows: Tensor, weight: Tensor, bounds: Sequence[int], bias=None, lora=None, quantizes: bool = True) -> Tensor:

@@ -207,6 +207,18 @@ def test_which_scale_an_element_has(grouped_moe, device, parts):
     assert torch.equal(y.T.cpu(), want)
 
 
+def test_products_are_a_choice(grouped_moe, device):
+    """One that is not known is refused; on a CPU rows stay as they are, whatever is chosen."""
+    weight = grouped_moe.quantize_blocks(torch.randn(2, 32, 16, device=device))
+    x = torch.randn(8, 16, device=device)
+    sizes = grouped_moe.GroupSizes(torch.tensor([4, 4], device=device))
+    want = grouped_moe.grouped_linear(x, weight, sizes)
+    for products in ("auto", "w8a16", "w8a8"):
+        assert_bitwise(products, grouped_moe.grouped_linear(x, weight._replace(products=products), sizes), want)
+    with pytest.raises(ValueError, match="weight.products: expected one of auto, w8a16, w8a8, got 'fp8'"):
+        grouped_moe.grouped_linear(x, weight._replace(products="fp8"), sizes)
+
+
 def test_quantize_what_has_no_scale(grouped_moe):
     """Numbers so small or large that fp32 has no scale for them, and none at all."""
     weight = torch.zeros(1, 16, 64, dtype=torch.float64)

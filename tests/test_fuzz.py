@@ -16,18 +16,6 @@ LINE = re.compile(r"^python tools/fuzz\.py (--seed \d+ --only \d+).*$", re.MULTI
 _calls = itertools.count()
 
 
-class _Scaled(torch.autograd.Function):
-    """The identity, with a gradient that is 5 % off."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 1.05
-
-
 def sentinel(experts, top_k_index, gate_up_proj, capacity, **given):
     """The id E is taken for the last expert's."""
     experts_count = gate_up_proj.shape[0]
@@ -56,8 +44,11 @@ def rounded(dbias_dscales, **given):
 
 
 def gradient(experts, top_k_weights, **given):
-    """One gradient is wrong."""
-    return experts(top_k_weights=_Scaled.apply(top_k_weights), **given)
+    """One gradient is 5 % off."""
+    top_k_weights = top_k_weights.view_as(top_k_weights)
+    if top_k_weights.requires_grad:
+        top_k_weights.register_hook(lambda grad: grad * 1.05)
+    return experts(top_k_weights=top_k_weights, **given)
 
 
 def read(experts, top_k_weights, **given):

@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import sorted_rows
 import torch
 from block import assert_matches, check, parts_of, random_inputs, run, run_reference
 from cases import RELU2, Case, make_ids
 from compare import assert_close
+from linears import Linear
 from poison import poisoned_allocations
 
 pytestmark = [
@@ -90,22 +92,12 @@ def test_tiles_that_two_warp_groups_share(grouped_moe, device, transposed):
     rows, groups, n, k = 2048, 16, 4096, 4104
     need_shared_tiles(grouped_moe, rows, groups, n, k)
     need_memory(16)
-    sizes = torch.tensor([700, 0, 1, 1000, 199] + [0] * 11, device=device)
-    x, dy = (torch.randn((rows, width), device=device, dtype=torch.bfloat16) for width in (k, n))
-    for tensor in (x, dy):
-        tensor[int(sizes.sum()) :] = float("nan")
-    weight = torch.randn((groups, k, n) if transposed else (groups, n, k), device=device, dtype=torch.bfloat16)
-    bias, scales = torch.randn((groups, n), device=device), torch.rand(rows, device=device)
-    given = [x, weight.mul_(k**-0.5), bias.to(torch.bfloat16), scales.to(torch.bfloat16)]
-    ours, true = ([tensor.to(dtype).requires_grad_() for tensor in given] for dtype in (torch.bfloat16, torch.float64))
+    sizes = (700, 0, 1, 1000, 199, *[0] * (groups - 5))
+    linear = Linear("long", sizes, rows - sum(sizes), N=n, K=k, transposed=transposed, bias=True, scales=True)
+    inputs = linear.make(torch.bfloat16, device)
     with poisoned_allocations():
-        y = grouped_moe.grouped_linear(ours[0], ours[1], sizes, *ours[2:], transposed=transposed)
-        got = [y, *torch.autograd.grad(y, ours, dy)]
-    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    out = grouped_moe.reference.grouped_linear(true[0], true[1], offsets, *true[2:], transposed=transposed)
-    want = [out.detach(), *torch.autograd.grad(out, true, dy.double().nan_to_num(0.0))]
-    for name, a, b in zip(("y", "dx", "dweight", "dbias", "dscales"), got, want):
-        assert_close(name, a, b, torch.bfloat16, inner_products=name == "dscales")
+        got = sorted_rows.run(grouped_moe, linear, inputs.poisoned())
+    sorted_rows.assert_matches(got, sorted_rows.run_reference(grouped_moe, linear, inputs), torch.bfloat16)
 
 
 @pytest.fixture

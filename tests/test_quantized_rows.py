@@ -11,13 +11,13 @@ from quantized import BF16, CASES, ROWS, Case, assert_of_same_codes, error, floa
 from quantized_steps import gradients, linear, reference, references, with_leaves
 from torch.nn.functional import pad, silu
 
+pytestmark = pytest.mark.gpu
 by_kernels = pytest.mark.usefixtures("kernels_of_codes")
 by_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 @float8
 @by_kernels
-@pytest.mark.gpu
 @by_case
 def test_products(grouped_moe, case):
     """Unwritten memory and unread tokens are NaN; a second call gives the same bits."""
@@ -36,7 +36,6 @@ def test_products(grouped_moe, case):
 
 @float8
 @by_kernels
-@pytest.mark.gpu
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 def test_what_is_not_finite_stays_in_its_token(grouped_moe, value):
     case = Case()
@@ -52,7 +51,6 @@ def test_what_is_not_finite_stays_in_its_token(grouped_moe, value):
 
 @float8
 @by_kernels
-@pytest.mark.gpu
 def test_ranges(grouped_moe):
     """Tokens of zeros, of tiny and of huge numbers, and scales of zero."""
     case = Case()
@@ -73,7 +71,6 @@ def test_ranges(grouped_moe):
 
 
 @hopper
-@pytest.mark.gpu
 def test_few_rows(grouped_moe):
     """Without gradients tall tiles pay from 16 rows of an expert on; below, and if asked, rows stay as they are.
 
@@ -102,7 +99,6 @@ def test_few_rows(grouped_moe):
 
 @float8
 @by_kernels
-@pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_sorted_rows(grouped_moe, bias):
     """`grouped_mlp` and `grouped_linear`: an empty group, rows of no group, which are 0, scales and biases."""
@@ -126,7 +122,6 @@ def test_sorted_rows(grouped_moe, bias):
 
 
 @hopper
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["even", "sentinels", "fp16-exponents", "long-k"])
 def test_plain_rows(grouped_moe, name):
     """Rows that stay as they are, with tall tiles, for which weights are made plain: as far from fp64 as others."""
@@ -142,7 +137,6 @@ def test_plain_rows(grouped_moe, name):
 
 
 @hopper
-@pytest.mark.gpu
 @pytest.mark.parametrize("rank", [None, 16, 40, 72], ids=str)
 def test_plain_rows_of_linear(grouped_moe, rank):
     """With a bias and a low-rank pair, of rows some of which have no group, forward and backward."""
@@ -163,7 +157,6 @@ def test_plain_rows_of_linear(grouped_moe, rank):
 
 
 @float8
-@pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(3, 128), (9, 700), (1, 16), (17, 1030)], ids=str)
 def test_codes_and_scales(grouped_moe, shape):
     """Each code is the nearest of the value over its scale; the largest magnitude of a block becomes 448."""
@@ -181,15 +174,3 @@ def test_codes_and_scales(grouped_moe, shape):
     off, finite = (codes.double() - want).abs(), ~x.isnan()
     assert (off <= want.abs() * 2.0**-4 * (1 + 1e-6) + 2.0**-10)[finite].all()
     assert codes.float().isnan()[~finite].all()
-
-
-def test_products_are_a_choice(grouped_moe, device):
-    """One that is not known is refused; on a CPU rows stay as they are, whatever is chosen."""
-    weight = grouped_moe.quantize_blocks(torch.randn(2, 32, 16, device=device))
-    x = torch.randn(8, 16, device=device)
-    sizes = grouped_moe.GroupSizes(torch.tensor([4, 4], device=device))
-    want = grouped_moe.grouped_linear(x, weight, sizes)
-    for products in ("auto", "w8a16", "w8a8"):
-        assert_bitwise(products, grouped_moe.grouped_linear(x, weight._replace(products=products), sizes), want)
-    with pytest.raises(ValueError, match="weight.products: expected one of auto, w8a16, w8a8, got 'fp8'"):
-        grouped_moe.grouped_linear(x, weight._replace(products="fp8"), sizes)

@@ -12,6 +12,7 @@ from block import assert_same, call, make, parts_of, run, with_leaves
 from cases import BY_ID, GPU_PARAMS, Inputs, make_inputs
 from compare import assert_bitwise, assert_close
 from operations import MADE_OF, OPERATIONS, SEEN, SIZES, Log, RecordedLog, kind_of, make_operation
+from pairs import Pairs, factors, make_loras
 from poison import poisoned_allocations
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_map_only
@@ -119,39 +120,53 @@ def test_compiled_backward_of_an_eager_forward(grouped_moe, device, name):
 
 DYNAMIC = [(case_id, way) for case_id in ("silu", "gpt-oss", "relu2-not-gated", "gpt-oss-halves-recompute")
            for way in ("marked", "automatic", "capacity", "capacity-share")]  # fmt: skip
+ADAPTED = {"lora": Pairs(rank=3), "adapters": Pairs(rank=3, adapters=2)}
+MADE = [("relu2-not-gated", "parts"), *(("silu", way) for way in ADAPTED)]
 
 
-@pytest.mark.parametrize("case_id, way", [*DYNAMIC, ("relu2-not-gated", "parts")])
+@pytest.mark.parametrize("case_id, way", DYNAMIC + MADE)
 def test_dynamic_tokens_compile_once(grouped_moe, device, case_id, way):
     """T marked dynamic: one graph for every T > 1. Automatic: one more after the first T that differs, and for 1 and 0.
 
-    With a capacity on both sides of T top_k == capacity, also if it grows with T. And made of the building blocks.
+    With a capacity on both sides of T top_k == capacity, also if it grows with T. And made of the building blocks, or
+    with low-rank pairs.
     """
     case, counter = BY_ID[case_id]._replace(sentinels=0.5), CompileCounterWithBackend("aot_eager")
+    some = make_inputs(case, torch.float32, device)
+    loras = make_loras(grouped_moe, case, some, ADAPTED[way]) if way in ADAPTED else {}
+    loras.pop("adapter_index", None)
+    is_marked, named = way in ("marked", *ADAPTED), [factor.requires_grad_() for factor in factors(loras).values()]
 
     def block(*tensors):
         capacity = {"capacity": 85, "capacity-share": -(-9 * tensors[1].numel() // 10)}.get(way)
-        return call(grouped_moe, case, Inputs(*tensors, None), capacity=capacity)
+        adapters = {"adapter_index": tensors[1][:, 1].clamp(-1, 2)} if way == "adapters" else {}
+        return call(grouped_moe, case, Inputs(*tensors, None), capacity=capacity, **loras, **adapters)
 
     block = parts_of(grouped_moe, case) if way == "parts" else block
     function = torch.compile(block, fullgraph=True, backend=counter)
 
     def marked(*tensors):
-        for tensor in tensors[:3] if way == "marked" else ():
+        for tensor in tensors[:3] if is_marked else ():
             torch._dynamo.mark_dynamic(tensor, 0)
         return function(*tensors)
 
-    def compare(tokens):
+    def check(tokens):
         inputs = make_inputs(case._replace(T=tokens), torch.float32, device)
         inputs.top_k_index[:, :1] = -1  # never more than two thirds are local
-        got, want = (run(grouped_moe, case, inputs, around=lambda _: each) for each in (marked, block))
-        assert_same(got, want)
+        results, grads = [], []
+        for each in (marked, block):
+            results.append(run(grouped_moe, case, inputs, around=lambda _: each))
+            grads.append({str(number): factor.grad for number, factor in enumerate(named)})
+            for factor in named:
+                factor.grad = None
+        assert_same(*results)
+        compare.assert_same(*grads)
 
     for tokens in (37, 20, 7, 33, 3, 40 if way == "capacity" else 1023):
-        compare(tokens)
-    assert counter.frame_count == (1 if way == "marked" else 2)
+        check(tokens)
+    assert counter.frame_count == (1 if is_marked else 2)
     for tokens in (1, 0) if way == "automatic" else ():
-        compare(tokens)
+        check(tokens)
 
 
 @pytest.mark.parametrize("kind", ["saved", "recompute", "meta"])

@@ -4,12 +4,14 @@ import contextlib
 import itertools
 import random
 
+import pairs
 import pytest
 import torch
 from block import assert_same, call, check, checkpointed, count_routed, make, parts_of, run, with_leaves
 from cases import BY_ID, CASES, Case, Inputs, make_inputs
 from compare import assert_bitwise
 from marks import DTYPES, by_dtype, by_fp32_and_bf16, by_recompute
+from pairs import Pairs, factors, make_loras, with_factors
 from poison import LAYOUTS, is_sentinel, poison_sentinels, poisoned_allocations
 
 NAN, INF = float("nan"), float("inf")
@@ -178,25 +180,30 @@ def test_strides(grouped_moe, device, view, case_id, dtype):
     check(grouped_moe, case, inputs._replace(**{name: function(tensor) for name, tensor in tensors.items()}))
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16], ids=["fp32-weights", "bf16-weights"])
 @by_recompute
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["backward-outside", "backward-inside"])
-def test_autocast(grouped_moe, device, backward_inside, recompute, weights_dtype):
-    """As `F.linear`: fp32 operands are cast, gradients come back in fp32; routing weights are left alone."""
+def test_autocast(grouped_moe, device, backward_inside, recompute, weights_dtype, lora):
+    """As `F.linear`: fp32 operands are cast, gradients come back in fp32; routing weights are left alone.
+
+    Factors are not: of their gradients nothing is rounded to bf16.
+    """
     case = BY_ID["silu-bias"]._replace(recompute=recompute)
     inputs = make_inputs(case, torch.float32, device, weights_dtype=weights_dtype)
     cast = {name: t.bfloat16() for name, t in inputs.floating().items() if name != "top_k_weights"}
-    want = run(grouped_moe, case, inputs._replace(dout=inputs.dout.bfloat16(), **cast))
+    loras = make_loras(grouped_moe, case, inputs, Pairs()) if lora else {}
+    want = pairs.run(grouped_moe, case, inputs._replace(dout=inputs.dout.bfloat16(), **cast), loras)
     for capacity in (None, count_routed(case, inputs)):
-        leaves = with_leaves(inputs)
+        leaves, named = with_leaves(inputs), {n: t.detach().requires_grad_() for n, t in factors(loras).items()}
         with torch.autocast(device, torch.bfloat16):
-            out = call(grouped_moe, case, leaves, capacity=capacity)
+            out = call(grouped_moe, case, leaves, capacity=capacity, **with_factors(loras, named))
             linear = torch.nn.functional.linear(inputs.hidden_states, inputs.hidden_states)
         with torch.autocast(device, torch.bfloat16, enabled=backward_inside):
             out.backward(inputs.dout.bfloat16())
         assert out.dtype == linear.dtype == torch.bfloat16
         assert_bitwise("out", out.detach(), want.out)
-        for name, leaf in leaves.floating().items():
+        for name, leaf in {**leaves.floating(), **named}.items():
             assert_bitwise(name, leaf.grad, want.grads[name].to(leaf.dtype))
 
 

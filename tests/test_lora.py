@@ -7,12 +7,11 @@ import pytest
 import torch
 from block import assert_same, call, count_routed, with_leaves
 from cases import BY_ID, Case, make_inputs
-from compare import assert_bitwise, assert_close
+from compare import assert_close
 from marks import by_fp32_and_bf16, by_recompute
 from operations import count_flops, record
 from pairs import LAYOUTS, Pairs, assert_matches, factors, make_loras, merged_out, run, run_merged, with_factors
 from poison import dirty_allocator, poison_sentinels, poisoned_allocations
-from torch._dynamo.testing import CompileCounterWithBackend
 
 NAN = float("nan")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -249,48 +248,6 @@ def test_saved_memory(grouped_moe, device, pairs, recompute, frozen):
     trained = () if frozen else DOWN if recompute else pairs.given
     columns = case.preact_width * (not recompute) + rank * len(trained)
     assert sum(t.numel() for t in own) == case.T * case.top_k * columns
-
-
-@pytest.mark.parametrize("backward_inside", [False, True], ids=["backward-outside", "backward-inside"])
-def test_autocast(grouped_moe, device, backward_inside):
-    """As of weights in bf16; gradients of factors come in their own dtype, not rounded to bf16."""
-    case, inputs, arguments = make(grouped_moe, "silu-bias", Pairs(), FP32, device)
-    cast = {name: t.bfloat16() for name, t in inputs.floating().items() if name != "top_k_weights"}
-    want = run(grouped_moe, case, inputs._replace(dout=inputs.dout.bfloat16(), **cast), arguments)
-    leaves, named = with_leaves(inputs), {name: t.requires_grad_() for name, t in factors(arguments).items()}
-    with torch.autocast(device, BF16):
-        out = call(grouped_moe, case, leaves, **with_factors(arguments, named))
-    with torch.autocast(device, BF16, enabled=backward_inside):
-        out.backward(inputs.dout.bfloat16())
-    assert_bitwise("out", out.detach(), want.out)
-    for name, leaf in {**leaves.floating(), **named}.items():
-        assert_bitwise(name, leaf.grad, want.grads[name].to(leaf.dtype))
-
-
-@pytest.mark.parametrize("adapters", [0, 2])
-def test_compiles_once_for_all_token_counts(grouped_moe, device, adapters, fresh_compiler):
-    case, inputs, arguments = make(grouped_moe, "silu", Pairs(rank=3, adapters=adapters), FP32, device)
-    index, counter = arguments.pop("adapter_index", None), CompileCounterWithBackend("aot_eager")
-
-    def block(x, ids, scales, loras, index):
-        cut = inputs._replace(hidden_states=x, top_k_index=ids, top_k_weights=scales, dout=None)
-        return call(grouped_moe, case, cut, **loras, adapter_index=index)
-
-    compiled = torch.compile(block, fullgraph=True, backend=counter)
-    for tokens in (case.T, 17, 33):
-        results = []
-        for function in (block, compiled):
-            named = {name: t.detach().requires_grad_() for name, t in factors(arguments).items()}
-            tensors = inputs.hidden_states, inputs.top_k_index, inputs.top_k_weights, index
-            x, *rows, adapter = (t if t is None else t[:tokens].clone() for t in tensors)
-            for tensor in (x, *rows) if index is None else (x, *rows, adapter):
-                torch._dynamo.mark_dynamic(tensor, 0)
-            out = function(x.requires_grad_(), *rows, with_factors(arguments, named), adapter)
-            grads = torch.autograd.grad(out, [x, *named.values()], inputs.dout[:tokens])
-            results.append([out.detach(), *grads])
-        for number, (got, want) in enumerate(zip(*results)):
-            assert_bitwise(str(number), got, want)
-    assert counter.frame_count == 1
 
 
 @by_recompute

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .block_scaled import Weight, as_weight, check_scaled, parts_of
-from .common import checks
+from .common import _compat, checks
 from .common.activation import Activation
 from .common.device import device_type
 from .operands import LoRA, check_loras
@@ -64,12 +64,9 @@ class Block(NamedTuple):
 
 
 def check_and_pack(
-    owner: str, x: Tensor, gate_up_proj: Weight, down_proj: Weight, gate_up_proj_bias: Optional[Tensor],
-    down_proj_bias: Optional[Tensor], gate_up_lora: Optional[LoRA], down_lora: Optional[LoRA],
-    adapter_index: Optional[Tensor], activation: Activation, *, gated: bool, interleaved: bool, transposed: bool,
-    recompute: bool,
-) -> Tuple[Tensor, Optional[Tensor], List[Optional[Tensor]], Tuple[Any, ...]]:  # fmt: skip
-    """What a public function was given as arguments of ops: x, the adapters, and `BLOCK_SCHEMA` but capacity.
+    owner: str, x: Tensor, block: Block, adapter_index: Optional[Tensor]
+) -> Tuple[Tensor, Optional[Tensor], List[Optional[Tensor]], Tuple[Any, ...]]:
+    """What a public function was given as arguments of ops: x, the adapters, and `BLOCK_SCHEMA`.
 
     The last is in two parts, tensors and the rest. Scalings of LoRAs are among the activation's parameters. A limit of
     0 stands for none: AOTInductor cannot load a program with an infinite one.
@@ -79,23 +76,25 @@ def check_and_pack(
     dtype = checks.autocast_dtype(device_type(x))
     x = checks.autocast(x, dtype)
     scaled = (
-        check_scaled("gate_up_proj", gate_up_proj, x, owner, transposed),
-        check_scaled("down_proj", down_proj, x, owner, transposed),
+        check_scaled("gate_up_proj", block.up, x, owner, block.transposed),
+        check_scaled("down_proj", block.down, x, owner, block.transposed),
     )
-    (up, up_scale, up_block), (down, down_scale, down_block) = parts_of(gate_up_proj), parts_of(down_proj)
-    weights = [up, down, gate_up_proj_bias, down_proj_bias]
+    (up, up_scale, up_block), (down, down_scale, down_block) = parts_of(block.up), parts_of(block.down)
+    weights = [up, down, block.up_bias, block.down_bias]
     if dtype is not None:
         weights = [checks.autocast(tensor, dtype) for tensor in weights]
-    checks.check_experts(owner, x, *weights, gated, transposed, scaled)
+    checks.check_experts(owner, x, *weights, block.gated, block.transposed, scaled)
     up, down, *_ = weights
-    check_loras({"gate_up_lora": (gate_up_lora, up), "down_lora": (down_lora, down)}, transposed, x, adapter_index)
+    loras = {"gate_up_lora": (block.up_lora, up), "down_lora": (block.down_lora, down)}
+    check_loras(loras, block.transposed, x, adapter_index)
     adapters = None if adapter_index is None else adapter_index.contiguous()
-    weights += *factors_of(gate_up_lora, down_lora), up_scale, down_scale
-    name, alpha, limit, up_offset = activation
-    scalings = [0.0 if lora is None else float(lora.scaling) for lora in (gate_up_lora, down_lora)]
+    weights += *factors_of(block.up_lora, block.down_lora), up_scale, down_scale
+    name, alpha, limit, up_offset = block.activation
+    scalings = [0.0 if lora is None else float(lora.scaling) for lora in (block.up_lora, block.down_lora)]
     parameters = [float(alpha), 0.0 if limit is None else float(limit), float(up_offset), *scalings]
-    flags = [int(flag) for flag in (gated, interleaved, transposed, recompute)]
-    return x, adapters, weights, (name, parameters, flags, [*up_block, *down_block])
+    flags = [int(flag) for flag in (block.gated, block.interleaved, block.transposed, block.recompute)]
+    capacity = block.capacity if x.is_cpu or _compat.has_device_assertions() else None  # an overflow would go unseen
+    return x, adapters, weights, (name, parameters, flags, [*up_block, *down_block], capacity)
 
 
 def factors_of(*loras: Optional[LoRA]) -> List[Optional[Tensor]]:

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from .backends.native.decode import decode_directly
 from .backends.native.fakes import IS_BUILT
-from .block import check_and_pack
+from .block import Block, check_and_pack
 from .block_op import experts_op
 from .block_scaled import Weight
-from .common import _compat, checks
+from .common import checks
 from .common.activation import Activation, as_activation
 from .common.autograd import refuse_forward_mode
 from .operands import LoRA
@@ -85,13 +85,11 @@ def grouped_mm_experts(
     if gated and (gate_up_proj_bias is None) != (down_proj_bias is None):
         missing = "gate_up_proj_bias" if gate_up_proj_bias is None else "down_proj_bias"
         raise ValueError(f"{missing}: expected with the other bias; a gated block takes both biases or none")
-    x, adapters, weights, kind = check_and_pack(
-        "hidden_states", hidden_states, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, gate_up_lora,
-        down_lora, adapter_index, activation, gated=gated, interleaved=interleaved,
-        transposed=transposed, recompute=recompute,
+    block = Block(
+        gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, gate_up_lora, down_lora, activation, gated,
+        interleaved, transposed, recompute, capacity,
     )  # fmt: skip
+    x, adapters, weights, kind = check_and_pack("hidden_states", hidden_states, block, adapter_index)
     checks.check_choices(x, top_k_index, top_k_weights)
     refuse_forward_mode("grouped_mm_experts", x, top_k_weights, *weights)
-    if not _compat.has_device_assertions():  # an overflow would go unseen
-        capacity = capacity if x.device.type == "cpu" else None
-    return experts_op(x, top_k_index, top_k_weights.contiguous(), None, adapters, *weights, *kind, capacity)
+    return experts_op(x, top_k_index, top_k_weights.contiguous(), None, adapters, *weights, *kind)

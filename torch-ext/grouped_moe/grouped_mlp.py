@@ -4,7 +4,7 @@ from typing import Optional, Union
 
 from torch import Tensor
 
-from .block import check_and_pack
+from .block import Block, check_and_pack
 from .block_op import experts_op
 from .block_scaled import Weight
 from .common import checks
@@ -52,11 +52,11 @@ def grouped_mlp(
     """
     checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     activation = as_activation(activation, gated, interleaved)
-    x, adapters, weights, kind = check_and_pack(
-        "x", x, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, gate_up_lora, down_lora, adapter_index,
-        activation, gated=gated, interleaved=interleaved,
-        transposed=transposed, recompute=recompute,
+    block = Block(
+        gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, gate_up_lora, down_lora, activation, gated,
+        interleaved, transposed, recompute,
     )  # fmt: skip
+    x, adapters, weights, kind = check_and_pack("x", x, block, adapter_index)
     scales = {"activation_scales": activation_scales, "bias_scales": bias_scales}
     for name, tensor in scales.items():
         if tensor is not None:
@@ -66,4 +66,4 @@ def grouped_mlp(
         raise ValueError("bias_scales: expected None without down_proj_bias, which they scale")
     splits = as_splits(splits, gate_up_proj.shape[0], x.shape[0], x.device)
     refuse_forward_mode("grouped_mlp", x, *scales.values(), *weights)
-    return experts_op(x, splits, *scales.values(), adapters, *weights, *kind, None)
+    return experts_op(x, splits, *scales.values(), adapters, *weights, *kind)

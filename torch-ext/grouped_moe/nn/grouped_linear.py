@@ -294,8 +294,6 @@ class GroupedLinear(nn.Module):
         splits = as_splits(splits, self.num_groups, x.shape[0], x.device)
         packed = self._packed("weight", True), self._packed("bias", delayed)
         y = grouped_linear(x, packed[0], splits, packed[1], bias_scales, **low_rank)
-        if not compiling and _compat.is_watched():
-            y = y.clone()  # a mode, as of selective checkpointing, may hold what the tap marks as modified
         if delayed:
             scales = bias_scales.contiguous() if wants_bias and self.scale_bias else None
             leaf = torch.empty(0, requires_grad=True, device=x.device)

@@ -202,6 +202,8 @@ class WgradTap(torch.autograd.Function):
     def forward(ctx, y, x, splits, bias_scales, how, watched, *leaves):
         ctx.save_for_backward(x, splits, bias_scales)
         ctx.how, ctx.check = how, unchanged(watched) if watched else None
+        if not torch.compiler.is_compiling() and _compat.is_watched():
+            return y.clone()  # a mode, as of selective checkpointing, may hold y, and would find it modified
         ctx.mark_dirty(y)  # or it would be a view that callers could not modify in place
         return y
 

@@ -144,6 +144,15 @@ def test_pickle_writes_the_weights_once(grouped_moe, shared):
     assert size[False] < 1.5 * size[True]
 
 
+@pytest.mark.parametrize("how", [how for how in COPIES if how != "to_empty"])  # PyTorch itself unties there
+def test_copies_of_groups_that_share_a_weight(grouped_moe, how):
+    module = make_module(grouped_moe, Form(False, True), "cpu")
+    module.weight2 = module.weight0
+    twin, batch = COPIES[how](module), make_batch(Form(False, True), "cpu")
+    assert twin.weight2 is twin.weight0 and twin.weight1 is not twin.weight0
+    assert_bitwise("y", run(twin, batch)["y"], run(module, batch)["y"])
+
+
 @by_layout
 def test_processes_share_parameters(grouped_moe, form):
     """What is handed to another process after `share_memory()` is trained there for this one, too."""

@@ -52,7 +52,8 @@ class GroupedLinear(nn.Module):
     delay_wgrad: a backward only stores what the gradients of the parameters are made of; `backward_dw()` computes
     them. While 64 backwards wait for it, a forward raises RuntimeError: it was forgotten. So it does where parameters
     are computed, and under `torch.compile`. The parameters get `skip_backward_post_hook = True`. Copies and pickles of
-    the module have nothing stored, and no hooks.
+    the module have nothing stored, and no hooks. A pickle of discrete weights has parameters of its own: an optimizer
+    in the same pickle holds others.
 
     `quantize_blocks_()` and `from_block_scaled` make layers whose weight is frozen and block-scaled: `weight` holds its
     codes, the parameter `weight_scale_inv` its scales. `to`, `half` and the like move both, but do not cast them.

@@ -42,11 +42,13 @@ def for_pickle(weights: Sequence[Tensor]) -> Tuple[Optional[Tensor], List[nn.Par
     """
     first = weights[0].detach()
     shared = as_one(weights) if is_plain(first) and first.is_cpu and first.is_shared() else None
-    data = [w.detach().clone() if shared is None else w.new_empty(0) for w in weights]
-    copies = [nn.Parameter(one, weight.requires_grad) for one, weight in zip(data, weights)]
-    for copy, weight in zip(copies, weights):
-        copy.__dict__.update(weight.__dict__)
-    return shared, copies
+    copies = {}  # by the identity of the weights: groups may share one
+    for weight in weights:
+        if id(weight) not in copies:
+            data = weight.detach().clone() if shared is None else weight.new_empty(0)
+            copies[id(weight)] = nn.Parameter(data, weight.requires_grad)
+            copies[id(weight)].__dict__.update(weight.__dict__)
+    return shared, [copies[id(weight)] for weight in weights]
 
 
 def unchanged(

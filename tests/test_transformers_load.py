@@ -202,3 +202,10 @@ def test_quantized_experts_that_leave_the_interface_are_warned_of(implementation
     model.config.num_local_experts = 4
     with pytest.warns(UserWarning, match="has no effect on Mxfp4GptOssExperts"):
         model.set_submodule("model.layers.0.mlp.experts", Mxfp4GptOssExperts(model.config))
+
+
+def test_scripted_modules_keep_their_own_errors(implementation):
+    """Theirs is no dict of children, which the look at what is put into it has to know."""
+    scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    with pytest.raises(RuntimeError, match="ScriptModule"):
+        scripted.add_module("other", torch.nn.Linear(2, 2))

@@ -51,8 +51,9 @@ def _look_at(parent: nn.Module, name: str, module: Optional[nn.Module]) -> None:
         if is_fp8(module):
             check_supported(module)
         check_known(module)
-    # The child that a quantizer replaces still has the config that its successor may lack.
-    asked = implementation_of(parent) or implementation_of(parent._modules.get(name))
+    # The child that a quantizer replaces still has the config that its successor may lack. A ScriptModule has no dict.
+    replaced = parent._modules[name] if name in parent._modules else None
+    asked = implementation_of(parent) or implementation_of(replaced)
     children = list(module.named_modules(prefix=name)) if asked is not None else []
     if any(goes_by_interface(child) for _, child in children):
         return

@@ -109,7 +109,8 @@ def backward(
     del dots
     if needs.up_bias:
         grads["up_bias"] = dout.new_empty(block.up_bias.shape)
-        kernels.bias_grads(dpreact, rows._replace(top_k=0), None, None, grads["up_bias"], None)  # dpreact is per row
+        in_place = rows._replace(top_k=0, row_to_slot=None)  # as those of dpreact are
+        kernels.bias_grads(dpreact, in_place, None, None, grads["up_bias"], None)
     if needs.up_a:
         grads["up_a"] = grad_of_a(kernels, block.up_lora, low_rank, x, rows, of_tokens=routed)
     if needs.up:

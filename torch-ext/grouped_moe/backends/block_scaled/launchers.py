@@ -59,8 +59,8 @@ class UpProj(Launcher):
         p = self.problem
         self.kernel(
             self.grid(rows.num_rows), x, *x.stride(), *codes_and_scales(block.up, p.transposed, p.spec),
-            *bias_and_strides(block.up_bias), *(low_rank or (None, None)), preact, act, scales,
-            rows.row_to_slot if p.top_k else None, rows.schedule,
+            *bias_and_strides(block.up_bias), *(low_rank or (None, None)), preact, act, scales, rows.row_to_slot,
+            rows.schedule,
         )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ class QuantizedUpProj(Launcher):
         self.kernel(
             self.grid(rows.num_rows), x.codes, x.scales, *codes_and_scales(block.up, False, p.spec),
             *bias_and_strides(block.up_bias), *(low_rank or (None, None)), preact, *(act or (None, None))[:2], scales,
-            rows.row_to_slot if p.top_k else None, rows.schedule,
+            rows.row_to_slot, rows.schedule,
         )  # fmt: skip
 
 
@@ -93,8 +93,8 @@ class DownDgrad(Launcher):
         p = self.problem
         self.kernel(
             self.grid(rows.num_rows), dout, *dout.stride(), *codes_and_scales(block.down, p.transposed, p.spec),
-            *(low_rank or (None, None)), scales, preact, dpreact, act, dots, rows.num_rows,
-            rows.row_to_slot if p.top_k else None, rows.schedule,
+            *(low_rank or (None, None)), scales, preact, dpreact, act, dots, rows.num_rows, rows.row_to_slot,
+            rows.schedule,
         )  # fmt: skip
 
 

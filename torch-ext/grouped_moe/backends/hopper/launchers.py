@@ -187,7 +187,7 @@ class QuantizedUpProj(_Pipelined):
             self.grid(rows.num_rows), x.codes, x.codes.stride(0) // 16, self.w_block.of(halves),
             *self.rank_blocks.of(low_rank), x.scales, *scale_arguments(up), *bias_and_strides(block.up_bias),
             *_describe_halves(preact, p, self.preact_block), *act_arguments, scales,
-            rows.row_to_slot if p.top_k else None, rows.schedule,
+            rows.row_to_slot, rows.schedule,
         )  # fmt: skip
 
 
@@ -215,7 +215,7 @@ class DownDgrad(_Pipelined):
         self.kernel(
             self.grid(rows.num_rows), self.x_block.of(dout), self.w_block.of(block.down),
             *self.rank_blocks.of(low_rank), scales, *inputs, *outputs, None if act is None else row_block.of_rows(act),
-            dots, rows.num_rows, rows.row_to_slot if p.top_k else None, rows.schedule,
+            dots, rows.num_rows, rows.row_to_slot, rows.schedule,
         )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def activation_grad(
         kernel(
             (-(-num_rows // _ROWS) * num_tiles, 1, 1), dact, scales, preact, dpreact,
             *((None, None) if codes is None else (codes.codes, codes.scales)), act, dots, num_rows,
-            rows.row_to_slot if rows.top_k else None, rows.schedule,
+            rows.row_to_slot, rows.schedule,
         )  # fmt: skip
     return dpreact, codes, act, dots
 

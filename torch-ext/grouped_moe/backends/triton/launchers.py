@@ -76,7 +76,7 @@ class UpProj(Launcher):
             weight = block.up, *nk_strides(block.up, p.transposed)
         self.kernel(
             self.grid(rows.num_rows), x, *x.stride(), *weight, *bias_and_strides(block.up_bias),
-            *(low_rank or (None, None)), preact, act, scales, rows.row_to_slot if p.top_k else None, rows.schedule,
+            *(low_rank or (None, None)), preact, act, scales, rows.row_to_slot, rows.schedule,
         )  # fmt: skip
 
     def _describe(self, up: Tensor):
@@ -105,7 +105,7 @@ class DownDgrad(Launcher):
             weight = block.down, *nk_strides(block.down, p.transposed)
         self.kernel(
             self.grid(rows.num_rows), dout, *dout.stride(), *weight, *(low_rank or (None, None)), scales, preact,
-            dpreact, act, dots, rows.num_rows, rows.row_to_slot if p.top_k else None, rows.schedule,
+            dpreact, act, dots, rows.num_rows, rows.row_to_slot, rows.schedule,
         )  # fmt: skip
 
 

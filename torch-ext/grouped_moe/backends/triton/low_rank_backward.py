@@ -123,7 +123,7 @@ def project_backward(
         rows.row_to_slot if of_tokens else None, rows.schedule, rows.num_rows,
     )  # fmt: skip
     add_up(
-        (sum_blocks, 1, 1), partials, rows.adapters, z, chunk_grads, grad,
-        rows.row_to_slot if rows.top_k else None, rows.schedule, rows.num_rows, scaling,
+        (sum_blocks, 1, 1), partials, rows.adapters, z, chunk_grads, grad, rows.row_to_slot, rows.schedule,
+        rows.num_rows, scaling,
     )  # fmt: skip
     return z

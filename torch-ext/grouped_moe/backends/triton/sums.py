@@ -38,7 +38,7 @@ def bias_grads(
         kernel = _bias_grads_kernel(groups, n, rows.top_k, rows.block_m)
         kernel(
             (tiles, num_bias_dots(n), 1), dy, dy.stride(0), scales, *bias_and_strides(None if dots is None else bias),
-            sums, dots, 0 if dots is None else dots.stride(0), rows.row_to_slot if rows.top_k else None, rows.schedule,
+            sums, dots, 0 if dots is None else dots.stride(0), rows.row_to_slot, rows.schedule,
         )  # fmt: skip
     if dbias is not None:
         kernel = _sum_tiles_kernel(groups, n, accumulate)
@@ -67,8 +67,5 @@ def sum_dots(dots: Tensor, rows: Rows, out: Tensor, accumulate: bool = False) ->
     """out[r] = sum of dots[:, r], or plus that; out[s] = that of the slot's row for routed rows; 0 without a row."""
     size = out.numel()
     if size:
-        kernel = _sum_dots_kernel(rows.num_groups, dots.shape[0], accumulate)
-        kernel(
-            (-(-size // _BLOCK_SLOTS), 1, 1), dots, dots.stride(0), rows.slot_to_row if rows.top_k else None,
-            rows.schedule, out, size,
-        )  # fmt: skip
+        kernel, grid = _sum_dots_kernel(rows.num_groups, dots.shape[0], accumulate), (-(-size // _BLOCK_SLOTS), 1, 1)
+        kernel(grid, dots, dots.stride(0), rows.slot_to_row, rows.schedule, out, size)

@@ -8,8 +8,8 @@ from . import layers, reference
 from .bias_grads import grouped_dbias_dscales
 from .block_scaled import BlockScaled, quantize_blocks
 from .common.activation import Activation
-from .common.flops import register_formulas
 from .experts import grouped_mm_experts
+from .flops import register_formulas
 from .grouped_linear import grouped_linear
 from .grouped_mlp import grouped_mlp
 from .integrations.transformers import register_experts_implementation

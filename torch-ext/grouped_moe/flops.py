@@ -8,7 +8,8 @@ from typing import Callable, Dict, Optional, Sequence
 
 from torch.utils.flop_counter import register_flop_formula
 
-from .._ops import ops
+from ._ops import ops
+from .block import Needs
 
 Shape = Optional[Sequence[int]]
 
@@ -25,18 +26,15 @@ def _elements(weight: Shape) -> int:
 
 
 def _experts_backward(dout: Shape, _x, _scales, _bias_scales, _adapters, *weights_and_rest, **__) -> int:
-    """The products of `pipeline.backward`. needs: as `block.Needs`."""
-    up, down, _, _, *factors = map(_elements, weights_and_rest[:8])
-    flags, slot_to_row, needs = weights_and_rest[12], weights_and_rest[-2], weights_and_rest[-1]
+    """The products of `pipeline.backward`."""
+    up, down, _, _, up_a, up_b, down_a, down_b = map(_elements, weights_and_rest[:8])
+    flags, slot_to_row, needs = weights_and_rest[12], weights_and_rest[-2], Needs(*weights_and_rest[-1])
     rows = dout[0] if slot_to_row is None else slot_to_row[0]
-    up_a, up_b, down_a, down_b = factors
-    x, act_scales, _, needs_up, needs_down, up_bias, _, needs_up_a, needs_up_b, needs_down_a, needs_down_b = needs
-    dgrad = x or act_scales or needs_up or needs_down or up_bias or needs_up_a or needs_up_b or needs_down_a
-    recomputed = flags[-1] and dgrad
-    products = recomputed * (up + up_a + up_b) + x * (up + up_a) + dgrad * (down + down_a)
-    products += (x or needs_up_a or needs_up_b) * up_b + (dgrad or needs_down_b) * down_b
-    products += needs_up * up + needs_up_a * up_a + needs_up_b * up_b
-    products += needs_down * down + needs_down_a * down_a + needs_down_b * down_b
+    recomputed = flags[-1] and needs.preact
+    products = recomputed * (up + up_a + up_b) + needs.x * (up + up_a) + needs.preact * (down + down_a)
+    products += (needs.x or needs.up_a or needs.up_b) * up_b + (needs.preact or needs.down_b) * down_b
+    products += needs.up * up + needs.up_a * up_a + needs.up_b * up_b
+    products += needs.down * down + needs.down_a * down_a + needs.down_b * down_b
     return 2 * rows * products
 
 

@@ -38,16 +38,8 @@ class _Problem(NamedTuple):
     of_tokens: bool
 
 
-class _Tile(NamedTuple):
-    """Columns of dy that a program takes, and the stages of its loop over rows."""
-
-    block_n: int
-    num_stages: int
-
-
-@lru_cache(maxsize=None)
-def _tile(problem: _Problem) -> Optional[_Tile]:
-    """The tile of the kernel that reads dy once for both results; None where one kernel for each is faster.
+def _tile(problem: _Problem) -> Optional[Tuple[int, int]]:
+    """BLOCK_N, num_stages of the kernel that reads dy once for both results; None where one for each is faster.
 
     Nearly as many programs as processors are needed, and many rows for each. The kernel reads dy once less, and writes
     and reads a partial sum for each block of columns, which may cost half of that. The second read of gathered rows
@@ -65,27 +57,30 @@ def _tile(problem: _Problem) -> Optional[_Tile]:
             fits = stages * step + rest <= p.spec.shared_memory
             masks_columns = p.n % block_n > 0 and block_r > 32
             if fits and not masks_columns and block_n >= 8 * block_r and 10 * num_programs >= 9 * p.spec.num_sms:
-                return _Tile(block_n, stages)
+                return block_n, stages
     return None
 
 
 @lru_cache(maxsize=None)
-def _kernels(problem: _Problem) -> Tuple[Kernel, Kernel]:
-    """The kernel that makes both results, and the one that adds up its partial sums."""
+def _kernels(problem: _Problem) -> Optional[Tuple[Kernel, Kernel]]:
+    """The kernel that makes both results, and the one that adds up its partial sums; None where there is no tile."""
     p, tile, block_r = problem, _tile(problem), power_of_two(problem.factor.padded_rank, 16)
+    if tile is None:
+        return None
+    block_n, stages = tile
     both = {
         "NUM_EXPERTS": p.num_groups, "EXPERTS_POW2": power_of_two(p.num_groups), "N": p.n,
         "LEAST_CHUNK": _LEAST_CHUNK, "BLOCK_R": block_r,
     }  # fmt: skip
     constants = {
         **both, "FACTOR": factor_of(p.factor), "TOP_K": p.top_k if p.of_tokens else 0, "BLOCK_M": _BLOCK_M,
-        "BLOCK_N": tile.block_n,
+        "BLOCK_N": block_n,
     }  # fmt: skip
     # On NVIDIA a load that waits for its row indices starts two iterations late.
     late = 2 if p.of_tokens and p.spec.warp_size == 32 else 0
-    options = {"num_warps": 8 if tile.block_n == 512 else 4, "num_stages": tile.num_stages + late}
+    options = {"num_warps": 8 if block_n == 512 else 4, "num_stages": stages + late}
     sums = {
-        **both, "NUM_PARTIALS": -(-p.n // tile.block_n), "R": p.factor.padded_rank, "RANK": p.factor.rank,
+        **both, "NUM_PARTIALS": -(-p.n // block_n), "R": p.factor.padded_rank, "RANK": p.factor.rank,
         "TOP_K": p.top_k, "BLOCK_M": _SUM_ROWS, "BLOCK_N": _SUM_COLUMNS,
     }  # fmt: skip
     return Kernel(project_backward_kernel, constants, options), Kernel(sum_projected_kernel, sums)
@@ -101,23 +96,23 @@ def project_backward(
     alone. factor: (L, E, N, r). projected: (rows, R), grad: (E, N, R), contiguous; both or none. Returns z, (rows, R),
     as `project` does: the same bits with grad and without.
     """
-    tile = None
+    kernels = None
     if not isinstance(dy, QuantizedRows):
         dy, spec, layout, n = unit_rows(dy), spec_of(dy), layout_of(factor), dy.shape[1]
         top_k = rows.top_k if of_tokens or rows.adapters is not None else 0
         problem = _Problem(spec, dy.dtype, rows.num_groups, rows.block_m, n, layout, top_k, of_tokens)
-        tile = _tile(problem)
-    if tile is None:
+        kernels = _kernels(problem)
+    if kernels is None:
         if grad is not None:
             wgrad(dy, projected, rows, grad, lhs_of_tokens=of_tokens)
         return project(dy, factor, rows, scaling=scaling, of_tokens=of_tokens)[0]
-    z = dy.new_empty(rows.num_rows, layout.padded_rank)
-    n_blocks, sum_blocks, further = -(-n // tile.block_n), -(-rows.num_rows // _SUM_ROWS), (rows.num_groups - 1) // 2
+    (both, add_up), z = kernels, dy.new_empty(rows.num_rows, layout.padded_rank)
+    n_blocks, sum_blocks = -(-n // both.constants["BLOCK_N"]), -(-rows.num_rows // _SUM_ROWS)
+    further = (rows.num_groups - 1) // 2
     partials, chunk_grads = dy.new_empty(n_blocks, *z.shape, dtype=torch.float32), None
     if grad is not None and further:
         chunk_grads = grad.new_empty(2 * further, *grad.shape[1:], dtype=torch.float32)
         sum_blocks += rows.num_groups * -(-n // _SUM_COLUMNS)
-    both, add_up = _kernels(problem)
     both(
         (n_blocks, rows.num_groups + further, 1), dy, dy.stride(0), factor, projected, partials, grad, chunk_grads,
         rows.row_to_slot if of_tokens else None, rows.schedule, rows.num_rows,

@@ -68,6 +68,9 @@ def backward(
     """
     routed, transposed = rows.top_k > 0, block.transposed
     dout, x = unit_rows(dout), None if x is None else unit_rows(x)
+    # Routing weights scale the second bias, too: parts of <dout, bias> are in their gradient.
+    scales_bias = routed and needs.act_scales and block.down_bias is not None
+    more_dots = kernels.num_bias_dots(dout.shape[1]) if scales_bias else 0
     preact, up_rows, down_rows = saved
     dpreact = codes = act = dots = None
     grads = {}
@@ -79,7 +82,6 @@ def backward(
             kernels, block.down_lora, dout, rows, down_rows if needs.down_b else None, of_tokens=routed
         )
     if needs.preact:
-        more_dots = num_bias_dots(kernels, block, rows, needs, dout.shape[1])
         dpreact, codes, act, dots = kernels.down_dgrad(
             block, dout, rows, act_scales, preact, needs, more_dots=more_dots, overwrite=overwrite or block.recompute,
             low_rank=low_rank,
@@ -89,7 +91,7 @@ def backward(
         if owns_preact:
             preact.untyped_storage().resize_(0)
         preact = None
-    grads.update(scale_and_bias_grads(kernels, block, dout, rows, act_scales, bias_scales, dots, needs))
+    grads.update(scale_and_bias_grads(kernels, block, dout, rows, act_scales, bias_scales, dots, more_dots, needs))
     dots = dots if combines_dots(rows, needs) else None
     if needs.down_a:
         grads["down_a"] = grad_of_a(kernels, block.down_lora, low_rank, act, rows)
@@ -126,12 +128,6 @@ def backward(
     return Grads(**grads)
 
 
-def num_bias_dots(kernels: ModuleType, block: Block, rows: Rows, needs: Needs, hidden: int) -> int:
-    """Parts of the inner products <dout, bias>: routing weights scale the bias, too, so these are in their gradient."""
-    routed = rows.top_k > 0
-    return kernels.num_bias_dots(hidden) if routed and needs.act_scales and block.down_bias is not None else 0
-
-
 def combines_dots(rows: Rows, needs: Needs) -> bool:
     """Whether the kernel that combines the gradient of x sums up the dots, too: that is one launch less."""
     return rows.top_k > 0 and needs.x and needs.act_scales
@@ -145,29 +141,30 @@ def scale_and_bias_grads(
     act_scales: Optional[Tensor],
     bias_scales: Optional[Tensor],
     dots: Optional[Tensor],
+    more_dots: int,
     needs: Needs,
 ) -> Dict[str, Optional[Tensor]]:
     """The gradients of act_scales, of bias_scales and of the second bias; the first is unwritten if `combines_dots`.
 
-    dots: the parts of <gradient of the activation, activation> of each row, with room for `num_bias_dots` more.
+    dots: the parts of <gradient of the activation, activation> of each row, and room for more_dots, of <dout, bias>.
     """
-    routed, hidden = rows.top_k > 0, dout.shape[-1]
     dbias = dout.new_empty(block.down_bias.shape) if needs.down_bias else None
-    d_act_scales = d_bias_scales = None
-    bias_dots = num_bias_dots(kernels, block, rows, needs, hidden)
-    if bias_dots:
-        kernels.bias_grads(dout, rows, act_scales, block.down_bias, dbias, dots[-bias_dots:])
+    d_act_scales = d_bias_scales = bias_dots = None
+    if more_dots:
+        bias_dots = dots[-more_dots:]
+    elif needs.bias_scales:
+        num_parts = kernels.num_bias_dots(dout.shape[1])
+        bias_dots = dout.new_empty((num_parts, rows.num_rows), dtype=wide_dtype(dout.dtype))
+    if needs.down_bias or bias_dots is not None:
+        scales = act_scales if rows.top_k else bias_scales
+        kernels.bias_grads(dout, rows, scales, block.down_bias, dbias, bias_dots)
     if needs.act_scales:
         d_act_scales = act_scales.new_empty(act_scales.shape)
         if not combines_dots(rows, needs):
             kernels.sum_dots(dots, rows, d_act_scales)
     if needs.bias_scales:
-        dots = dout.new_empty((kernels.num_bias_dots(hidden), rows.num_rows), dtype=wide_dtype(dout.dtype))
-        kernels.bias_grads(dout, rows, bias_scales, block.down_bias, dbias, dots)
         d_bias_scales = bias_scales.new_empty(bias_scales.shape)
-        kernels.sum_dots(dots, rows, d_bias_scales)
-    elif needs.down_bias and not bias_dots:
-        kernels.bias_grads(dout, rows, act_scales if routed else bias_scales, None, dbias, None)
+        kernels.sum_dots(bias_dots, rows, d_bias_scales)
     return {"act_scales": d_act_scales, "bias_scales": d_bias_scales, "down_bias": dbias}
 
 

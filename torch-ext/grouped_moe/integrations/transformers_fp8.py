@@ -76,17 +76,17 @@ def scaled_weight(experts: nn.Module, name: str) -> BlockScaled:
         )
     n, k = data.shape[1:]
     parts = 2 if name == "gate_up_proj" else 1
-    block = getattr(experts, "block_size", None)
-    block = (n // parts, k) if block is None else tuple(block)
+    given = getattr(experts, "block_size", None)
+    block = (n // parts, k) if given is None else tuple(given)
     extent, size = (k, block[1]) if name == "down_proj" else (n // parts, block[0])
     whole = getattr(experts, "intermediate_dim", extent)
-    if extent != whole and extent % size and getattr(experts, "block_size", None) is not None:
+    if given is not None and extent != whole and extent % size:
         raise ValueError(
             f"{name}: expected tensor-parallel parts of whole blocks, got {extent} of {whole} for blocks of {size}; "
             "choose a tp_size that leaves whole blocks, or ep_size instead"
         )
     if scales.shape[1] != parts * -(-n // parts // block[0]):  # blocks go on from gate to up
-        parts, block = 1, (n, k) if getattr(experts, "block_size", None) is None else block
+        parts, block = 1, (n, k) if given is None else block
     return BlockScaled(data, scales, block, parts)
 
 

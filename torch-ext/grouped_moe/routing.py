@@ -53,11 +53,8 @@ def _route(kernels: ModuleType, top_k_index: Tensor, num_experts: int) -> Tuple[
 
 def _route_fake(top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor]:
     num_slots = top_k_index.shape[0] * top_k_index.shape[1]
-    return (
-        top_k_index.new_empty(num_experts + 1, dtype=torch.int32),
-        top_k_index.new_empty(num_slots, dtype=torch.int32),
-        top_k_index.new_empty(num_slots, dtype=torch.int32),
-    )
+    sizes = num_experts + 1, num_slots, num_slots
+    return tuple(top_k_index.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
 _run_route = define_op(

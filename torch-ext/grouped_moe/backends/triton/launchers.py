@@ -31,9 +31,7 @@ class Gemm(Launcher):
         p, self.by_tma = problem, problem.layout is not None
         config = gemm_config(p.block_m, p.n, p.dtype, p.spec, self.by_tma)
         product = Product(p.k, self.by_tma, p.layout == "kn", p.precision, config.block_k)
-        constants = {
-            "N": p.n, "ZERO_UNGROUPED": p.zero_rest, "PRODUCT": product, "FACTOR": factor_of(p.low_rank),
-        }  # fmt: skip
+        constants = {"N": p.n, "ZERO_UNGROUPED": p.zero_rest, "PRODUCT": product, "FACTOR": factor_of(p.low_rank)}
         super().__init__(p, config, grouped_gemm_kernel, constants, p.n, _path(self.by_tma))
 
     def __call__(self, x, weight, bias, scales, low_rank, y, rows) -> None:

@@ -4,6 +4,7 @@ The op checks its arguments itself and returns None for a call that is not for i
 before anything else has looked at them.
 """
 
+import sys
 from math import inf
 from operator import attrgetter
 from typing import Optional, Tuple
@@ -75,7 +76,9 @@ def _factors_of(loras: Loras) -> Optional[Tuple[Tensor, ...]]:
     factors = ()
     for lora in loras[:2]:
         if lora is not None:
-            if not isinstance(lora, LoRA) or type(lora.scaling) not in (float, int) or not abs(lora.scaling) < inf:
+            if not isinstance(lora, LoRA) or type(lora.scaling) not in (float, int):
+                return None
+            if not abs(lora.scaling) <= sys.float_info.max:
                 return None
             factors += lora[:2]
     return factors

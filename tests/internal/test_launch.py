@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from calls import BF16, KINDS, make, scaled
+from calls import BF16, KINDS, SMALL, layer_of, scaled
 from driver_stub import _forget
 
 pytest_plugins = ["driver_stub"]
 
-COMPILED = ("linear-64-nk-bias", "linear-2048-kn-plain", "experts-1-bias", "experts-2048")
 QWEN3_30B = {"experts": 128, "top_k": 8, "hidden": 2048, "intermediate": 768}
 # Of that layer's kernels, for all numbers of tokens, without gradients and in training.
 VARIANTS = 38
@@ -50,9 +49,9 @@ def compared(stub, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_later_launches_are_tritons_own(grouped_moe, stub, compared, kind):
-    make(grouped_moe, kind)
+    KINDS[kind](grouped_moe)
     compiled = stub.names()
-    make(grouped_moe, kind)
+    KINDS[kind](grouped_moe)
     assert stub.names() == compiled
     assert {*compiled} == {*compared}
 
@@ -63,31 +62,31 @@ def test_kernels_compile_together(grouped_moe, compiling_stub):
     threads, futures = ThreadPoolExecutor(2), []
     submit = threads.submit
     threads.submit = lambda *args: futures.append(submit(*args)) or futures[-1]
-    make(grouped_moe, "linear-64-nk-bias")
+    KINDS["linear-64-nk-bias"](grouped_moe)
     count = len(compiling_stub.variants)
     del compiling_stub.launches[:]
     with threads, compiling_stub.module("backends.triton.launch").compiling_together(threads):
         for kind in ("linear-64-nk-bias", "linear-2048-kn-plain", "linear-2048-kn-plain"):
-            make(grouped_moe, kind)
+            KINDS[kind](grouped_moe)
     assert futures and not any(future.exception() for future in futures)
     assert not compiling_stub.launches
     compiled = len(compiling_stub.variants)
-    make(grouped_moe, "linear-2048-kn-plain")
+    KINDS["linear-2048-kn-plain"](grouped_moe)
     assert compiling_stub.launches and len(compiling_stub.variants) == compiled > count
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", COMPILED)
+@pytest.mark.parametrize("kind", SMALL)
 def test_compiled_kernels_get_what_triton_hands_them(grouped_moe, compiling_stub, monkeypatch, kind):
     """What comes to the launcher in C: also the maps of descriptors, and that launches are dependent ones."""
     compared, Kernel = [], compiling_stub.module("backends.triton.launch").Kernel
     with monkeypatch.context() as patch:
         patch.setattr(Kernel, "__call__", launch_both(compiling_stub, compared))
         for _ in range(2):
-            make(grouped_moe, kind)
+            KINDS[kind](grouped_moe)
     assert {*compared} == {*compiling_stub.names()}
     del compiling_stub.launches[:]
-    make(grouped_moe, kind)
+    KINDS[kind](grouped_moe)
     assert compiling_stub.launches and all(args[6] is True for args in compiling_stub.launches), (
         "not a dependent launch"
     )
@@ -122,9 +121,9 @@ def become(stub, monkeypatch, name, **changes):
 
 def test_the_kinds_launch_all_kernels(grouped_moe, stub, monkeypatch):
     for kind in KINDS:
-        make(grouped_moe, kind)
+        KINDS[kind](grouped_moe)
     become(stub, monkeypatch, "sm89")
-    make(grouped_moe, "scaled-2048")
+    KINDS["small-2048-experts-plain"](grouped_moe)
     assert {*stub.names()} == {*kernels_of(stub)}
 
 
@@ -230,8 +229,8 @@ def test_each_call_takes_the_variant_that_triton_would(grouped_moe, stub, monkey
     call = Kernel.__call__
     with monkeypatch.context() as patch:
         patch.setattr(Kernel, "__call__", lambda self, *args: (seen.append((self, args)), call(self, *args)))
-        for kind in ("linear-fp32", "experts-40-bias", "parts-40"):
-            make(grouped_moe, kind)
+        for kind in ("fp32", "linear-64-nk-bias", "small-40-experts-bias"):
+            KINDS[kind](grouped_moe)
     old, (grid, *like) = next((kernel, args) for kernel, args in seen if kernel.function.__name__ == name)
     kernel, draw, memory = Kernel(old.function, old.constants, old.options), random.Random(name), torch.zeros(512)
     monkeypatch.setattr(Kernel, "__call__", launch_both(stub, compared))
@@ -255,39 +254,18 @@ def test_hooks_see_all_launches(grouped_moe, stub, when):
     def hook(metadata):
         seen.append(metadata.get()["name"])
 
-    make(grouped_moe, "experts-40")
+    KINDS["experts-2048"](grouped_moe)
     hooks.add(hook)
     try:
         counts = []
         for _ in range(2):
             del seen[:], stub.launches[:]
-            make(grouped_moe, "experts-40")
+            KINDS["experts-2048"](grouped_moe)
             counts.append((len(seen), len(stub.launches)))
     finally:
         hooks.remove(hook)
     assert counts[0] == counts[1] and counts[0][0] == counts[0][1] > 8
     assert {*seen} == {*stub.names()}
-
-
-def layer_of(experts, top_k, hidden, intermediate, bias=False):
-    """step(tokens, backward) of an experts block. Memory is neither written nor read."""
-    up = torch.empty(experts, 2 * intermediate, hidden, dtype=BF16)
-    down = torch.empty(experts, hidden, intermediate, dtype=BF16)
-    biases = [torch.empty(experts, n, dtype=BF16) if bias else None for n in (2 * intermediate, hidden)]
-    leaves = [tensor.requires_grad_() for tensor in (up, down, *biases) if tensor is not None]
-
-    def step(package, tokens, backward):
-        x, ids = torch.empty(tokens, hidden, dtype=BF16), torch.zeros(tokens, top_k, dtype=torch.int64)
-        weights = torch.empty(tokens, top_k)
-        with torch.set_grad_enabled(backward):
-            inputs = [x.requires_grad_(backward), weights.requires_grad_(backward)]
-            out = package.grouped_mm_experts(
-                x, ids, weights, up, down, gate_up_proj_bias=biases[0], down_proj_bias=biases[1]
-            )
-        if backward:
-            torch.autograd.grad(out, inputs + leaves, out.detach())
-
-    return step
 
 
 @pytest.mark.parametrize("top_k, bias", [(8, False), (8, True), (2, True), (1, True)])
@@ -344,11 +322,11 @@ def test_unaligned_memory_has_variants_of_its_own(grouped_moe, stub, compared):
 
 
 def test_unknown_versions_launch_by_tritons_own_path(grouped_moe, stub, monkeypatch):
-    launch, kinds, counts = stub.module("backends.triton.launch"), ("experts-40-bias", "linear-2048-nk-bias"), []
+    launch, kinds, counts = stub.module("backends.triton.launch"), ("experts-1-bias", "linear-64-nk-bias"), []
     for keeps in (True, False):
         monkeypatch.setattr(stub.module("common._compat"), "keeps_variants", lambda is_cuda, keeps=keeps: keeps)
         for kind in kinds:
-            make(grouped_moe, kind)
+            KINDS[kind](grouped_moe)
         by_triton, compile_and_launch = [], launch.Kernel.compile_and_launch
         with monkeypatch.context() as patch:
             patch.setattr(
@@ -358,7 +336,7 @@ def test_unknown_versions_launch_by_tritons_own_path(grouped_moe, stub, monkeypa
             )
             del stub.launches[:]
             for kind in kinds:
-                make(grouped_moe, kind)
+                KINDS[kind](grouped_moe)
         counts.append((len(by_triton), len(stub.launches), len(stub.variants)))
     (_, launches, variants), *_ = counts
     assert counts == [(0, launches, variants), (launches, launches, variants)]

@@ -248,15 +248,6 @@ def time_layers(calls: Dict[str, Dict[str, Call]], plan: timing.Plan, **options)
     return times
 
 
-def line(cell: dict) -> str:
-    """A cell in us: of each part ours in a graph / its bytes, and all_to_all's eager calls in brackets."""
-    us = {measure: {n: f"{e['median_ms'] * 1e3:.0f}" for n, e in row.items()} for measure, row in cell["times"].items()}
-    said = [f"{part} {us[f'{part}, {GRAPH}'][OURS]}/{us[part][BYTES]} ({us[part][ALL_TO_ALL]})" for part in PARTS]
-    said += [f"layer in a graph {us[f'layer, {GRAPH}'][OURS]}/{us['layer'][BYTES]}"]
-    said += [f"{what} {us[what][OURS]} ({us[what][ALL_TO_ALL]})" for what in ("layer", f"layer, {HOST}", "step")]
-    return f"{cell['capacity']} places: " + "; ".join(said + [f"{name} IS WRONG" for name in cell["wrong"]])
-
-
 def measure(calls: Dict[str, Dict[str, Call]], plan: timing.Plan) -> Dict[str, Dict[str, dict]]:
     """Times by measure and provider: those of layers, parts of ours as graphs, and parts of the other eagerly."""
     times = {**dict.fromkeys(PARTS), **time_layers(calls, plan)}

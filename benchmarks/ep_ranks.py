@@ -24,7 +24,7 @@ import timing
 import torch
 import torch.distributed as dist
 from ep import ALL_TO_ALL, CHECKED, layer_calls, time_layers
-from machine import DEVICE, build_id, describe_machine, load_kernel, write
+from machine import DEVICE, build_id, describe_machine, load_kernel, summary, write
 from problems import MAX_ERROR, OURS
 from timing import GRAPH, Call
 from torch import Tensor, nn
@@ -163,15 +163,6 @@ def measure(case: Case, kernel: object, weights: Sequence[Tensor], mesh: DeviceM
     return cell
 
 
-def line(cell: dict) -> str:
-    """A cell in us, by measure and provider, and the peaks of steps."""
-    said = []
-    for what, found in cell["times"].items():
-        said.append(f"{what}: " + ", ".join(f"{n} {e['median_ms'] * 1e3:.0f}" for n, e in found.items()))
-    said.append("peak MiB " + ", ".join(f"{n} {p:.0f}" for n, p in cell["peak_mib"].items() if p is not None))
-    return f"{cell['name']}: " + "; ".join(said + [f"{name} IS WRONG" for name in cell["wrong"]])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to write")
@@ -195,7 +186,7 @@ def main() -> None:
         results["cells"].append(measure(case, kernel, weights, mesh, arguments))
         timing.release_memory()
         if dist.get_rank() == 0:
-            print(line(results["cells"][-1]), flush=True)
+            print(summary(results["cells"][-1]), flush=True)
             write(arguments.output, results)
     dist.destroy_process_group()
 

@@ -100,6 +100,19 @@ def schema_error(results: dict) -> Optional[str]:
     return None
 
 
+def summary(cell: dict) -> str:
+    """A cell in one line: its times in ms, the peaks of calls, what is wrong, and what was skipped."""
+    said = []
+    for measure, entries in cell["times"].items():
+        times = ", ".join(f"{name} {entry['median_ms']:.4g}" for name, entry in entries.items())
+        said.append(f"{measure}: {times}")
+    peaks = ", ".join(f"{name} {mib:.0f}" for name, mib in cell.get("peak_mib", {}).items() if mib is not None)
+    said += [f"peak MiB: {peaks}"] if peaks else []
+    said += [f"{name} IS WRONG: {cell['errors'][name]}" for name in cell.get("wrong", ())]
+    said += [f"{name} skipped: {reason}" for name, reason in cell["skipped"].items()]
+    return f"{cell['name']}: {'; '.join(said)}"
+
+
 def write(path: Optional[Path], results: dict) -> None:
     """The results as JSON, if there is a path."""
     if path is not None:

@@ -26,7 +26,7 @@ import new_shapes
 import routing
 import torch
 from experts import SUITES, Experts, cells_of
-from machine import DEVICE, RESULTS, build_id, describe_machine, first_line, load_kernel, result_name, write
+from machine import DEVICE, RESULTS, build_id, describe_machine, first_line, load_kernel, result_name, summary, write
 from problems import OURS, run_group
 from timing import EAGER, GRAPH, time_box
 
@@ -100,16 +100,6 @@ def make_parser(description: Optional[str], budget: float = 900) -> argparse.Arg
     return parser
 
 
-def summary(cell: dict) -> str:
-    """A cell in one line: its times in ms, what is wrong, and what was skipped."""
-    said = []
-    for measure, entries in cell["times"].items():
-        times = ", ".join(f"{name} {entry['median_ms']:.4g}" for name, entry in entries.items())
-        said.append(f"{measure}: {times}")
-    said += [f"{name} IS WRONG: {cell['errors'][name]}" for name in cell.get("wrong", ())]
-    return "; ".join(said + [f"{name} skipped: {reason}" for name, reason in cell["skipped"].items()])
-
-
 def run_tasks(benchmark: str, build: str, tasks: List[Task], arguments: argparse.Namespace) -> dict:
     """Runs tasks until the budget is over; after each one, prints its cells and writes the JSON.
 
@@ -133,9 +123,7 @@ def run_tasks(benchmark: str, build: str, tasks: List[Task], arguments: argparse
         results["cells"] += cells
         results["seconds"] = round(time.monotonic() - begun, 1)
         write(arguments.output, results)
-        for cell in cells:
-            describe = ep.line if benchmark == "ep" and cell["times"] else summary
-            print(f"{cell['name']}: {describe(cell)}", flush=True)
+        print(*map(summary, cells), sep="\n", flush=True)
     faulthandler.cancel_dump_traceback_later()
     return results
 

@@ -7,7 +7,7 @@ tokens cuBLAS' dense products of as many 8-bit rows, with blockwise scales, run 
 """
 
 from types import ModuleType
-from typing import Callable, Dict, List, NamedTuple
+from typing import Callable, Dict, List
 
 import torch
 from experts import make_block
@@ -29,33 +29,21 @@ BATCHES = (1, 2, 4, 8, 32, 64, 128, 256, 512, 2048, LARGE, 2 * LARGE)
 MAX_ERROR = 7e-2
 
 
-class Case(NamedTuple):
-    """A layer, for so many tokens. local: the share of slots whose expert is here. rank: of LoRAs, 0 for none."""
-
-    layer: Layer
-    tokens: int
-    backward: bool = False
-    local: float = 1.0
-    rank: int = 0
-
-    def __str__(self) -> str:
-        cell = Cell(self.layer, self.tokens, self.local)
-        ranks = f" r={self.rank}" if self.rank else ""
-        return f"{str(cell).rsplit(maxsplit=1)[0]} {'step' if self.backward else 'forward'}{ranks}"
-
-
-def cases(smoke: bool) -> List[Case]:
+def cases(smoke: bool) -> List[Cell]:
     """Equal layers are in a row."""
     if smoke:
-        return [Case(SMOKE, 12, True), Case(SMOKE, 12, True, 1.0, 4), Case(SMOKE, 2), Case(SMOKE, 12, local=1 / 2)]
-    forward = [Case(QWEN3_30B, tokens) for tokens in BATCHES]
-    training = [(tokens, True, 1.0, rank) for tokens in (LARGE // 4, LARGE) for rank in (0, RANK)]
-    qwen = [*forward, Case(QWEN3_30B, LARGE, local=1 / 8), *(Case(QWEN3_30B, *rest) for rest in training)]
-    of_deepseek = (64,), (512,), (LARGE,), (LARGE, False, 1 / 8), *training
-    return qwen + [Case(DEEPSEEK_V3, *rest) for rest in of_deepseek]
+        step = Cell(SMOKE, 12, backward=True)
+        return [step, step._replace(rank=4), Cell(SMOKE, 2), Cell(SMOKE, 12, 1 / 2)]
+
+    def training(layer: Layer) -> List[Cell]:
+        return [Cell(layer, t, backward=True, rank=rank) for t in (LARGE // 4, LARGE) for rank in (0, RANK)]
+
+    qwen = [*(Cell(QWEN3_30B, tokens) for tokens in BATCHES), Cell(QWEN3_30B, LARGE, 1 / 8), *training(QWEN3_30B)]
+    deepseek = [*(Cell(DEEPSEEK_V3, tokens) for tokens in (64, 512, LARGE)), Cell(DEEPSEEK_V3, LARGE, 1 / 8)]
+    return qwen + deepseek + training(DEEPSEEK_V3)
 
 
-def dense_products(case: Case) -> Dict[str, Call]:
+def dense_products(case: Cell) -> Dict[str, Call]:
     """cuBLAS' products of as many rows as the block has, where PyTorch has them and scales are whole blocks of four."""
     layer, recipes = case.layer, getattr(torch.nn.functional, "ScalingType", None)
     extents = layer.hidden, layer.intermediate, layer.preact_width
@@ -76,15 +64,14 @@ def dense_products(case: Case) -> Dict[str, Call]:
     return {CUBLAS: multiply}
 
 
-def make_problem(kernel: ModuleType, case: Case) -> Problem:
+def make_problem(kernel: ModuleType, case: Cell) -> Problem:
     """The providers of a case, on the values that the scaled weights have."""
     torch.manual_seed(0)
     experts = kernel.grouped_mm_experts
     scaled = [kernel.quantize_blocks(weight.detach()) for weight in make_block(case.layer, DEVICE).weights]
     exact = [weight._replace(products="w8a16") for weight in scaled]
     plain = [weight.dequantize() for weight in scaled]
-    cell = Cell(case.layer, case.tokens, case.local, backward=case.backward)
-    sets = [make_inputs(cell, DEVICE) for _ in range(SETS)]
+    sets = [make_inputs(case, DEVICE) for _ in range(SETS)]
     factors = make_factors(plain, case.rank) if case.rank else []
     factors = [factor.div_(8).requires_grad_(case.backward) for factor in factors]
     inputs = [Inputs((s.x, s.weights, *plain, *factors), s.dout) for s in sets]
@@ -100,9 +87,8 @@ def make_problem(kernel: ModuleType, case: Case) -> Problem:
             up, down = up + factors[1] @ factors[0], down + factors[3] @ factors[2]
         return kernel.reference.grouped_mm_experts(x, sets[0].ids - first, weights, up, down)
 
-    described = {**cell.described(), "name": str(case), "rank": case.rank}
     functions = {OURS: by(*scaled), W8A16: by(*exact), BF16: by()}
     providers = {name: Provider(function, inputs) for name, function in functions.items()}
     names, frozen = NAMES + FACTORS[: len(factors)], [part for weight in scaled for part in weight[:2]]
     options = {"baselines": dense_products(case), "frozen": frozen, "max_errors": {OURS: MAX_ERROR}}
-    return Problem(described, providers, (STEP if case.backward else FORWARD,), right, names, 2, **options)
+    return Problem(case.described(), providers, (STEP if case.backward else FORWARD,), right, names, 2, **options)

@@ -9,7 +9,7 @@ split             x W^T + (x a^T) b^T by PyTorch's grouped_mm, over rows that ar
 """
 
 from types import ModuleType
-from typing import Callable, List, NamedTuple, Sequence, Tuple
+from typing import Callable, List, Sequence, Tuple
 
 import torch
 from experts import GROUPED, Block, make_block
@@ -18,39 +18,22 @@ from machine import DEVICE
 from problems import FORWARD, OURS, STEP, Inputs, Problem, Provider
 from torch import Tensor
 from torch.nn import functional as F
-from workload import DEEPSEEK_V3, MIXTRAL, QWEN3_30B, SMOKE, Cell, Layer, make_inputs
+from workload import DEEPSEEK_V3, MIXTRAL, QWEN3_30B, SMOKE, Cell, make_inputs
 
 FROZEN, EIGHT, MERGED, SPLIT, AS_PEFT = "frozen", "eight adapters", "merged", "split", f"{OURS}, as peft"
 NAMES = ("hidden_states", "top_k_weights", "up_a", "up_b", "down_a", "down_b")
 SETS, RANKS, STEP_TOKENS, BATCHES = 2, (16, 64), 8192, (1, 8, 32, 128)
 
 
-class Case(NamedTuple):
-    """A layer with pairs of a rank, for so many tokens. pattern: of a `Cell`."""
-
-    layer: Layer
-    rank: int
-    tokens: int
-    backward: bool
-    pattern: str = "random"
-
-    def __str__(self) -> str:
-        said = f"{self.layer.name} r={self.rank} {'step' if self.backward else 'forward'} T={self.tokens}"
-        return said if self.pattern == "random" else f"{said} {self.pattern}"
-
-    @property
-    def cell(self) -> Cell:
-        """Without pairs."""
-        return Cell(self.layer, self.tokens, backward=self.backward, pattern=self.pattern)
-
-
-def cases(smoke: bool) -> List[Case]:
+def cases(smoke: bool) -> List[Cell]:
     """Equal layers are in a row."""
     if smoke:
-        return [Case(SMOKE, 8, 12, True), Case(SMOKE, 8, 12, True, "zipf"), Case(SMOKE, 8, 2, False)]
-    steps = [Case(layer, r, STEP_TOKENS, True) for layer in (QWEN3_30B, DEEPSEEK_V3, MIXTRAL) for r in RANKS]
-    steps.insert(len(RANKS), Case(QWEN3_30B, RANKS[0], STEP_TOKENS, True, "zipf"))
-    return steps + [Case(QWEN3_30B, RANKS[0], tokens, False) for tokens in BATCHES]
+        step = Cell(SMOKE, 12, backward=True, rank=8)
+        return [step, step._replace(pattern="zipf"), Cell(SMOKE, 2, rank=8)]
+    layers = QWEN3_30B, DEEPSEEK_V3, MIXTRAL
+    steps = [Cell(layer, STEP_TOKENS, backward=True, rank=rank) for layer in layers for rank in RANKS]
+    steps.insert(len(RANKS), steps[0]._replace(pattern="zipf"))
+    return steps + [Cell(QWEN3_30B, tokens, rank=RANKS[0]) for tokens in BATCHES]
 
 
 def make_factors(weights: Sequence[Tensor], rank: int, *adapters: int) -> List[Tensor]:
@@ -96,12 +79,12 @@ def merge(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.baddbmm(weight, b, a)
 
 
-def make_problem(kernel: ModuleType, case: Case) -> Problem:
+def make_problem(kernel: ModuleType, case: Cell) -> Problem:
     """The providers of a case. A step differentiates hidden states, routing weights and factors."""
     torch.manual_seed(0)
     block = make_block(case.layer, DEVICE)
     (up, down), experts = [weight.requires_grad_(False) for weight in block.weights], kernel.grouped_mm_experts
-    sets = [make_inputs(case.cell, DEVICE) for _ in range(SETS)]
+    sets = [make_inputs(case, DEVICE) for _ in range(SETS)]
     factors = [factor.requires_grad_(case.backward) for factor in make_factors(block.weights, case.rank)]
     inputs = [Inputs((s.x, s.weights, *factors), s.dout) for s in sets]
 
@@ -140,12 +123,10 @@ def make_problem(kernel: ModuleType, case: Case) -> Problem:
         sums = up[some].float() + up_b @ up_a, down[some].float() + of_down[1] @ of_down[0]
         return kernel.reference.grouped_mm_experts(x, sets[0].ids - first, weights, *sums)
 
-    described = {**case.cell.described(), "name": str(case), "rank": case.rank}
     part = STEP if case.backward else FORWARD
     merging = MERGED, f"{GROUPED} {MERGED}", SPLIT  # whose graphs would hold several weights or copies of rows each
-    return Problem(
-        described, providers, (part,), right, NAMES, 2, baselines=baselines, frozen=(up, down), eager_only=merging
-    )
+    options = {"baselines": baselines, "frozen": (up, down), "eager_only": merging}
+    return Problem(case.described(), providers, (part,), right, NAMES, 2, **options)
 
 
 class Stand:

@@ -85,8 +85,9 @@ SMOKE_GPT_OSS = Layer("smoke-oss", experts=8, top_k=2, hidden=64, intermediate=6
 class Cell(NamedTuple):
     """One measurement of the block. local: the share of slots whose expert is on this rank; the others are sentinels.
 
-    pattern: random (distinct experts, equally likely), balanced (as many rows for every expert), zipf (distinct, with
-    chances of 1 / rank), half (one expert takes half of the slots).
+    rank: of low-rank pairs on both weights, 0 for none. pattern: random (distinct experts, equally likely), balanced
+    (as many rows for every expert), zipf (distinct, with chances of 1 / rank), half (one expert takes half of the
+    slots).
     """
 
     layer: Layer
@@ -95,12 +96,14 @@ class Cell(NamedTuple):
     backward: bool = False
     pattern: str = "random"
     dtype: torch.dtype = torch.bfloat16
+    rank: int = 0
 
     def __str__(self) -> str:
         said = f"{self.layer.name} T={self.tokens} local={fraction(self.local)}"
         said += "" if self.pattern == "random" else f" {self.pattern}"
         said += "" if self.dtype == torch.bfloat16 else f" {str(self.dtype)[6:]}"
-        return f"{said} {'step' if self.backward else 'forward'}"
+        said += " step" if self.backward else " forward"
+        return f"{said} r={self.rank}" if self.rank else said
 
     def described(self) -> dict:
         """What identifies the cell in the JSON."""

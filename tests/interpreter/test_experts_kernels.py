@@ -4,7 +4,7 @@ import pytest
 import torch
 from block import Result, assert_matches, assert_same, run_reference
 from cases import BY_ID, CASES, make_inputs
-from poison import guarded, poison_sentinels
+from poison import LAYOUTS, guarded, poison_sentinels
 from test_routing import loop_route
 
 from interpreter.guard import GuardedAllocations
@@ -67,8 +67,8 @@ def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1, capacity
 
 def guarded_inputs(inputs):
     """Each tensor in the middle of NaN."""
-    tensors = {name: t for name, t in inputs._asdict().items() if t is not None and t.is_floating_point()}
-    return inputs._replace(**{name: guarded(t) for name, t in tensors.items()})
+    tensors = {**inputs.floating(), "dout": inputs.dout}
+    return inputs._replace(**{name: guarded(tensor) for name, tensor in tensors.items()})
 
 
 def check(module, grouped_moe, case, dtype, index_dtype=torch.int64, weights_dtype=None, change=None):
@@ -174,12 +174,9 @@ def test_capacity(module, grouped_moe, unchecked, case_id, fits):
 
 def strided(inputs):
     """All but the routing transposed in memory, with NaN between the elements; routing weights come contiguous."""
-    changed = {}
-    for name, tensor in inputs._asdict().items():
-        if tensor is not None and not name.startswith("top_k"):
-            wide = torch.full((*tensor.shape, 2), float("nan"), dtype=tensor.dtype).transpose(-2, -3).contiguous()
-            changed[name] = wide.transpose(-2, -3)[..., 0].copy_(tensor)
-    return inputs._replace(**changed)
+    view, routing = LAYOUTS["transposed-apart"], ("top_k_index", "top_k_weights")
+    given = {name: t for name, t in inputs._asdict().items() if t is not None and name not in routing}
+    return inputs._replace(**{name: view(tensor) for name, tensor in given.items()})
 
 
 @pytest.mark.parametrize("case_id", SOME)

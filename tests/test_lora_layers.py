@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_matches, assert_part, assert_same
+from linears import Linear
 from marks import by_fp32_and_bf16, by_recompute
 from operations import count_flops
 from pairs import Pairs, factors, make_index, make_lora, merged, over_adapters, with_factors
@@ -32,14 +33,11 @@ by_transposed = pytest.mark.parametrize("transposed", [False, True], ids=["nk", 
 
 def make(grouped_moe, pairs, dtype, device, transposed=False, factor_dtype=None):
     """(tensors by name, the arguments of the LoRA, splits, the cotangent)."""
-    shapes = {"x": (ROWS, K), "weight": (G, K, N) if transposed else (G, N, K), "bias": (G, N), "bias_scales": (ROWS,)}
-    tensors = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    tensors["weight"] /= K**0.5
-    tensors = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+    linear = Linear("pairs", SIZES, TAIL, N=N, K=K, transposed=transposed, bias=True, scales=True)
+    tensors, _, dy = linear.make(dtype, device)
     arguments = {"lora": make_lora(grouped_moe, pairs, tensors["weight"], transposed, 0.7, factor_dtype or dtype)}
     if pairs.adapters:
         arguments["adapter_index"] = make_index(pairs.adapters, ROWS).to(device)
-    dy = torch.randn(ROWS, N, dtype=torch.float64).to(device, dtype)
     return tensors, arguments, torch.tensor(SIZES, device=device), dy
 
 

@@ -99,15 +99,20 @@ def test_frozen(grouped_moe, device, form, delay, frozen):
             assert parameter.grad is None, name
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @layers.by_layout
-def test_no_grad(grouped_moe, device, form):
-    """Of what the parameters hold now."""
+def test_no_grad(grouped_moe, device, form, mode):
+    """Of what the parameters hold now; the same as with gradients, before and after."""
     module, batch = make(grouped_moe, form, device)
     for _ in range(2):
-        with torch.no_grad():
-            y = module(*batch[:3])
-        assert not y.requires_grad
+        want = module(*batch[:3])
+        for _ in range(4):
+            with mode():
+                y = module(*batch[:3])
+            assert not y.requires_grad and y.is_inference() == (mode is torch.inference_mode)
+            assert_bitwise("y", y, want.detach())
         assert_matches({"y": y}, reference(grouped_moe, module, batch))
+        assert_bitwise("after", module(*batch[:3]), want)
         for parameter in module.parameters():
             parameter.detach().mul_(-3)
 

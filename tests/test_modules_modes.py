@@ -84,17 +84,6 @@ def test_activations_that_are_not_kept(grouped_moe, device, place, main, delay, 
     assert_same(got, want)
 
 
-@layers.by_two_places
-def test_inference_mode(grouped_moe, device, place):
-    module, batch = make(grouped_moe, form_of(place), device)
-    want = module(*batch[:3])
-    for _ in range(4):
-        with torch.inference_mode():
-            got = module(*batch[:3])
-        assert got.is_inference() and torch.equal(got, want)
-    assert_bitwise("y", module(*batch[:3]), want)
-
-
 @layers.by_single
 def test_vmap(grouped_moe, device, single):
     """Inputs of a batch one by one, with gradients of each, and an ensemble of modules whose parameters are stacked."""

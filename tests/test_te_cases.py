@@ -31,7 +31,7 @@ COVERED = {
     "test_graph_of_linear": """test_grouped_linear_fused_path_cuda_graph_safe test_grouped_linear_cuda_graph_safe
         test_make_graphed_callables""",
     "test_meta_and_fake": "test_meta_single_grouped_weight_with_delayed_wgrad",
-    "test_no_grad": "test_single_grouped_bias_uses_registered_packed_storage",
+    "test_no_grad": "test_single_grouped_bias_uses_registered_packed_storage test_inference_mode",
     # Interleaved: in turn, not in blocks of 32, which are an order of weight rows.
     "test_mlp": "test_grouped_mlp test_grouped_mlp_fp16 test_grouped_mlp_single_group_mxfp8",
     "test_two_layers": "test_grouped_mlp_mcore_integrations test_grouped_mlp_single_weight_numerics",
@@ -43,7 +43,6 @@ COVERED = {
     "test_checkpoints_of_every_form_load_into_every_form": """
         test_grouped_linear_load_state_dict_multi_to_single_param
         test_grouped_linear_load_state_dict_single_to_multi_param""",
-    "test_inference_mode": "test_inference_mode",
     "test_activations_that_are_not_kept": "test_sanity test_numerics",
 }
 LEFT_OUT = {

@@ -120,13 +120,16 @@ def round_at_random(values: Tensor) -> Tensor:
     return ((bits + torch.randint_like(bits, 2**16)) & -(2**16)).view(torch.float32).to(torch.bfloat16)
 
 
-def hold_in_fp8(model: nn.Module) -> None:
-    """Puts transformers' FP8 experts, without memory, in place of the model's. Linear layers stay as they are."""
+def hold_in_fp8(model: nn.Module, **options) -> None:
+    """Puts transformers' FP8 experts, without memory, in place of the model's. Linear layers stay as they are.
+
+    options: of transformers' configuration.
+    """
     from transformers import FineGrainedFP8Config
     from transformers.integrations import finegrained_fp8
 
     others = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    finegrained_fp8.replace_with_fp8_linear(model, others, FineGrainedFP8Config())
+    finegrained_fp8.replace_with_fp8_linear(model, others, FineGrainedFP8Config(**options))
 
 
 def with_adapters(model: nn.Module, case: Training, seed: int) -> nn.Module:

@@ -150,6 +150,18 @@ def sentinel_ids(num_experts: int, dtype: torch.dtype) -> Tensor:
     return torch.tensor(values)
 
 
+def kept(ids: Tensor, experts: int, ranks: int, capacity: int) -> Tensor:
+    """Ids over the experts of all ranks, sentinels where tokens find no place on an expert's rank, token by token."""
+    counts, found = [0] * ranks, []
+    for row in ids.tolist():
+        owners = [expert * ranks // experts if 0 <= expert < experts else -1 for expert in row]
+        for owner in {*owners} - {-1}:
+            counts[owner] += 1
+        fits = [owner >= 0 and counts[owner] <= capacity for owner in owners]
+        found.append([expert if fit else experts for expert, fit in zip(row, fits)])
+    return ids.new_tensor(found).view_as(ids)
+
+
 def _on_grid(*shape: int) -> Tensor:
     """-1, 0 or 1: over H of them times eighths, sums are eighths below 32, which bf16 and fp16 hold exactly."""
     return torch.randint(-1, 2, shape).double()

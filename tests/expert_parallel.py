@@ -8,6 +8,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 import kernels
 import torch
 import torch.distributed as dist
+from cases import kept
 from compare import assert_bitwise, assert_close
 from conftest import ROOT, read_hub
 from graphs import capture
@@ -188,22 +189,10 @@ def check_shared_batches():
             compare(f"{name}, pairs", run(experts, batches[rank() // 2]), expected(batches, rank() // 2))
 
 
-def kept(ids: Tensor, capacity: int) -> Tensor:
-    """Ids in which those are sentinels that find no place, found token by token."""
-    counts, found = [0] * size(), ids.clone()
-    for token, row in enumerate(ids.tolist()):
-        for owner in {expert * size() // E for expert in row}:
-            counts[owner] += 1
-            if counts[owner] > capacity:
-                here = ids[token] * size() // E == owner
-                found[token][here] = E
-    return found
-
-
 def check_what_is_dropped():
     capacity = -(-MOST * min(TOP_K, size()) // (2 * size()))
     experts, batches = make_module(SMALL), make_batches([12, 5, 9, 0][: size()])
-    batches = [batch._replace(ids=kept(batch.ids, capacity)) for batch in batches]
+    batches = [batch._replace(ids=kept(batch.ids, E, size(), capacity)) for batch in batches]
     given = make_batches([12, 5, 9, 0][: size()])[rank()]
     dropped = int((batches[rank()].ids == E).sum())
     assert rank() or dropped

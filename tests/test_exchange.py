@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import kept
 from compare import assert_close
 from graphs import capture
 from operations import Log
@@ -42,19 +43,6 @@ def through_places(grouped_moe, exchange, capacity: int, ids, x, weights, up, do
     return exchange.combine(rows, there.plan, None)
 
 
-def kept(ids: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Ids as ranks number their own experts, found token by token; sentinels where there is none or no place."""
-    counts, found = [0] * RANKS, []
-    for row in ids.tolist():
-        owners = [expert * RANKS // E if 0 <= expert < E else -1 for expert in row]
-        places = {owner: counts[owner] for owner in owners if owner >= 0}
-        for owner in places:
-            counts[owner] += 1
-        fits = [owner >= 0 and places[owner] < capacity for owner in owners]
-        found.append([expert % (E // RANKS) if fit else -1 for expert, fit in zip(row, fits)])
-    return torch.tensor(found, device=ids.device)
-
-
 @pytest.mark.parametrize("capacity", [T, 12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_forward_and_gradients(grouped_moe, exchange, device, dtype, capacity):
@@ -63,7 +51,9 @@ def test_forward_and_gradients(grouped_moe, exchange, device, dtype, capacity):
         out = through_places(grouped_moe, exchange, capacity, ids, *leaves)
         grads = torch.autograd.grad(out, leaves, dout)
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    want = grouped_moe.reference.grouped_mm_experts(wide[0], kept(ids, capacity), *wide[1:])
+    found = kept(ids, E, RANKS, capacity)
+    own = torch.where(found < E, found % (E // RANKS), -1)  # as ranks number their experts
+    want = grouped_moe.reference.grouped_mm_experts(wide[0], own, *wide[1:])
     assert_close("out", out, want.detach(), dtype)
     for name, grad, right in zip(("x", "weights", "up", "down"), grads, torch.autograd.grad(want, wide, dout.double())):
         assert_close(name, grad, right, dtype, inner_products=name == "weights")

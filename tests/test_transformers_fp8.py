@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from compare import assert_close
+from fp8_training import hold_in_fp8
 from test_transformers_load import QWEN3_MOE, build_model
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -28,8 +29,7 @@ def empty_model(implementation: str, **options) -> nn.Module:
     config = Qwen3MoeConfig(**SIZES)
     config._experts_implementation = implementation
     model = Qwen3MoeForCausalLM(config)
-    others = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    finegrained.replace_with_fp8_linear(model, others, FineGrainedFP8Config(**options))
+    hold_in_fp8(model, **options)
     return model
 
 

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from calls import BF16
+from fp8_training import hold_in_fp8
 
 pytest_plugins = ["driver_stub"]
 
@@ -40,12 +41,9 @@ def gpt_oss(**sizes):
 
 def fp8():
     """Qwen3's experts in FP8."""
-    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    from transformers import FineGrainedFP8Config
-
+    pytest.importorskip("transformers.integrations.finegrained_fp8")
     model = qwen3()
-    others = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    finegrained.replace_with_fp8_linear(model, others, FineGrainedFP8Config())
+    hold_in_fp8(model)
     experts = experts_of(model)
     for name, parameter in experts._parameters.items():
         if parameter is not None:

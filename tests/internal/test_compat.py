@@ -4,10 +4,12 @@ import ast
 import re
 import sys
 
+import layers
 import pytest
 import torch
 from conftest import ROOT
-from operations import RecordedLog
+from layers import Form
+from operations import RecordedLog, make_operation
 from torch.utils.flop_counter import FlopCounterMode
 
 pytest_plugins = ["driver_stub"]
@@ -84,25 +86,13 @@ REMOVALS = (
 
 
 def results(package):
-    """Outputs and gradients of the experts block and of both forms of the linear module, with all that asks."""
+    """Outputs and gradients of the experts block, with a capacity too, and of linear modules, with all that asks."""
     torch.manual_seed(0)
-    x, weights = torch.randn(12, 8, requires_grad=True), torch.rand(12, 2, requires_grad=True)
-    up, down = (torch.randn(*shape, requires_grad=True) for shape in ((4, 12, 8), (4, 8, 6)))
-    ids = torch.randint(0, 6, (12, 2))
-    ids[ids > 4] = -1
-    y = package.grouped_mm_experts(x, ids, weights, up, down, capacity=24)
-    found = [y, *torch.autograd.grad(y, (x, weights, up, down), torch.ones_like(y))]
-    for single in (True, False):
-        layer = package.GroupedLinear(3, 8, 5, single_grouped_weight=single, delay_wgrad=True)
-        y = layer(x, [4, 0, 7])
-        found += [y, *torch.autograd.grad(y, x, torch.ones_like(y))]
-        layer.backward_dw()
-        found += [parameter.grad for parameter in layer.parameters()]
-    layer = package.GroupedLinear(3, 8, 5, accumulate_into_main_grad=True)
-    layer.weight.main_grad = torch.zeros(3, 5, 8)
-    layer(x, [4, 0, 7]).sum().backward()
-    found.append(layer.weight.main_grad)
-    return [tensor.detach().clone() for tensor in found]
+    steps = [make_operation(package, f"experts-silu-bias{way}", "cpu").step() for way in ("", "-recompute")]
+    made = [layers.make(package, Form(single, single), "cpu", delay_wgrad=True) for single in (True, False)]
+    made.append(layers.make_with_main_grads(package, "cpu", "single")[:2])
+    steps += [layers.step(*each) for each in made]
+    return [tensor.clone() for step in steps for tensor in step.values()]
 
 
 @pytest.mark.parametrize("remove", REMOVALS, ids=lambda remove: remove.__name__)

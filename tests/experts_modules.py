@@ -6,17 +6,19 @@ The classes are found in transformers' source, so a newer transformers extends t
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import re
 import sys
 from pathlib import Path
-from typing import Callable, Optional
+from typing import Callable, Dict, Optional
 
 import torch
 from block import Result
 from compare import assert_close
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 5, 32, 24, 24, 3
+SIZES = {"experts": EXPERTS, "intermediate": INTERMEDIATE, "hidden_size": HIDDEN}  # by parts of names in configs
 IDLE_EXPERT = 3  # gets no token
 
 # A limit and an alpha that no class has by default. |pre-activation| ~ N(0, 1), so 0.6 clamps more than a half.
@@ -51,11 +53,11 @@ def config_classes(experts_class: type) -> list:
     return sorted((each for each in known if issubclass(each, PreTrainedConfig)), key=unlikeness)
 
 
-def small_config(config_class: type, source: str):
-    """The model's default config, with the sizes that the source of the experts' __init__ reads made small."""
+def small_config(config_class: type, source: str, sizes: Dict[str, int]):
+    """The model's default config, but for these sizes of those that the source of the experts' __init__ reads."""
     config = config_class()
     for name in set(re.findall(r"config\.(\w+)", source)):
-        for part, size in (("experts", EXPERTS), ("intermediate", INTERMEDIATE), ("hidden_size", HIDDEN)):
+        for part, size in sizes.items():
             if part in name and hasattr(config, name):
                 # Past the config's own validation: Ernie's lists one size per modality and passes one of them on.
                 object.__setattr__(config, config.attribute_map.get(name, name), size)
@@ -70,18 +72,18 @@ def initialized(experts: torch.nn.Module, device: str) -> torch.nn.Module:
     return experts.to(device)
 
 
-def build(case: tuple, device: str, implementation: Optional[str] = None) -> torch.nn.Module:
+def build(case: tuple, device: str, implementation: Optional[str] = None, sizes=SIZES) -> torch.nn.Module:
     """A small module of the class."""
     module, name = case
     experts_class = getattr(importlib.import_module(module), name)
     source = inspect.getsource(inspect.unwrap(experts_class.__init__))
     for config_class in config_classes(experts_class):
         try:
-            experts = experts_class(small_config(config_class, source))
+            experts = experts_class(small_config(config_class, source, sizes))
         except (AttributeError, TypeError):  # the config of another part of the model
             continue
         break
-    assert experts.num_experts == EXPERTS and experts.down_proj.numel() == EXPERTS * HIDDEN * INTERMEDIATE
+    assert experts.num_experts == sizes["experts"] and experts.down_proj.numel() == math.prod(sizes.values())
     experts.config._experts_implementation = implementation
     return initialized(experts, device)
 

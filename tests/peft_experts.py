@@ -4,7 +4,7 @@ from typing import Dict, List, NamedTuple, Optional
 
 import pytest
 import torch
-from experts_modules import initialized
+from experts_modules import build
 from test_transformers_models import FP32_TOLERANCE, make_model
 from torch import Tensor, nn
 
@@ -99,20 +99,11 @@ class Holder(nn.Module):
 
 def make_experts(kind: str, device: str, num_experts: int = E) -> Holder:
     """Experts alone with random weights, in a block. Skips the test where transformers has no such model."""
-    import transformers
-
     name, attributes = EXPERTS[kind]
-    modeling = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
-    experts_class, config, experts, width = {
-        "qwen3_moe": ("Qwen3MoeExperts", "Qwen3MoeConfig", "num_experts", "moe_intermediate_size"),
-        "gpt_oss": ("GptOssExperts", "GptOssConfig", "num_local_experts", "intermediate_size"),
-        "nemotron_h": ("NemotronHExperts", "NemotronHConfig", "n_routed_experts", "moe_intermediate_size"),
-        "muse_spark": ("MuseSparkExperts", "MuseSparkTextConfig", "num_local_experts", "moe_intermediate_size"),
-    }[name]
-    sizes = {"hidden_size": H, "num_attention_heads": 2, experts: num_experts, width: I}
-    if name == "muse_spark":
-        sizes["moe_hidden_size"] = H
-    experts = initialized(getattr(modeling, experts_class)(getattr(transformers, config)(**sizes)), device)
+    modeling, class_name = f"transformers.models.{name}.modeling_{name}", name.title().replace("_", "") + "Experts"
+    pytest.importorskip(modeling)
+    sizes = {"experts": num_experts, "intermediate": I, "hidden_size": H}
+    experts = build((modeling, class_name), device, sizes=sizes)
     for attribute, value in attributes.items():
         setattr(experts, attribute, value)
     return Holder(experts).to(device)

@@ -153,28 +153,25 @@ def _forget(package):
                     function.cache_clear()
 
 
-def _make(grouped_moe, monkeypatch, compiles):
+def _stubbed(grouped_moe, monkeypatch, compiles):
     pytest.importorskip("triton.backends.nvidia.driver")
+    _forget(grouped_moe.__name__)
     stub = Stub(grouped_moe.__name__)
     _patch_triton(stub, monkeypatch)
     _patch_compiler(stub, monkeypatch, compiles)
     _patch_package(stub, monkeypatch)
-    return stub
+    yield stub
+    monkeypatch.undo()
+    _forget(grouped_moe.__name__)
 
 
 @pytest.fixture
 def stub(grouped_moe, monkeypatch):
     """Triton's path without its compiler: which variants there are, and what each launch gets."""
-    _forget(grouped_moe.__name__)
-    yield _make(grouped_moe, monkeypatch, compiles=False)
-    monkeypatch.undo()
-    _forget(grouped_moe.__name__)
+    yield from _stubbed(grouped_moe, monkeypatch, compiles=False)
 
 
 @pytest.fixture
 def compiling_stub(grouped_moe, monkeypatch):
     """The same with Triton's compiler and all of its launcher but the part in C."""
-    _forget(grouped_moe.__name__)
-    yield _make(grouped_moe, monkeypatch, compiles=True)
-    monkeypatch.undo()
-    _forget(grouped_moe.__name__)
+    yield from _stubbed(grouped_moe, monkeypatch, compiles=True)

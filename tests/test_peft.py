@@ -43,10 +43,16 @@ def test_models_match_eager(name, way, implementation, calls, device):
     assert way == "compiled" or calls == [BOTH] * len(calls) != []
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["in-time", "late"])
 @by_kind
-def test_experts_match_eager(kind, implementation, calls, device):
-    """Also where the grouped building blocks run."""
+def test_experts_match_eager(kind, late, implementation, calls, device):
+    """Also where the grouped building blocks run.
+
+    late: registered after peft has wrapped the model, whose sums in the place of weights are taken apart again.
+    """
     model, inputs = make_adapted(kind, device)
+    if late:
+        peft_experts.forget_registration(model)
     assert len(run(model, inputs, "eager")) == 7
     peft_experts.assert_runs_as_eager(model, inputs, implementation)
     assert calls == [BOTH]
@@ -179,15 +185,6 @@ def test_adapters_by_transformers(implementation, calls, device):
     model.add_adapter(peft.LoraConfig(r=peft_experts.RANK, init_lora_weights=False, **options))
     assert_close(train_step(model, ids, implementation), train_step(model, ids, "eager"))
     assert calls == [BOTH] * 2
-
-
-@by_kind
-def test_registered_late(kind, implementation, calls, device):
-    """After peft has wrapped the model: the sums that peft puts in the place of the weights are taken apart again."""
-    model, inputs = make_adapted(kind, device)
-    peft_experts.forget_registration(model)
-    peft_experts.assert_runs_as_eager(model, inputs, implementation)
-    assert calls == [BOTH]
 
 
 @by_model

@@ -7,12 +7,13 @@ import math
 import signal
 import statistics
 import time
-from typing import Callable, Dict, Hashable, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Callable, Dict, Hashable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 import torch
 from torch import Tensor
 
 Call = Callable[[int], Sequence[Tensor]]
+Made = TypeVar("Made")
 
 # How a call is measured: by events around calls in a row, as replays of a CUDA graph, as the host's time to issue it.
 EAGER, GRAPH, HOST = "eager", "graph", "host"
@@ -40,24 +41,34 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     return Plan(arguments.warm_seconds, arguments.rounds, arguments.seconds)
 
 
+def graph_of(
+    function: Callable[[], Made], stream: Optional[torch.cuda.Stream] = None
+) -> Tuple[torch.cuda.CUDAGraph, Made]:
+    """(CUDA graph of a call, what the call returned), after a call that compiles.
+
+    Both are on one stream, a new one unless it is given: a backward runs on the stream of its forward.
+    """
+    stream, graph = stream or torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        made = function()
+    return graph, made
+
+
 def capture(call: Call, sets: int) -> Call:
     """The call as one CUDA graph per input set; without CUDA the call itself."""
     if not torch.cuda.is_available():
         return call
-    graphs, results, stream = [], [], torch.cuda.Stream()
-    for i in range(sets):
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # a backward runs on the stream of its forward
-            call(i)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            results.append([tensor.detach() for tensor in call(i)])
-        graphs.append(graph)
+    stream = torch.cuda.Stream()  # memory of calls is kept for each stream
+    graphs = [graph_of(lambda i=i: [tensor.detach() for tensor in call(i)], stream) for i in range(sets)]
 
     def replay(i: int) -> Sequence[Tensor]:
-        graphs[i % sets].replay()
-        return results[i % sets]
+        graph, results = graphs[i % sets]
+        graph.replay()
+        return results
 
     return replay
 
@@ -196,19 +207,23 @@ def described_in_turn(calls: Dict[Hashable, Call], *rest, **options) -> Dict[Has
     return {name: described(samples) for name, samples in time_in_turn(calls, *rest, **options).items()}
 
 
-def peak_mib(call: Call) -> Optional[float]:
-    """MiB that a call allocates at its peak, results included. None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
+def allocated_by(function: Callable[[], Made]) -> Tuple[int, Made]:
+    """(peak bytes on the current GPU over what was there before, result).
+
+    A backward shortly before it has to run in the caller's thread: autograd's own may let go of gradients later.
+    """
     torch.cuda.synchronize()
-    release_memory()
+    release_memory()  # what was left behind would be freed in between
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    results = call(0)
+    result = function()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    del results
-    return peak / 2**20
+    return torch.cuda.max_memory_allocated() - before, result
+
+
+def peak_mib(call: Call) -> Optional[float]:
+    """MiB that a call allocates at its peak, results included. None without a GPU."""
+    return allocated_by(lambda: call(0))[0] / 2**20 if torch.cuda.is_available() else None
 
 
 def saved_mib(forward: Callable[[], Tensor], parameters: Sequence[Tensor]) -> float:

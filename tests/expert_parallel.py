@@ -11,9 +11,9 @@ import torch.distributed as dist
 from cases import kept
 from compare import assert_bitwise, assert_close
 from conftest import ROOT, read_hub
-from graphs import capture
 from poison import poisoned_allocations
 from ranks import device
+from timing import graph_of
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed import get_rank as rank
@@ -362,7 +362,7 @@ def check_graphs():
         out = experts(static.x, static.ids, static.weights)
         return Result(out.detach(), *map(local, torch.autograd.grad(out, leaves, static.dout)))
 
-    graph, found = capture(step)
+    graph, found = graph_of(step)
     for ids in (None, torch.tensor([-1, 6, E]), torch.tensor([5, 5, 5])):
         batch = make_batches([9] * size(), ids)[-1 - rank()]
         for tensor, value in zip(static, batch):

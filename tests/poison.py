@@ -1,7 +1,6 @@
 """What must not be read is made NaN: fresh memory, rows, weights and the memory around a tensor."""
 
 import contextlib
-import gc
 import warnings
 from typing import Callable, Dict, Iterator, Optional
 
@@ -102,18 +101,3 @@ def dirty_allocator(device: str, floats: int = 1 << 20) -> None:
     """Fills and frees memory of many sizes, so that the next torch.empty finds NaN in it."""
     blocks = [torch.full((floats >> shift,), float("nan"), device=device) for shift in range(0, 20)]
     del blocks
-
-
-def allocated_by(function: Callable) -> tuple:
-    """(peak bytes on the current GPU over what was there before, result).
-
-    A backward shortly before it has to run in the caller's thread: autograd's own may let go of gradients later.
-    """
-    gc.collect()  # what an earlier test left behind would be freed in between
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = function()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before, result

@@ -89,7 +89,7 @@ def run_group(device: str, size: int, modules: Sequence[str]) -> Dict[str, List[
 def start(device: str, size: int, *modules: str) -> Dict[str, List[str]]:
     """What this script prints, in a process of its own."""
     command = [sys.executable, __file__, device, str(size), *modules]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=300)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from cases import kept
 from compare import assert_close
-from graphs import capture
 from operations import Log
 from poison import poisoned_allocations
+from timing import graph_of
 
 T, E, H, INNER, TOP_K, RANKS = 40, 8, 64, 48, 3, 4
 
@@ -83,7 +83,7 @@ def test_graph_replays_with_other_routing(grouped_moe, exchange, device, capacit
         out = through_places(grouped_moe, exchange, capacity, ids, *leaves)
         return [out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
 
-    graph, captured = capture(step)
+    graph, captured = graph_of(step)
     for _ in range(2):
         ids.copy_(draw_ids(device))
         graph.replay()

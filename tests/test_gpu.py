@@ -13,10 +13,9 @@ import torch
 from block import assert_same, call, parts_of, random_inputs, run, run_reference, with_leaves
 from cases import CLAMPED, GPU_CASES, MEDIUM, RELU2, WIDE, Case, make_ids, make_inputs
 from compare import assert_bitwise
-from graphs import capture
 from marks import by_recompute
 from operations import OPERATIONS, make_operation
-from poison import allocated_by
+from timing import allocated_by, graph_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +49,7 @@ def test_graph_replays_with_other_routing(grouped_moe, device, case, way, capaci
             tensor.normal_()
 
     fill(make_ids(case))
-    graph, captured = capture(results)
+    graph, captured = graph_of(results)
     routings = [make_ids(case._replace(sentinels=share)) for share in (0.0, 0.3, 0.9)]
     routings += [torch.full_like(routings[0], value) for value in (case.E, -1, case.E - 1)]
     for ids in routings:

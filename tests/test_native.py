@@ -8,12 +8,12 @@ import torch
 from block import call, run_reference
 from cases import CASES, GPT_OSS, make_inputs
 from compare import assert_bitwise, assert_close
-from graphs import capture
 from native_op import CODED, CODED_CASES, FEW, ROUNDS, STEPS, WHOLE, decode, poison_scaled
 from operations import Log
 from pairs import Pairs, make_loras
 from poison import poison_sentinels
 from scaled import Blocks, with_scales
+from timing import graph_of
 
 pytestmark = pytest.mark.gpu
 # Rows of 16 bytes, as the op asks for.
@@ -248,7 +248,7 @@ def test_compiled_and_captured(grouped_moe, device, case, pairs, taken):
     compiled = torch.compile(lambda x: call(grouped_moe, case, inputs._replace(hidden_states=x), **loras))
     assert_bitwise("compiled", compiled(inputs.hidden_states), plain)
     assert taken == [(True, True), (False, True)]
-    graph, out = capture(lambda: call(grouped_moe, case, inputs, **loras))
+    graph, out = graph_of(lambda: call(grouped_moe, case, inputs, **loras))
     inputs.hidden_states.normal_()
     inputs.top_k_index.copy_(torch.randint(-1, case.E + 1, inputs.top_k_index.shape))
     if pairs:

@@ -5,11 +5,11 @@ import pytest
 import torch
 from cases import RELU2, Case
 from compare import assert_bitwise, assert_close
-from graphs import capture
 from layers import HALF, Batch, Form, give_main_grads, make_module, packed, parameters, reference, step
 from marks import DTYPES, by_dtype, by_recompute
 from mlps import Mlp
 from sorted_rows import SCALES, run, run_reference
+from timing import graph_of
 
 on_gpu = pytest.mark.gpu
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="uses torch.cuda")
@@ -234,7 +234,7 @@ def replays(function, static, offsets, reset=lambda: None):
 
     static, offsets: the tensors that change. Rows of no group are NaN. reset: called before each run.
     """
-    graph, results = capture(function)
+    graph, results = graph_of(function)
     sizes, rows = offsets.diff().tolist(), len(static[0])
     for other in (sizes, sizes[::-1], [0] * 4, [0, rows, 0, 0], [1, 0, 2, 5]):
         offsets.copy_(torch.tensor([0, *other]).cumsum(0))

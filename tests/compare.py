@@ -46,31 +46,35 @@ def assert_close(
     assert bool(torch.isfinite(want).all()), f"{name}: the reference is not finite"
     if not got.numel():
         return
-    got_rows, want_rows = (t.detach().double().reshape(t.shape[0], -1) for t in (got, want))
-    error, size = (got_rows - want_rows).norm(dim=1), want_rows.norm(dim=1)
+    size, (allowed_norm, allowed_row) = norms(want), tolerances(dtype, terms)
     floor = size.square().mean().sqrt() if inner_products else torch.zeros_like(size[0])
-    allowed_norm, allowed_row = tolerances(dtype, terms)
     subnormal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    bad = ~(error <= allowed_row * torch.maximum(size, floor) + 2 * subnormal * got_rows.shape[1] ** 0.5)
-    in_norm = bool(error.norm() <= allowed_norm * size.norm())
-    if bool(bad.any()) or not in_norm:
-        raise AssertionError(_describe(name, got_rows, want_rows, bad, (allowed_norm, allowed_row)))
+    by_row = allowed_row * torch.maximum(size, floor) + 2 * subnormal * want[0].numel() ** 0.5
+    message = difference(name, got, want, allowed_norm * size.norm(), by_row)
+    if message:
+        raise AssertionError(message)
 
 
-def _describe(name: str, got: Tensor, want: Tensor, bad: Tensor, allowed) -> str:
-    error = (got - want).norm(dim=1)
-    relative = error / want.norm(dim=1)
-    lines = [
-        f"{name} {tuple(got.shape)}: relative error {float(error.norm() / want.norm()):.3e} in norm"
-        f" (allowed {allowed[0]:.1e}), {int(bad.sum())} bad rows of {len(bad)} (allowed {allowed[1]:.1e})"
-    ]
-    for row in bad.nonzero().flatten()[:4].tolist():
-        column = int((got[row] - want[row]).abs().nan_to_num(torch.inf).argmax())
-        lines.append(
-            f"  row {row}: relative error {float(relative[row]):.3e}; worst at column {column}:"
-            f" got {float(got[row, column]):.9g}, expected {float(want[row, column]):.9g}"
-        )
-    return "\n".join(lines)
+def norms(tensor: Tensor) -> Tensor:
+    """Of each entry of the first dimension."""
+    return tensor.double().reshape(tensor.shape[0], -1).norm(dim=1) if tensor.numel() else tensor.new_zeros(0).double()
+
+
+def difference(name: str, got: Tensor, want: Tensor, in_norm: Tensor, by_row: Tensor) -> str:
+    """What is wrong, or nothing. NaN is always wrong. in_norm, by_row: absolute errors that are allowed."""
+    apart = got.detach().double() - want
+    error, size = norms(apart), norms(want)
+    bad = ~(error <= by_row)
+    if bool(error.norm() <= in_norm) and not bool(bad.any()):
+        return ""
+    row = int(torch.where(bad, error / by_row, 0.0).nan_to_num(torch.inf).argmax())
+    column = int(apart[row].abs().nan_to_num(torch.inf).argmax())
+    return (
+        f"{name} {tuple(got.shape)} {got.dtype}: error {float(error.norm() / size.norm()):.2e} in norm (allowed"
+        f" {float(in_norm / size.norm()):.1e}), {int(bad.sum())} bad rows, worst {row} with {float(error[row]):.2e} of"
+        f" {float(size[row]):.2e} (allowed {float(by_row[row]):.1e}); there at {column}: got"
+        f" {float(got[row].flatten()[column]):.9g}, expected {float(want[row].flatten()[column]):.9g}"
+    )
 
 
 def assert_bitwise(name: str, got: Tensor, want: Tensor) -> None:

@@ -32,7 +32,8 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("benchmarks", "tests")]
 
-from compare import UNIT_ROUNDOFF, tolerances  # noqa: E402
+import compare  # noqa: E402
+from compare import UNIT_ROUNDOFF, norms, tolerances  # noqa: E402
 from machine import describe_machine, load_kernel, scrub, write  # noqa: E402
 from poison import dirty_allocator, poisoned_allocations  # noqa: E402
 from timing import capture  # noqa: E402
@@ -181,11 +182,6 @@ class Trial:
         return {name: torch.stack(errors) for name, errors in found.items()}
 
 
-def norms(tensor: Tensor) -> Tensor:
-    """Of each entry of the first dimension."""
-    return tensor.double().reshape(tensor.shape[0], -1).norm(dim=1) if tensor.numel() else tensor.new_zeros(0).double()
-
-
 def difference(name: str, got: Tensor, want: Tensor, allowed, at_least=0.0, at_least_by_row=0.0) -> str:
     """What is wrong, or nothing. NaN is always wrong.
 
@@ -196,22 +192,13 @@ def difference(name: str, got: Tensor, want: Tensor, allowed, at_least=0.0, at_l
     expect(got.shape == want.shape, f"{name}: expected shape {tuple(want.shape)}, got {tuple(got.shape)}")
     if not want.numel():
         return ""
-    error, size = norms(got.double() - want), norms(want)
-    entries, rms = want[0].numel(), size.square().mean().sqrt()
+    size, entries = norms(want), want[0].numel()
     underflow = 8 * torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps * entries**0.5
     in_norm = allowed[0] * size.norm() + underflow * len(size) ** 0.5
-    by_row = allowed[1] * (size.clamp_min(rms) if entries < 16 else size) + underflow
+    by_row = allowed[1] * (size.clamp_min(size.square().mean().sqrt()) if entries < 16 else size) + underflow
     by_row = torch.where(size == 0, 0.0, by_row)
-    in_norm, by_row = (x + (y - x).clamp_min(0) for x, y in ((in_norm, at_least), (by_row, at_least_by_row)))
-    bad = ~(error <= by_row)
-    if bool(error.norm() <= in_norm) and not bool(bad.any()):
-        return ""
-    row = int(torch.where(bad, error / by_row, 0.0).nan_to_num(torch.inf).argmax())
-    return (
-        f"{name} {tuple(got.shape)} {got.dtype}: error {float(error.norm() / size.norm()):.2e} in norm (allowed"
-        f" {float(in_norm / size.norm()):.1e}), {int(bad.sum())} bad rows, worst {row} with {float(error[row]):.2e} of"
-        f" {float(size[row]):.2e} (allowed {float(by_row[row]):.1e})"
-    )
+    limits = (x + (y - x).clamp_min(0) for x, y in ((in_norm, at_least), (by_row, at_least_by_row)))
+    return compare.difference(name, got, want, *limits)
 
 
 def assert_same(what: str, got: Dict[str, Tensor], want: Dict[str, Tensor]) -> None:

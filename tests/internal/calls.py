@@ -4,7 +4,11 @@ import itertools
 from functools import partial
 from unittest import mock
 
+import pytest
 import torch
+
+pytest.importorskip("triton")
+
 from compile_check import EVERY, LAYERS, Calls, Package, Signature
 
 BF16 = torch.bfloat16

@@ -5,10 +5,11 @@ import random
 
 import pytest
 import torch
-from calls import BF16
 from fp8_training import hold_in_fp8
 
 pytest_plugins = ["driver_stub"]
+
+BF16 = torch.bfloat16
 
 
 @pytest.fixture

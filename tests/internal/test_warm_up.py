@@ -19,25 +19,23 @@ def compiles(stub, monkeypatch):
     return stub
 
 
-def qwen3(layers=1, dtype=BF16, **sizes):
-    """Experts of Qwen3 in a model. Their memory is as it was."""
+def build(name, layers, dtype, sizes):
+    """A model of transformers, without its head. Memory of experts is as it was."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"num_experts": 64, "num_experts_per_tok": 8, "hidden_size": 256, "moe_intermediate_size": 192, **sizes}
-    config = transformers.Qwen3MoeConfig(
-        **sizes, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, head_dim=64, vocab_size=64
-    )
+    small = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 64, "hidden_size": 256}
+    config = getattr(transformers, f"{name}Config")(**{"num_hidden_layers": layers, **small, **sizes})
     config._experts_implementation = "eager"
-    return transformers.Qwen3MoeModel(config).to(dtype)
+    return getattr(transformers, f"{name}Model")(config).to(dtype)
 
 
-def gpt_oss(**sizes):
+def qwen3(layers=1, dtype=BF16, **sizes):
+    sizes = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 192, **sizes}
+    return build("Qwen3Moe", layers, dtype, sizes)
+
+
+def gpt_oss():
     """Experts with biases, whose gate and up columns alternate."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"num_local_experts": 32, "num_experts_per_tok": 4, "hidden_size": 256, "intermediate_size": 256, **sizes}
-    config = transformers.GptOssConfig(
-        **sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, head_dim=64, vocab_size=64
-    )
-    return transformers.GptOssModel(config).to(BF16)
+    return build("GptOss", 1, BF16, {"num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 256})
 
 
 def fp8():

@@ -4,7 +4,6 @@ Hopper's own kernels give what Triton's give, so that only speed would tell if t
 """
 
 import ast
-import importlib
 import logging
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -18,10 +17,10 @@ TRITON = ("up_proj_kernel", "up_proj_kernel", "down_dgrad_kernel")
 
 
 @pytest.fixture
-def load(grouped_moe):
-    """Imports a module of the package, which may need Triton, by its name."""
+def load(module):
+    """A module of the package, which may need Triton, by its name."""
     pytest.importorskip("triton")
-    return lambda name: importlib.import_module(f"{grouped_moe.__name__}.{name}")
+    return module
 
 
 def is_compiled(function: ast.FunctionDef) -> bool:

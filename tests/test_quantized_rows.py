@@ -1,7 +1,5 @@
 """Products with rows of 8-bit floats, on GPUs with e4m3: against fp64 on the same codes, and on the rows."""
 
-import importlib
-
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
@@ -158,13 +156,12 @@ def test_plain_rows_of_linear(grouped_moe, rank):
 
 @float8
 @pytest.mark.parametrize("shape", [(3, 128), (9, 700), (1, 16), (17, 1030)], ids=str)
-def test_codes_and_scales(grouped_moe, shape):
+def test_codes_and_scales(module, shape):
     """Each code is the nearest of the value over its scale; the largest magnitude of a block becomes 448."""
     x = torch.randn(shape, device="cuda") * 10.0 ** torch.randint(-4, 4, (shape[0], 1), device="cuda")
     x[0, :2], x[-1, -1] = 0.0, float("nan")
     strided = torch.empty(shape[0], 2 * shape[1], device="cuda")[:, ::2].copy_(x)
-    quantize = importlib.import_module(f"{grouped_moe.__name__}.backends.triton.quantize")
-    codes, scales, dtype = quantize.quantize_rows(strided)
+    codes, scales, dtype = module("backends.triton.quantize").quantize_rows(strided)
     blocks = pad(x, (0, -shape[1] % 128)).unflatten(1, (-1, 128))
     largest = blocks.nan_to_num(0.0).abs().amax(2).clamp_min(2.0**-110)
     assert dtype == x.dtype and scales.shape == largest.shape

@@ -1,6 +1,5 @@
 """The weight gradient's kernels on a GPU: ragged groups next to NaN, in every form of operands and result."""
 
-import importlib
 import itertools
 
 import pytest
@@ -16,10 +15,9 @@ SHAPES = [(200, 264), (128, 256), (8, 8), (520, 136)]  # tiles that are cut, one
 
 
 @pytest.fixture
-def wgrad(grouped_moe):
+def wgrad(module):
     """wgrad(p, p_top_k, q, q_top_k, row_to_slot, offsets, dw): a top_k above 0 gathers that operand."""
-    backend = importlib.import_module(f"{grouped_moe.__name__}.backends.triton")
-    rows_type = importlib.import_module(f"{grouped_moe.__name__}.rows").Rows
+    backend, rows_type = module("backends.triton"), module("rows").Rows
 
     def launch(p, p_top_k, q, q_top_k, row_to_slot, offsets, dw, accumulate=False):
         num_rows = p.shape[0] if row_to_slot is None else row_to_slot.shape[0]

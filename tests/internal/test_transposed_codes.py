@@ -3,7 +3,6 @@
 The kernel itself runs on Hopper alone (`test_layouts_of_codes`); these are its addresses.
 """
 
-import importlib
 import itertools
 
 import numpy as np
@@ -15,10 +14,9 @@ EXTENTS = 4, 2, 2, 16, 16
 
 
 @pytest.fixture
-def words_by_diagonals(grouped_moe):
+def words_by_diagonals(module):
     pytest.importorskip("triton.experimental.gluon.language")
-    module = importlib.import_module(f"{grouped_moe.__name__}.backends.kernels.hopper_transposed")
-    return module.words_by_diagonals
+    return module("backends.kernels.hopper_transposed").words_by_diagonals
 
 
 def swizzled(block):

@@ -24,9 +24,9 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def device_spec(grouped_moe):
+def device_spec(module):
     """There is no driver to ask for one: two programs at a time, so that a persistent grid loops."""
-    device = importlib.import_module(f"{grouped_moe.__name__}.common.device")
+    device = module("common.device")
     patch, spec = pytest.MonkeyPatch(), device.DeviceSpec(2, 232448)
     patch.setattr(device, "device_spec", lambda device_type, index: spec)
     yield
@@ -62,9 +62,9 @@ def patched_once():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernels(grouped_moe):
+def kernels(module):
     """The Triton backend."""
-    return importlib.import_module(f"{grouped_moe.__name__}.backends.triton")
+    return module("backends.triton")
 
 
 @pytest.fixture(scope="session")

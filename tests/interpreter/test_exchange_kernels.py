@@ -1,7 +1,5 @@
 """Kernels of the exchange against the CPU's backend, under poison, with their bounds checked."""
 
-import importlib
-
 import pytest
 import torch
 from compare import assert_bitwise
@@ -21,7 +19,7 @@ CASES = [
 @pytest.mark.parametrize("tokens, top_k, num_local, ranks, capacity, hidden", CASES)
 def test_exchange(module, kernels, tokens, top_k, num_local, ranks, capacity, hidden, ids_dtype, weights_dtype):
     """Plan, rows that travel, what is read of them, and the gradients' ways back."""
-    plain = importlib.import_module(f"{kernels.__package__}.torch".replace(".triton.", "."))
+    plain = module("backends.torch")
     row = module("packed").PackedRow(hidden, torch.float16, top_k, weights_dtype)
     ids = torch.randint(-1, num_local * ranks + 1, (tokens, top_k), dtype=ids_dtype)
     ids[::5, 0], ids[1::5, -1] = torch.iinfo(ids_dtype).max, torch.iinfo(ids_dtype).min

@@ -34,7 +34,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder 
 
 import compare  # noqa: E402
 from compare import UNIT_ROUNDOFF, norms, tolerances  # noqa: E402
-from machine import describe_machine, load_kernel, scrub, write  # noqa: E402
+from machine import DEVICE, describe_machine, load_kernel, scrub, write  # noqa: E402
 from poison import dirty_allocator, poisoned_allocations  # noqa: E402
 from timing import capture  # noqa: E402
 
@@ -44,7 +44,6 @@ CASES_PER_LAYER, CASES_PER_OPTIONS = 100, 4
 # error may be: first a few, which most are within. The package's roundings have half the variance, so that an error of
 # a single number exceeds the last limit with a probability of 1e-9, that of Student's t.
 STAGES = ((8, 3), (32, 6))
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_case(seed: int, number: int, device: str) -> Case:

@@ -37,15 +37,16 @@ def grouped_mm_experts(
     """The experts block: out[t] = sum over k of top_k_weights[t, k] * expert(top_k_index[t, k], hidden_states[t]),
 
     expert(e, x) = down_proj[e] a(gate_up_proj[e] x + gate_up_proj_bias[e]) + down_proj_bias[e], with the activation a
-    of `Activation`. Ids outside [0, E) are sentinels: the contract is that of `route`.
+    of `Activation`. Slots whose id is outside [0, E) are sentinels: they add 0 to out, and get and give 0 gradient,
+    whatever their weights hold.
 
-    hidden_states: (T, H) bf16, fp16 or fp32 (fp64, too, on CPU). top_k_index: (T, top_k) int32 or int64.
-    top_k_weights: (T, top_k), any of these floating dtypes, kept as it is. gate_up_proj: (E, 2 I, H), or (E, I, H)
-    if not gated; down_proj: (E, H, I); with transposed=True (E, H, 2 I) and (E, I, H); of any strides, in the dtype of
-    hidden_states. Biases: (E, 2 I) or (E, I), and (E, H); gated blocks take both or none. interleaved: gate and up
-    columns alternate instead of [gate | up]. E up to 1024. A weight may be `BlockScaled`, not transposed: FP8 that is
-    frozen. Returns (T, H) in the dtype of hidden_states. Under autocast hidden states, plain weights and biases are
-    cast as `F.linear` does.
+    hidden_states: (T, H) bf16, fp16 or fp32 (fp64, too, on CPU). top_k_index: (T, top_k) int32 or int64. top_k_weights:
+    (T, top_k), any of these floating dtypes, kept as it is. gate_up_proj: (E, 2 I, H), or (E, I, H) if not gated;
+    down_proj: (E, H, I); with transposed=True (E, H, 2 I) and (E, I, H); of any strides, in the dtype of hidden_states.
+    Biases: (E, 2 I) or (E, I), and (E, H), in that dtype, too; gated blocks take both or none. interleaved: gate and up
+    columns alternate instead of [gate | up]. E up to 1024. A weight may be `BlockScaled`, frozen FP8, with
+    transposed=False. Returns (T, H) in the dtype of hidden_states. Under autocast hidden states, plain weights and
+    biases are cast as `F.linear` does.
 
     gate_up_lora, down_lora: a `LoRA` each, or None, that is added to the weights without making their sum. Factors are
     rounded to the dtype of hidden_states, but in decode calls: those of a few tokens without gradients. Their gradients
@@ -66,10 +67,10 @@ def grouped_mm_experts(
     numbers; on an accelerator, which counts them without telling the host, an assertion on the device, in a graph's
     replay as well: CUDA reports it at the next sync and prints a message that names grouped_mm_experts and capacity.
     ROCm, whose PyTorch is built without such assertions, makes room for all slots instead.
-    Decode calls have room for all slots there, and ignore it.
+    Decode calls on an accelerator have room for all slots, and ignore it.
 
-    Raises TypeError or ValueError that names the argument, before anything is launched, and NotImplementedError for
-    tensors with tangents of forward mode.
+    Raises TypeError or ValueError that names the argument, before anything is launched, and NotImplementedError in
+    gradient transforms of torch.func and for tensors with tangents of forward mode.
     """
     checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     activation = as_activation(activation, gated, interleaved)

@@ -195,11 +195,12 @@ def grouped_linear(
 ) -> Tensor:
     """y[r] = (W[g] + scaling b[g] a[g]) x[r] + bias[g] * bias_scales[r] for the rows r of group g.
 
-    x: (rows, K). weight: (G, N, K) or, transposed, (G, K, N), of any strides, G up to 1024; or a `BlockScaled`
-    one (G, N, K), which is frozen. splits: which rows are whose, int32 or int64 on the device: `GroupSizes` (G,),
-    `GroupOffsets` (G + 1,), or a tensor of one of these shapes, which tells the two apart; or a list of sizes, which
-    has to fit the rows and is copied to the device in each call (RuntimeError under CUDA graph capture). bias: (G, N).
-    bias_scales: (rows,), of any floating dtype. Returns (rows, N) in the dtype of x.
+    x: (rows, K) bf16, fp16 or fp32 (fp64, too, on CPU). weight: (G, N, K) or, transposed, (G, K, N), in the dtype of x,
+    of any strides, G up to 1024; or a `BlockScaled` one (G, N, K), which is frozen. splits: which rows are whose, int32
+    or int64 on the device: `GroupSizes` (G,), `GroupOffsets` (G + 1,), or a tensor of one of these shapes, which tells
+    the two apart; or a list of sizes, which has to fit the rows and is copied to the device in each call (RuntimeError
+    under CUDA graph capture). bias: (G, N), in the dtype of x. bias_scales: (rows,), of any floating dtype. Returns
+    (rows, N) in the dtype of x.
 
     lora: a and b with their scaling, for all groups, or None; the sum of weights is never made. Several adapters: a
     (L, G, r, K) and b (L, G, N, r); then adapter_index (rows,), int32 or int64, says which adapter a row has, and any
@@ -211,7 +212,7 @@ def grouped_linear(
     row is cut off: no memory out of bounds is touched. Lists that do not fit raise. Up to 2^31 - 129 rows.
     Differentiable once, in reverse mode, in x, weight, bias, bias_scales and factors, each only when asked for, in its
     own dtype; fp32 accumulation; bitwise repeatable; autocast applies as to `F.linear`, scales stay as they are. Raises
-    TypeError or ValueError that names the argument.
+    TypeError or ValueError that names the argument, and NotImplementedError as `grouped_mm_experts` does.
     """
     checks.check_flags(transposed=transposed)
     checks.check_tensor("x", x)

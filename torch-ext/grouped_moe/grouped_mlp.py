@@ -38,17 +38,18 @@ def grouped_mlp(
     y[r] = down_proj[g] (activation_scales[r] a(gate_up_proj[g] x[r] + gate_up_proj_bias[g]))
          + bias_scales[r] down_proj_bias[g], with the activation a of `Activation`.
 
-    x: (rows, H). splits: as for `grouped_linear`; rows of no group are written as 0, left out of every gradient and
-    never contribute. activation_scales, bias_scales: (rows,), of any floating dtype, kept as they are; None for ones.
-    They may be the same tensor, whose gradient is then the sum. Weights, biases, activation and layout flags: as for
-    `grouped_mm_experts`, but that one bias may come without the other. gate_up_lora, down_lora, adapter_index: as for
-    `grouped_mm_experts`, with an adapter per row, (rows,). Returns (rows, H) in the dtype of x.
+    x: (rows, H), in a dtype that `grouped_mm_experts` takes. splits: as for `grouped_linear`; rows of no group are
+    written as 0, left out of every gradient and never contribute. activation_scales, bias_scales: (rows,), of any
+    floating dtype, kept as they are; None for ones. They may be the same tensor, whose gradient is then the sum.
+    Weights, biases, activation and layout flags: as for `grouped_mm_experts`, but that one bias may come without the
+    other. gate_up_lora, down_lora, adapter_index: as for `grouped_mm_experts`, with an adapter per row, (rows,).
+    Returns (rows, H) in the dtype of x.
 
     Differentiable once, in reverse mode, in all floating tensors, each only when asked for; fp32 accumulation; bitwise
     repeatable; no host sync. Saved for backward: x (not if gate_up_proj and the a of its LoRA are frozen), the
     pre-activation, (rows, 2 I) or (rows, I), and (rows, L r) for the b of each LoRA; with recompute=True x and the
     (rows, L r) of down_lora.
-    Raises TypeError or ValueError that names the argument.
+    Raises TypeError or ValueError that names the argument, and NotImplementedError as `grouped_mm_experts` does.
     """
     checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     activation = as_activation(activation, gated, interleaved)

@@ -128,8 +128,8 @@ def _maps(routing: object) -> Tuple[Tensor, Tensor, Tensor, int]:
 def gather_rows(x: Tensor, routing: Routing) -> Tensor:
     """out[r] = x[token of row r], rows sorted by expert; rows past the routed ones are 0.
 
-    x: (T, H). Returns (S, H) in the dtype of x; differentiable in x. Raises TypeError or ValueError that names the
-    argument.
+    x: (T, H) bf16, fp16 or fp32 (fp64, too, on CPU). Returns (S, H) in that dtype; differentiable in x, once. Raises
+    TypeError or ValueError that names the argument, and NotImplementedError as `grouped_mm_experts` does.
     """
     maps, (num_slots,) = _maps(routing), routing.slot_to_row.shape
     shape, device = (num_slots // routing.top_k, None), routing.slot_to_row.device
@@ -141,9 +141,10 @@ def gather_rows(x: Tensor, routing: Routing) -> Tensor:
 def combine_rows(y: Tensor, top_k_weights: Tensor, routing: Routing) -> Tensor:
     """out[t] = sum over the routed slots of token t of top_k_weights[slot] y[row of slot], in fp32 and fixed order.
 
-    y: (S, H), rows sorted by expert; rows past the routed ones are not read. top_k_weights: (T, top_k), any floating
-    dtype. Returns (T, H) in the dtype of y; differentiable in y and top_k_weights, whose sentinels get exactly 0.
-    Raises TypeError or ValueError that names the argument.
+    y: (S, H), rows sorted by expert; rows past the routed ones are not read. top_k_weights: (T, top_k). Each has bf16,
+    fp16, fp32 or, on CPU, fp64. Returns (T, H) in the dtype of y; differentiable, once, in both; the gradient of a
+    sentinel's weight is exactly 0. Raises TypeError or ValueError that names the argument, and NotImplementedError as
+    `grouped_mm_experts` does.
     """
     maps, (num_slots,) = _maps(routing), routing.slot_to_row.shape
     shape, device = (num_slots // routing.top_k, routing.top_k), routing.slot_to_row.device

@@ -149,16 +149,17 @@ def register_experts_implementation(
     Registration hooks for modules, which PyTorch keeps for the whole process, do this.
 
     From transformers 5.23 on `DistributedConfig(ep_implementation=name)` sends each token once to every rank that has
-    one of its experts, in buffers of a fixed size, without a host sync: see `transformers_ep`.
+    one of its experts, in buffers of a fixed size: see docs/expert-parallelism.md.
 
     capacity: the share of the T top_k slots, above 0 and up to 1, that the fused block makes room for, rounded up to
-    whole slots: see `grouped_mm_experts`, of which more slots than that are an error. For expert parallelism with
-    sentinels, where a rank has a share of the experts: that share with headroom, of which small batches need more. Not
-    for all-to-all dispatch, where every slot that arrives is local. Modules that the fused block does not compute take
-    the room of all slots.
+    whole slots; more local slots than that are an error, as in `grouped_mm_experts`. For expert parallelism with
+    sentinels, where a rank has a share of the experts: that share and headroom, more for small batches. Not for
+    all-to-all dispatch, where every slot that arrives is local. Modules that the fused block does not compute make room
+    for all slots.
 
-    ep_max_tokens: the most tokens that a call has on any rank; more are an error on all of them. Without it ranks with
-    batches of their own compare their numbers of tokens in each call, for which the host waits.
+    ep_max_tokens: the most tokens that a call has on any rank; more are an error on all ranks (on ROCm on that one
+    alone, for which the others wait). Without it ranks with batches of their own compare their numbers of tokens in
+    each call, for which the host waits.
     ep_capacity_factor: the size of the buffers, relative to what they hold if all ranks get equally many tokens; what
     is past it is dropped, and counted in `ep_dropped_slots` of the experts. Without it there is room for all.
 

@@ -105,8 +105,8 @@ def test_splits_of_another_type(grouped_moe, device, case):
     """Whose type says what they mean: the other length is refused, which else would pass, and so is a list."""
     inputs = case.make(torch.float32, device)
     for splits, error, message in (
-        (grouped_moe.GroupSizes(inputs.offsets), ValueError, r"\(G,\) = \(4\), got \(5,\)"),
-        (grouped_moe.GroupOffsets(inputs.offsets.diff()), ValueError, r"\(G \+ 1,\) = \(5\), got \(4,"),
+        (grouped_moe.GroupSizes(inputs.offsets), ValueError, r"\(G,\) = \(4,\), got \(5,\)"),
+        (grouped_moe.GroupOffsets(inputs.offsets.diff()), ValueError, r"\(G \+ 1,\) = \(5,\), got \(4,"),
         (grouped_moe.GroupSizes([*case.sizes]), TypeError, ""),
     ):
         raises(error, f"^splits: .*{message}", case.call, grouped_moe, inputs, splits)

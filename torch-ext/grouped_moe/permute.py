@@ -121,7 +121,7 @@ def _maps(routing: object) -> Tuple[Tensor, Tensor, Tensor, int]:
     for name, size, legend in (("expert_offsets", None, "(E + 1,)"), ("row_to_slot", num_slots, "(S,)")):
         checks.check_operand(f"routing.{name}", getattr(routing, name), (size,), legend, device, torch.int32, made)
     if routing.expert_offsets.shape[0] < 2:
-        raise checks.wrong_shape("routing.expert_offsets", routing.expert_offsets, (None,), "(E + 1,), E from 1 on,")
+        raise checks.wrong_shape("routing.expert_offsets", routing.expert_offsets, (None,), "(E + 1,) with E from 1 on")
     return routing.expert_offsets, routing.row_to_slot, routing.slot_to_row, routing.top_k
 
 

@@ -31,7 +31,7 @@ def as_splits(splits: Splits, num_groups: int, rows: int, device: torch.device, 
     it, unless a compiler traces the call. Raises TypeError and ValueError that name splits, and RuntimeError for a list
     under CUDA graph capture, which would record the copy of this call's numbers.
     """
-    tensor, shape, legend = splits, (num_groups,), "(G,) sizes or (G + 1,) offsets"
+    tensor, shape, legend = splits, (num_groups,), "(G + 1,) offsets or (G,) sizes"
     if isinstance(splits, Tensor):
         if splits.shape == (num_groups + 1,):
             shape = (num_groups + 1,)

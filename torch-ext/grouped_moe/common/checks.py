@@ -33,8 +33,10 @@ def check_tensor(name: str, value: object) -> None:
 
 def wrong_shape(name: str, tensor: Tensor, shape: Sequence[Optional[int]], legend: str) -> ValueError:
     """The error for a tensor of another shape, in which None stands for any extent; legend spells it for the reader."""
-    wanted = ", ".join("?" if want is None else str(want) for want in shape)
-    return ValueError(f"{name}: expected shape {legend} = ({wanted}), got {tuple(tensor.shape)}")
+    extents = ", ".join("?" if want is None else str(want) for want in shape)
+    known = any(want is not None for want in shape)
+    wanted = f" = ({extents}{',' * (len(shape) == 1)})" if known else ""
+    return ValueError(f"{name}: expected shape {legend}{wanted}, got {tuple(tensor.shape)}")
 
 
 def check_shape(name: str, tensor: Tensor, shape: Sequence[Optional[int]], legend: str) -> None:

@@ -231,10 +231,10 @@ ERRORS = {
     "b-of-fewer": (lambda p: p._replace(b=p.b[:2]), ValueError, r".b: expected shape \(L, E or 1, N, r\)"),
 }
 INDICES = {
-    "of-one-adapter": (lambda lora, index: (lora._replace(a=lora.a[0], b=lora.b[0]), index), ValueError, "or as many"),
+    "of-one-adapter": (lambda lora, index: (lora._replace(a=lora.a[0], b=lora.b[0]), index), ValueError, "alone, of"),
     "missing": (lambda lora, index: (lora, None), ValueError, "a tensor for the 3 adapters, got None"),
-    "without-a-lora": (lambda lora, index: (None, index), ValueError, "expected None, or as many adapters"),
-    "shape": (lambda lora, index: (lora, index[:-1]), ValueError, r"\(rows of the input,\) = \(6\), got \(5,\)"),
+    "without-a-lora": (lambda lora, index: (None, index), ValueError, "expected with factors .* as many adapters"),
+    "shape": (lambda lora, index: (lora, index[:-1]), ValueError, r"\(rows of the input,\) = \(6,\), got \(5,\)"),
     "dtype": (lambda lora, index: (lora, index.float()), TypeError, "torch.int32 or torch.int64, got torch.float32"),
     "no-tensor": (lambda lora, index: (lora, [0] * T), TypeError, "expected a tensor, got list"),
     "elsewhere": (lambda lora, index: (lora, index.to("meta")), ValueError, "expected on .* got meta"),

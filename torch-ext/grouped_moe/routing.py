@@ -73,8 +73,9 @@ def rows_of(expert_offsets: Tensor, row_to_slot: Tensor, slot_to_row: Tensor, to
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
     """Sorts slots by expert, without a host sync; not differentiable.
 
-    top_k_index: (T, top_k) int32 or int64; ids outside [0, num_experts) are sentinels: no rows. num_experts: E, 1 to 1024.
-    Raises TypeError for other dtypes, ValueError for other shapes, E out of range or more than 2^31 - 129 slots.
+    top_k_index: (T, top_k) int32 or int64; slots whose id is outside [0, num_experts) are sentinels, which get no row.
+    num_experts: E, 1 to 1024. Raises TypeError for other dtypes, ValueError for other shapes, E out of range or more
+    than 2^31 - 129 slots.
     """
     check_routing(top_k_index, num_experts)
     return Routing(*_run_route(top_k_index, num_experts), top_k=top_k_index.shape[1])

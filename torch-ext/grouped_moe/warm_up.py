@@ -53,18 +53,18 @@ def warm_up(
     """Compiles all variants of kernels that `target` needs for a range of token counts, and returns how many.
 
     target: a module with experts as transformers lays them out, or with `GroupedLinear` layers, on the device and in
-    the dtype of later calls, with those LoRAs of peft active that these will have. num_tokens: the first and the last
-    number of tokens of a call; those of a `GroupedLinear` are its rows, and with top_k so many times as many, too;
-    those of experts that the package's exchange reaches under expert parallelism are the places of all ranks. backward:
+    the dtype of later calls, with those LoRAs of peft active that these will have. num_tokens: the smallest and the
+    largest number of tokens of a call; a `GroupedLinear` is run on as many rows and, with top_k, on top_k times as
+    many; for experts behind the package's exchange under expert parallelism, give the places of all ranks. backward:
     also compiles what training needs, the gradients of the parameters that require one, with and without those of
     hidden states and of routing weights. top_k: experts of a token, by default as the experts module or a config says.
     progress: whether to show a bar, which needs tqdm.
 
-    Layers of the same shape and kind are run once, under the autocast there is, on random tokens: of the numbers that
-    need other kernels than smaller ones the smallest, which takes the memory of as many tokens. Threads compile what
-    they need, several kernels at once. Parameters, `.grad` and `main_grad` stay as they are. Routing weights count as
-    fp32 or of the layer's dtype. Triton keeps on disk what it has compiled, for the next process. On a CPU there is
-    nothing to compile: 0.
+    Of layers of the same shape and kind one is run, under the autocast there is, on random tokens: once for each set of
+    kernels, at the smallest number of tokens that needs it, with the memory that a call of it takes. Threads compile
+    several kernels at once. Parameters, `.grad` and `main_grad` stay as they are. Routing weights count as fp32 or of
+    the layer's dtype. Triton keeps on disk what it has compiled, for the next process. On a CPU there is nothing to
+    compile: 0.
 
     Raises TypeError or ValueError that names the argument.
     """

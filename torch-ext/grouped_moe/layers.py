@@ -7,7 +7,12 @@ from .integrations.transformers import experts_forward
 
 
 class GroupedMoeExperts(nn.Module):
-    """Replaces the forward of an experts module as transformers lays it out; see `register_experts_implementation`."""
+    """Replaces the forward of an experts module as transformers lays it out; see `register_experts_implementation`.
+
+    transformers marks no experts for it. To use it, mark a class by `kernels.replace_kernel_forward_from_hub(Experts,
+    "GroupedMoeExperts")`, map that name to a `kernels.LayerRepository` of this package, and `kernels.kernelize` a
+    model.
+    """
 
     has_backward: bool = True
     can_torch_compile: bool = True

@@ -90,10 +90,11 @@ def grouped_dbias_dscales(
     dbias[g] = sum over the rows r of group g of bias_scales[r] dy[r], (G, N); dscales[r] = <dy[r], bias[g]>, (rows,), 0
     for rows of no group, which are not read. Both fp32 (fp64 for fp64), summed in fixed order without atomics.
 
-    dy: (rows, N). bias_scales: (rows,), of any floating dtype. bias: (G, N), in the dtype of dy. splits: as for
-    `grouped_linear`. dbias, dscales: buffers to add to and return, fp32, contiguous, of memory of their own; without
-    them new ones. Not differentiable. Raises TypeError or ValueError that names the argument, and NotImplementedError
-    in transforms of torch.func and for tensors with tangents of forward mode.
+    dy: (rows, N) bf16, fp16 or fp32 (fp64, too, on CPU). bias_scales: (rows,), of any floating dtype. bias: (G, N), in
+    the dtype of dy. splits: as for `grouped_linear`. dbias, dscales: buffers to add to and return, in the dtype of the
+    sums, contiguous, of memory of their own; without them new ones. Not differentiable. Raises TypeError or ValueError
+    that names the argument, and NotImplementedError in transforms of torch.func and for tensors with tangents of
+    forward mode.
     """
     refuse_transforms("grouped_dbias_dscales", dy, bias_scales, bias)
     checks.check_matrix("dy", dy, "(rows, N)")

@@ -50,8 +50,8 @@ class GroupedLinear(nn.Module):
     `torch.compile`, from PyTorch 2.11 on, the forward reads and sets these attributes.
 
     delay_wgrad: a backward only stores what the gradients of the parameters are made of; `backward_dw()` computes
-    them. While 64 backwards wait for it, a forward raises RuntimeError: it was forgotten. So it does where parameters
-    are computed, and under `torch.compile`. The parameters get `skip_backward_post_hook = True`. Copies and pickles of
+    them. A forward raises RuntimeError while 64 backwards wait for that, where parameters are computed from other
+    tensors, and under `torch.compile`. The parameters get `skip_backward_post_hook = True`. Copies and pickles of
     the module have nothing stored, and no hooks. A pickle of discrete weights has parameters of its own: an optimizer
     in the same pickle holds others.
 

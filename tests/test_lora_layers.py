@@ -231,9 +231,9 @@ ERRORS = {
     "b-of-fewer": (lambda p: p._replace(b=p.b[:2]), ValueError, r".b: expected shape \(L, E or 1, N, r\)"),
 }
 INDICES = {
-    "of-one-adapter": (lambda lora, index: (lora._replace(a=lora.a[0], b=lora.b[0]), index), ValueError, "alone, of"),
+    "of-one-adapter": (lambda lora, index: (lora._replace(a=lora.a[0], b=lora.b[0]), index), ValueError, "same number"),
     "missing": (lambda lora, index: (lora, None), ValueError, "a tensor for the 3 adapters, got None"),
-    "without-a-lora": (lambda lora, index: (None, index), ValueError, "expected with factors .* as many adapters"),
+    "without-a-lora": (lambda lora, index: (None, index), ValueError, "expected with factors .* same number"),
     "shape": (lambda lora, index: (lora, index[:-1]), ValueError, r"\(rows of the input,\) = \(6,\), got \(5,\)"),
     "dtype": (lambda lora, index: (lora, index.float()), TypeError, "torch.int32 or torch.int64, got torch.float32"),
     "no-tensor": (lambda lora, index: (lora, [0] * T), TypeError, "expected a tensor, got list"),
@@ -279,7 +279,7 @@ def test_both_loras_have_as_many_adapters(grouped_moe, device):
     first = make_lora(grouped_moe, Pairs(rank=1, adapters=2), up, False, 1.0, FP32)
     for other in (Pairs(rank=1, adapters=3), Pairs(rank=1)):
         loras = {"gate_up_lora": first, "down_lora": make_lora(grouped_moe, other, down, False, 1.0, FP32)}
-        with pytest.raises(ValueError, match="^adapter_index: .* as many adapters in each of gate_up_lora, down_lora"):
+        with pytest.raises(ValueError, match="^adapter_index: .* L of adapters in each of gate_up_lora, down_lora"):
             grouped_moe.grouped_mm_experts(x, ids, scales, up, down, **loras, adapter_index=ids[:, 0])
 
 

@@ -198,8 +198,8 @@ def check_loras(
         return
     if len(counts) > 1 or any(lora.a.dim() == 3 for lora, _ in given.values()) or not given:
         raise ValueError(
-            "adapter_index: expected with factors (L, E, r, K) and (L, E, N, r) alone, of as many adapters in each of "
-            f"{', '.join(loras)} that is given"
+            "adapter_index: expected with factors (L, E, r, K) and (L, E, N, r), of the same number L of adapters in "
+            f"each of {', '.join(loras)} that is given"
         )
     if adapter_index is None:
         raise ValueError(f"adapter_index: expected a tensor for the {counts.pop()} adapters, got None")

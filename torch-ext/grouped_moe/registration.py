@@ -24,8 +24,8 @@ _DECOMPOSED = (
     " run_decompositions, or call this one under torch.no_grad()"
 )
 _NO_TRANSFORM = (
-    "{}: not differentiated by transforms of torch.func (grad, vjp, jvp, jacrev): use torch.autograd.grad, which works"
-    " with torch.func.vmap and torch.func.functional_call"
+    "grouped_moe: the op {} is not differentiated by transforms of torch.func (grad, vjp, jvp, jacrev): use"
+    " torch.autograd.grad, which works with torch.func.vmap and torch.func.functional_call"
 )
 _OTHER_TYPES = frozenset((bool, int, float, str, list, tuple, torch.dtype))  # of arguments
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)

@@ -74,6 +74,21 @@ def scaled(package, tokens, kind="", extent=128):
     torch.autograd.grad(out, [x, weights, *factors], torch.zeros_like(out))
 
 
+def adapted(package, tokens):
+    """A forward without gradients, and a step, with two adapters of which each token has one."""
+    x, up, down, *factors = tensors(
+        (tokens, 128), (16, 192, 128), (16, 128, 96), (2, 16, 16, 128), (2, 16, 192, 16), (2, 16, 16, 96),
+        (2, 16, 128, 16),
+    )  # fmt: skip
+    ids, (weights,) = torch.zeros(tokens, 2, dtype=torch.int64), tensors((tokens, 2), dtype=torch.float32)
+    loras = {"gate_up_lora": package.LoRA(*factors[:2]), "down_lora": package.LoRA(*factors[2:])}
+    index = torch.zeros(tokens, dtype=torch.int64)
+    with torch.no_grad():
+        package.grouped_mm_experts(x, ids, weights, up, down, **loras, adapter_index=index)
+    out = package.grouped_mm_experts(x, ids, weights, up, down, **loras, adapter_index=index)
+    torch.autograd.grad(out, [x, weights, up, down, *factors], torch.zeros_like(out))
+
+
 def of_backend(package, layer, tokens, part, signature="plain", dtype=BF16):
     """What `compile_check` calls of the backend for a part of a layer."""
     package = Package(package)
@@ -97,6 +112,7 @@ SIGNATURES = {
 KINDS = {
     **SMALL,
     "fp32": partial(of_backend, layer="odd", tokens=256, part="linear", dtype=torch.float32),
+    **{f"adapted-{tokens}": partial(adapted, tokens=tokens) for tokens in (1, 40, 2048)},  # the backend's have one
     "many-groups": partial(of_backend, layer="qwen3-30b", tokens=4096, part="linear"),
 }
 for case in itertools.product(EVERY, (1, 40, 2048), ("experts", "linear", "mlp"), SIGNATURES):

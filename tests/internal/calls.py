@@ -28,11 +28,12 @@ def linear(package, rows, transposed, bias):
         torch.autograd.grad(y, leaves, torch.zeros_like(y))
 
 
-def layer_of(experts, top_k, hidden, intermediate, bias=False):
+def layer_of(experts, top_k, hidden, intermediate, bias=False, gated=True, transposed=False):
     """step(package, tokens, backward) of an experts block. Memory is neither written nor read."""
-    up = torch.empty(experts, 2 * intermediate, hidden, dtype=BF16)
-    down = torch.empty(experts, hidden, intermediate, dtype=BF16)
-    biases = [torch.empty(experts, n, dtype=BF16) if bias else None for n in (2 * intermediate, hidden)]
+    width, kind = intermediate * (1 + gated), {"gated": gated, "transposed": transposed}
+    shapes = ((hidden, width), (intermediate, hidden)) if transposed else ((width, hidden), (hidden, intermediate))
+    up, down = (torch.empty(experts, *shape, dtype=BF16) for shape in shapes)
+    biases = [torch.empty(experts, n, dtype=BF16) if bias else None for n in (width, hidden)]
     leaves = [tensor.requires_grad_() for tensor in (up, down, *biases) if tensor is not None]
 
     def step(package, tokens, backward):
@@ -41,7 +42,7 @@ def layer_of(experts, top_k, hidden, intermediate, bias=False):
         with torch.set_grad_enabled(backward):
             inputs = [x.requires_grad_(backward), weights.requires_grad_(backward)]
             out = package.grouped_mm_experts(
-                x, ids, weights, up, down, gate_up_proj_bias=biases[0], down_proj_bias=biases[1]
+                x, ids, weights, up, down, gate_up_proj_bias=biases[0], down_proj_bias=biases[1], **kind
             )
         if backward:
             torch.autograd.grad(out, inputs + leaves, out.detach())
@@ -49,9 +50,9 @@ def layer_of(experts, top_k, hidden, intermediate, bias=False):
     return step
 
 
-def experts(package, tokens, bias):
+def experts(package, tokens, bias, **kind):
     """A forward without gradients, and a step."""
-    step = layer_of(16, 2, 128, 96, bias)
+    step = layer_of(16, 2, 128, 96, bias, **kind)
     for backward in (False, True):
         step(package, tokens, backward)
 
@@ -89,6 +90,22 @@ def adapted(package, tokens):
     torch.autograd.grad(out, [x, weights, up, down, *factors], torch.zeros_like(out))
 
 
+def plain_mlp(package, rows):
+    """A step of an MLP without a gate and biases, whose activation has scales."""
+    x, up, down = tensors((rows, 128), (16, 128, 96), (16, 96, 128))
+    (scales,) = tensors((rows,), dtype=torch.float32)
+    y = package.grouped_mlp(x, torch.full((16,), rows // 16), scales, up, down, gated=False, transposed=True)
+    torch.autograd.grad(y, [x, scales, up, down], torch.zeros_like(y))
+
+
+def parts(package, tokens):
+    """Routing, and the passes between tokens and rows."""
+    (x,), (weights,) = tensors((tokens, 128)), tensors((tokens, 2), dtype=torch.float32)
+    routing = package.route(torch.zeros(tokens, 2, dtype=torch.int32), 16)
+    out = package.combine_rows(package.gather_rows(x, routing), weights, routing)
+    torch.autograd.grad(out, [x, weights], torch.zeros_like(out))
+
+
 def of_backend(package, layer, tokens, part, signature="plain", dtype=BF16):
     """What `compile_check` calls of the backend for a part of a layer."""
     package = Package(package)
@@ -113,8 +130,15 @@ KINDS = {
     **SMALL,
     "fp32": partial(of_backend, layer="odd", tokens=256, part="linear", dtype=torch.float32),
     **{f"adapted-{tokens}": partial(adapted, tokens=tokens) for tokens in (1, 40, 2048)},  # the backend's have one
+    **{f"scaled-{tokens}": partial(scaled, tokens=tokens) for tokens in (1, 40, 2048)},
+    "mlp-plain": partial(plain_mlp, rows=2048),
+    "parts": partial(parts, tokens=40),
     "many-groups": partial(of_backend, layer="qwen3-30b", tokens=4096, part="linear"),
 }
+for tokens, *flags in itertools.product((40, 2048), *[(False, True)] * 3):
+    kind = dict(zip(("bias", "gated", "transposed"), flags))
+    name = "-".join(["block", str(tokens), *(word for word, flag in kind.items() if flag)])
+    KINDS[name] = partial(experts, tokens=tokens, **kind)
 for case in itertools.product(EVERY, (1, 40, 2048), ("experts", "linear", "mlp"), SIGNATURES):
     names = "layer", "tokens", "part", "signature"
     KINDS["-".join(map(str, case))] = partial(of_backend, **dict(zip(names, case)))

@@ -32,7 +32,7 @@ def cases(smoke: bool) -> List[Cell]:
         return [step, step._replace(pattern="zipf"), Cell(SMOKE, 2, rank=8)]
     layers = QWEN3_30B, DEEPSEEK_V3, MIXTRAL
     steps = [Cell(layer, STEP_TOKENS, backward=True, rank=rank) for layer in layers for rank in RANKS]
-    steps.insert(len(RANKS), steps[0]._replace(pattern="zipf"))
+    steps[len(RANKS) : len(RANKS)] = [steps[0]._replace(pattern="zipf", rank=rank) for rank in (8, 16)]
     return steps + [Cell(QWEN3_30B, tokens, rank=RANKS[0]) for tokens in BATCHES]
 
 

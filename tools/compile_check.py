@@ -288,6 +288,7 @@ class Calls:
             factor = kernels.pack_factor(self.empty(1, n, rank, e, dtype=torch.float32).movedim(3, 1), rows, self.dtype)
             for asked in ({}, grad):
                 kernels.project_backward(dy, factor, rows, scaling=1.0, **asked)
+        kernels.wgrad(self.empty(num_rows, 24), x, rows, self.empty(e, 24, k))  # of a rank that 16 does not divide
         alone = rows._replace(schedule=rows.schedule[1:], num_groups=1)
         for dtype in DTYPES.values() if every else (self.dtype, torch.float32):
             buffer = self.empty(e, n, k, dtype=dtype)

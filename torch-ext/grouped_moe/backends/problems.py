@@ -84,7 +84,8 @@ class WgradProblem(NamedTuple):
 
     gathered: "lhs" or "rhs" for the operand that is read at the tokens of the rows, else None. rows_per_group: the
     class of the average (`tuning.heuristic.rows_per_group`). rows_by_tma: whether both operands can be read by
-    descriptor. out_by_tma: whether dw can be written by one. many_rows: as in `GemmProblem`.
+    descriptor. row_unit: 8 if that divides both row strides and 16 does not, else 1. out_by_tma: whether dw can be
+    written by descriptor. many_rows: as in `GemmProblem`.
     """
 
     spec: DeviceSpec
@@ -98,6 +99,7 @@ class WgradProblem(NamedTuple):
     gathered: Optional[str]
     rows_per_group: int
     rows_by_tma: bool
+    row_unit: int
     out_by_tma: bool
     many_rows: bool
     accumulate: bool

@@ -134,6 +134,7 @@ def wgrad_kernel(
     row_to_slot_ptr,  # (rows,) int32 or None
     expert_offsets_ptr,  # (E + 1,) int32
     M: tl.constexpr, N: tl.constexpr, P_TOP_K: tl.constexpr, Q_TOP_K: tl.constexpr,
+    ROW_UNIT: tl.constexpr,  # that divides stride_pr and stride_qr
     ACCUMULATE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     TILING: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -147,6 +148,8 @@ def wgrad_kernel(
     BLOCK_M: tl.constexpr = TILING.BLOCK_M
     NUM_M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     NUM_TILES: tl.constexpr = NUM_M_TILES * TILING.NUM_N_TILES
+    # Triton knows by itself which arguments are multiples of 16: rows of 8 columns would be read element by element.
+    stride_pr, stride_qr = stride_pr // ROW_UNIT * ROW_UNIT, stride_qr // ROW_UNIT * ROW_UNIT
     for tile in tl.range(tl.program_id(0), TILING.NUM_EXPERTS * NUM_TILES, tl.num_programs(0)):
         expert = tile // NUM_TILES
         m_tile, n_tile = grouped_order(tile % NUM_TILES, NUM_M_TILES, TILING.NUM_N_TILES, TILING.GROUP_M)

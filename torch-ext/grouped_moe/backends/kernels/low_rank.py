@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .dependent import let_next_start, wait_for_stream
+from .products import load_masked
 from .quantize import BLOCK, row_scale_ptrs, widen_codes
 from .tiles import (
     expert_rows,
@@ -73,6 +74,7 @@ def project_kernel(
     """
     wait_for_stream()
     RANK: tl.constexpr = FACTOR.RANK
+    RANKS: tl.constexpr = FACTOR.NUM_ADAPTERS * RANK
     tile = tl.program_id(0)
     if tile < num_row_tiles(schedule_ptr, NUM_EXPERTS):
         expert = find_expert(tile, schedule_ptr, NUM_EXPERTS)
@@ -99,11 +101,11 @@ def project_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, length, BLOCK_K):
             inside = k < K - start
-            x = tl.load(x_ptrs, mask=row_mask[:, None] & inside[None, :], other=0.0)
+            x = load_masked(x_ptrs, row_mask, inside, False, K % BLOCK_K == 0)
             if x_scale_ptr is not None:
                 x_scales = tl.load(scale_ptrs + start // BLOCK, mask=row_mask, other=0.0)
                 x = (widen_codes(x, tl.float32) * x_scales[:, None]).to(z_ptr.dtype.element_ty)
-            w = tl.load(w_ptrs, mask=inside[:, None] & (columns < FACTOR.NUM_ADAPTERS * RANK)[None, :], other=0.0)
+            w = load_masked(w_ptrs, inside, columns < RANKS, K % BLOCK_K == 0, RANKS % BLOCK_N == 0)
             acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
             x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
             w_ptrs += BLOCK_K * FACTOR.STRIDE_N

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .dependent import wait_for_stream
 from .low_rank import factor_ptrs
+from .products import load_masked
 from .tiles import end_of_rows, expert_rows, source_rows, tile_rows, tokens_of
 
 
@@ -95,7 +96,7 @@ def project_backward_kernel(
             rows, row_mask = tile_rows(first_row, end - first_row, BLOCK_M)
             sources = source_rows(rows, row_to_slot_ptr, TOP_K)
             dy_ptrs = dy_ptr + sources[:, None] * stride_dyr + n[None, :]
-            dy = tl.load(dy_ptrs, mask=row_mask[:, None] & (n < N)[None, :], other=0.0)
+            dy = load_masked(dy_ptrs, row_mask, n < N, False, N % BLOCK_N == 0)
             offsets = rows.to(tl.int64)[:, None] * R + ranks[None, :]
             mask = row_mask[:, None] & (ranks < R)[None, :]
             if grad_ptr is not None:

@@ -120,7 +120,7 @@ class Wgrad(Launcher):
         constants = {
             "M": p.m, "N": p.n, "P_TOP_K": p.top_k if p.gathered == "lhs" else 0,
             "Q_TOP_K": p.top_k if p.gathered == "rhs" else 0, "ACCUMULATE": p.accumulate, "TMA": self.by_tma,
-            "PRECISION": p.precision, "BLOCK_K": config.block_k,
+            "ROW_UNIT": p.row_unit, "PRECISION": p.precision, "BLOCK_K": config.block_k,
         }  # fmt: skip
         super().__init__(p, config, wgrad_kernel, constants, p.n, _path(self.by_tma))
 

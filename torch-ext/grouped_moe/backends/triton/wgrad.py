@@ -1,5 +1,7 @@
 """Weight gradients: one product per group, contracted over its rows."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,8 @@ def wgrad(
     problem = WgradProblem(
         spec, lhs.dtype, out.dtype, dot_precision(lhs.dtype, spec), num_groups, m, n, rows.top_k,
         "lhs" if lhs_of_tokens else "rhs" if rhs_of_tokens else None, rows_per_group(rows.num_rows, num_groups),
-        rows.num_rows > 0 and takes_rows(lhs, spec) and takes_rows(rhs, spec), _takes_out(out),
+        rows.num_rows > 0 and takes_rows(lhs, spec) and takes_rows(rhs, spec),
+        8 if math.gcd(lhs.stride(0), rhs.stride(0), 16) == 8 else 1, _takes_out(out),
         rows.num_rows > MAX_RAGGED_ROWS, accumulate,
     )  # fmt: skip
     launcher_of("wgrad", problem)(lhs, rhs, out, rows)

@@ -237,7 +237,8 @@ def dgrad_config(
         default = replace(default, block_n=min(default.block_n, 128), num_stages=4)
     kernel = "down_dgrad" + ("_tma" if tma else "") + ("_interleaved" if interleaved else "")
     config = _fitted(kernel, block_m, default, n, dtype, spec)
-    return replace(config, block_n=min(config.block_n, 64 if block_m == 64 else 128)) if low_rank else config
+    columns = 64 if block_m == 64 and not spec.hopper else 128
+    return replace(config, block_n=min(config.block_n, columns)) if low_rank else config
 
 
 def wgrad_config(

@@ -251,6 +251,25 @@ def test_copied_weights_may_be_modified(grouped_moe, device):
     assert_bitwise("x", *torch.autograd.grad(y, x, batch.dy), *want)
 
 
+@pytest.mark.parametrize("option", ["", "delay_wgrad", "accumulate_into_main_grad"])
+@pytest.mark.parametrize("copied_by", ["the module", "autocast"])
+def test_a_copy_is_not_modified(grouped_moe, device, copied_by, option):
+    """Weights that do not lie as one, or that autocast casts, may change before the backward."""
+    module, batch = make(grouped_moe, LAYOUTS[-1], device, **({option: True} if option else {}))
+    layers.give_main_grads(module, "packed")
+    if copied_by == "the module":
+        _scatter(module, (3, 2, 1, 0))
+    grads = []
+    for changes in (False, True):
+        x = batch.x.clone().requires_grad_()
+        with torch.autocast(device, torch.bfloat16, enabled=copied_by == "autocast"):
+            y = module(x, *batch[1:3])
+        with torch.no_grad():
+            module.weight3.mul_(1 + changes)
+        grads += torch.autograd.grad(y, x, batch.dy.to(y.dtype))
+    assert_bitwise("x", *grads)
+
+
 def test_discrete_weights_below_autograd(grouped_moe, device):
     """As an op is called that autograd has dealt with, though gradients are enabled: it records nothing here."""
     module, batch = make(grouped_moe, LAYOUTS[-1], device)

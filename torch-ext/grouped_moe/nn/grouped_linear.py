@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..block_scaled import BlockScaled, Weight
 from ..common import _compat, checks
+from ..common.autograd import is_plain
 from ..grouped_linear import grouped_linear, run_bias_backward
 from ..operands import LoRA
 from ..splits import Splits, as_splits
@@ -237,10 +238,12 @@ class GroupedLinear(nn.Module):
             return torch.stack([p.detach() for p in parameters] if detached else parameters)
         return packed if detached else Pack.apply(packed, *parameters)
 
-    def _watched(self, x: Tensor) -> List[nn.Parameter]:
-        """Weights that autograd sees one of and x's gradient depends on all of."""
-        eager_discrete = not self.single_grouped_weight and not torch.compiler.is_compiling()
-        return self._of("weight") if x.requires_grad and eager_discrete else []
+    def _watched(self, x: Tensor, used: Weight) -> List[nn.Parameter]:
+        """Weights that autograd sees one of and x's gradient depends on all of; none where a copy of them is used."""
+        if self.single_grouped_weight or torch.compiler.is_compiling() or not (x.requires_grad and is_plain(used)):
+            return []
+        weights = self._of("weight")
+        return weights if used.data_ptr() == weights[0].data_ptr() else []
 
     def forward(
         self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor] = None, lora: Optional[LoRA] = None,
@@ -262,22 +265,22 @@ class GroupedLinear(nn.Module):
         checks.check_tensor("x", x)
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise checks.wrong_shape("x", x, (None, self.in_features), "(rows, in_features)")
-        low_rank = {"lora": lora, "adapter_index": adapter_index}
-        grad = torch.is_grad_enabled()
+        low_rank, grad = {"lora": lora, "adapter_index": adapter_index}, torch.is_grad_enabled()
         if grad and (self.delay_wgrad or self.accumulate_into_main_grad):
             wanted = [any(parameter.requires_grad for parameter in self._of(kind)) for kind in ("weight", "bias")]
             if any(wanted) if self.delay_wgrad else wanted[0]:
                 return self._forward_tapped(x, splits, bias_scales, *wanted, **low_rank)
-        weight, bias = self._packed("weight", not grad), self._packed("bias", not grad)
-        y = grouped_linear(x, weight, splits, bias, bias_scales, **low_rank)
-        return watch(y, weight, self._watched(x) if grad else ())
+        dtype = None if self.single_grouped_weight else checks.autocast_dtype(x.device.type)
+        weight = checks.autocast(self._packed("weight", not grad), dtype)  # a copy need not be watched
+        y = grouped_linear(x, weight, splits, self._packed("bias", not grad), bias_scales, **low_rank)
+        return watch(y, self._watched(x, weight)) if grad else y
 
     def _forward_tapped(
         self, x: Tensor, splits: Splits, bias_scales: Optional[Tensor], wants_weight: bool, wants_bias: bool,
         **low_rank: object,
     ) -> Tensor:  # fmt: skip
         """The same with gradients, of which some take another way than autograd's."""
-        delayed, compiling, watched = self.delay_wgrad, torch.compiler.is_compiling(), self._watched(x)
+        delayed, compiling = self.delay_wgrad, torch.compiler.is_compiling()
         if not compiling and _compat.in_transform(if_unknown=False):
             flag = "delay_wgrad" if delayed else "accumulate_into_main_grad"
             raise NotImplementedError(f"{flag}: not with the transforms of torch.func")
@@ -291,18 +294,17 @@ class GroupedLinear(nn.Module):
                 wanted = wanted._replace(targets=main_grads_of(wanted))
             else:
                 self._check_main_grads(wanted)
-        x = checks.autocast(x, checks.autocast_dtype(x.device.type))  # as `grouped_linear` keeps it for the backward
-        splits = as_splits(splits, self.num_groups, x.shape[0], x.device)
-        packed = self._packed("weight", True), self._packed("bias", delayed)
-        y = grouped_linear(x, packed[0], splits, packed[1], bias_scales, **low_rank)
+        splits, dtype = as_splits(splits, self.num_groups, x.shape[0], x.device), checks.autocast_dtype(x.device.type)
+        x, weight = (checks.autocast(each, dtype) for each in (x, self._packed("weight", True)))  # as they are used
+        y = grouped_linear(x, weight, splits, self._packed("bias", delayed), bias_scales, **low_rank)
         if delayed:
             scales = bias_scales.contiguous() if wants_bias and self.scale_bias else None
             leaf = torch.empty(0, requires_grad=True, device=x.device)
             later = Later(self._delayed, wants_bias, parameters)
-            return WgradTap.apply(y, x if wants_weight else None, splits, scales, later, watched, leaf)
+            return WgradTap.apply(y, x if wants_weight else None, splits, scales, later, self._watched(x, weight), leaf)
         if compiling:
             mark_added(wanted.weights)
-        return WgradTap.apply(y, x, splits, None, wanted, watched, *wanted.weights)
+        return WgradTap.apply(y, x, splits, None, wanted, self._watched(x, weight), *wanted.weights)
 
     def _wanted(self) -> Wanted:
         weights = self._of("weight")

@@ -66,13 +66,12 @@ def unchanged(
     return check
 
 
-def watch(y: Tensor, packed: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def watch(y: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """y, whose backward raises, whatever gradients it leads to, if a weight was modified in place since now.
 
-    packed: the weights as y was made of them. If they were copied for that, they may be modified. Below autograd and
-    within vmap y has no backward of its own.
+    Below autograd y has no backward of its own.
     """
-    if weights and y.grad_fn is not None and is_plain(packed) and packed.data_ptr() == weights[0].data_ptr():
+    if weights and y.grad_fn is not None:
         check = unchanged(weights)
         y.grad_fn.register_prehook(lambda _: check())
     return y

@@ -38,6 +38,7 @@ def check_arguments_that_do_not_fit():
         experts = make_module(name)
         for argument, given in wrong.items():
             assert raised(ValueError, partial(experts, *given)).startswith(f"{argument}: expected shape (T, ")
+        assert raised(TypeError, partial(experts, x, weights, ids)).startswith("top_k_index: expected torch.int32 or ")
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
             call = partial(experts, dual, ids, weights)

@@ -209,15 +209,6 @@ def check_choices(x, top_k_index, top_k_weights) -> None:
     check_operand("top_k_weights", top_k_weights, top_k_index.shape, "(T, top_k)", device, None, owner)
 
 
-def check_slots(x, top_k_index, top_k_weights) -> None:
-    """Raises ValueError that names the tensor whose shape is not that of the tokens x (T, H) or of their slots."""
-    if x.dim() != 2:
-        raise wrong_shape("hidden_states", x, (None, None), "(T, H)")
-    if top_k_index.dim() != 2 or top_k_index.shape[0] != x.shape[0]:
-        raise wrong_shape("top_k_index", top_k_index, (x.shape[0], None), "(T, top_k)")
-    check_shape("top_k_weights", top_k_weights, top_k_index.shape, "(T, top_k)")
-
-
 def check_linear(x, weight, bias, bias_scales, transposed, scaled) -> None:
     """Raises TypeError or ValueError that names the argument of `grouped_linear` at fault. scaled: `check_experts`'."""
     check_matrix("x", x, "(rows, K)")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from .. import exchange
 from ..common.autograd import refuse_forward_mode
-from ..common.checks import check_capacity, check_slots
+from ..common.checks import check_capacity, check_choices, wrong_shape
 from ..common.numbers import MAX_DENOMINATOR, as_fraction
 from ..operands import LoRA
 from ..places import TOO_MANY
@@ -80,11 +80,13 @@ class FixedSizeExchange:
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states: (T, H), this rank's. top_k_index, top_k_weights: (T, top_k), ids of all ranks. Returns (T, H).
 
-        Ranks of a tp_mesh have the same tokens, of which each takes its part. Raises ValueError for shapes that do not
-        fit each other and for more tokens than ep_max_tokens, and RuntimeError where ranks would have to compare
+        Ranks of a tp_mesh have the same tokens, of which each takes its part. Raises TypeError or ValueError that names
+        the argument, also for more tokens than ep_max_tokens, and RuntimeError where ranks would have to compare
         numbers under torch.compile or CUDA graph capture.
         """
-        check_slots(hidden_states, top_k_index, top_k_weights)
+        if hidden_states.dim() != 2:
+            raise wrong_shape("hidden_states", hidden_states, (None, None), "(T, H)")
+        check_choices(hidden_states, top_k_index, top_k_weights)
         refuse_forward_mode("grouped_moe", hidden_states, top_k_weights)
         sharing, num_tokens = self.tp_mesh.size(), hidden_states.shape[0]
         if self.agreed != self.limits:

@@ -7,7 +7,6 @@ from typing import Dict, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ._ops import ops
 from .common import checks
 from .common.autograd import is_plain, refuse_transforms
 from .common.numbers import wide_dtype
@@ -29,7 +28,7 @@ def _dbias_dscales(
     kernels.sum_dots(dots, rows, dscales, accumulate=adds_dscales)
 
 
-define_op(
+_run = define_op(
     "dbias_dscales",
     "(Tensor dy, Tensor scales, Tensor bias, Tensor splits, Tensor(a!) dbias, Tensor(b!) dscales, bool[] accumulate)"
     " -> ()",
@@ -109,5 +108,5 @@ def grouped_dbias_dscales(
     _refuse_overlap(given, {"dy": dy, "bias_scales": bias_scales, "bias": bias, "splits": splits})
     with torch.no_grad():
         scales = bias_scales.detach().contiguous()
-        ops.dbias_dscales.default(dy.detach(), scales, bias.detach(), splits, dbias, dscales, accumulate)
+        _run(dy.detach(), scales, bias.detach(), splits, dbias, dscales, accumulate)
     return dbias, dscales

@@ -89,18 +89,13 @@ def _backward(kernels, dout, x, act_scales, bias_scales, adapters, *rest, overwr
     act_scales, bias_scales, adapters, schedule, row_to_slot, slot_to_row = map(
         _as_made, (act_scales, bias_scales, adapters, schedule, row_to_slot, slot_to_row)
     )
-    num_rows = dout.shape[0] if row_to_slot is None else row_to_slot.shape[0]
+    num_rows, num_slots, top_k = dout.shape[0], dout.shape[0], 0
+    if row_to_slot is not None:
+        num_rows, num_slots, top_k = row_to_slot.shape[0], slot_to_row.shape[0], act_scales.shape[1]
     quantizes = kernels.quantizes(block, dout, num_rows, trains=True)
-    if row_to_slot is None:
-        rows = kernels.split_rows(schedule, block.num_experts, num_rows, dout.dtype, quantizes)
-    else:
-        block_m = choose_block_m(slot_to_row.shape[0], block.num_experts, dout.dtype, quantizes)
-        _, top_k = act_scales.shape
-        rows = Rows(schedule, block.num_experts, num_rows, block_m, top_k, row_to_slot, slot_to_row)
-    return pipeline.backward(
-        kernels, block, dout, x, rows._replace(adapters=adapters), act_scales, bias_scales, saved, Needs(*needs),
-        overwrite,
-    )  # fmt: skip
+    block_m = choose_block_m(num_slots, block.num_experts, dout.dtype, quantizes)  # as the schedule was made for
+    rows = Rows(schedule, block.num_experts, num_rows, block_m, top_k, row_to_slot, slot_to_row, adapters)
+    return pipeline.backward(kernels, block, dout, x, rows, act_scales, bias_scales, saved, Needs(*needs), overwrite)
 
 
 def _as_made(tensor: Optional[Tensor]) -> Optional[Tensor]:

@@ -111,7 +111,7 @@ def make_block(
     act = Activation(activation, alpha, limit or None, up_offset)
     up_lora = None if up_a is None else LoRA(up_a, up_b, up_scaling)
     down_lora = None if down_a is None else LoRA(down_a, down_b, down_scaling)
-    blocks = blocks or ()
+    blocks = blocks or ()  # of each scaled weight four numbers, those of `parts_of`
     weights = as_weight(up, up_scale, blocks[:4]), as_weight(down, down_scale, blocks[-4:])
     return Block(*weights, up_bias, down_bias, up_lora, down_lora, act, *map(bool, flags), capacity)
 

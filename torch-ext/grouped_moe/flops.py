@@ -14,10 +14,10 @@ from .block import Needs
 Shape = Optional[Sequence[int]]
 
 
-def _experts_forward(x: Shape, index: Shape, _scales, _bias_scales, _adapters, *weights, **__) -> int:
+def _experts_forward(x: Shape, index: Shape, _scales, _bias_scales, _adapters, *block, **__) -> int:
     rows = prod(index) if len(index) == 2 else x[0]
-    up, down, _, _, *factors = weights[:8]
-    return 2 * rows * sum(map(_elements, (up, down, *factors)))
+    up, down, _, _, up_a, up_b, down_a, down_b, *_ = block
+    return 2 * rows * sum(map(_elements, (up, down, up_a, up_b, down_a, down_b)))
 
 
 def _elements(weight: Shape) -> int:
@@ -25,12 +25,14 @@ def _elements(weight: Shape) -> int:
     return 0 if weight is None else prod(weight[1:] if len(weight) == 3 else (weight[0], *weight[2:]))
 
 
-def _experts_backward(dout: Shape, _x, _scales, _bias_scales, _adapters, *weights_and_rest, **__) -> int:
+def _experts_backward(dout: Shape, _x, _scales, _bias_scales, _adapters, *block_and_rest, **__) -> int:
     """The products of `pipeline.backward`."""
-    up, down, _, _, up_a, up_b, down_a, down_b = map(_elements, weights_and_rest[:8])
-    flags, slot_to_row, needs = weights_and_rest[12], weights_and_rest[-2], Needs(*weights_and_rest[-1])
+    *block, _preact, _up_rows, _down_rows, _schedule, _row_to_slot, slot_to_row, needs = block_and_rest
+    *weights, _activation, _parameters, flags, _blocks, _capacity = block
+    up, down, _, _, up_a, up_b, down_a, down_b, _, _ = map(_elements, weights)
+    (_, _, _, recompute), needs = flags, Needs(*needs)
     rows = dout[0] if slot_to_row is None else slot_to_row[0]
-    recomputed = flags[-1] and needs.preact
+    recomputed = recompute and needs.preact
     products = recomputed * (up + up_a + up_b) + needs.x * (up + up_a) + needs.preact * (down + down_a)
     products += (needs.x or needs.up_a or needs.up_b) * up_b + (needs.preact or needs.down_b) * down_b
     products += needs.up * up + needs.up_a * up_a + needs.up_b * up_b

@@ -79,5 +79,6 @@ take_slots = define_op(
 
 def sum_places(rows: Tensor, places: Tensor) -> Tensor:
     """(T, H): the rows (places, H) of each token, added up in fp32 (fp64 for fp64) in the order of its slots."""
-    flat = places.reshape(-1)
-    return sum_rows(rows, None, flat[:0], flat[:0], flat, places.shape[1])
+    slot_to_row = places.reshape(-1)
+    unread = slot_to_row[:0]  # the sum follows slots
+    return sum_rows(rows, None, unread, unread, slot_to_row, places.shape[1])

@@ -165,7 +165,7 @@ def check_routing(top_k_index: Tensor, num_experts: int) -> None:
     check_num_groups("num_experts", num_experts, "experts")
 
 
-def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed, scaled=(False, False)) -> None:
+def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed, scaled) -> None:
     """Raises TypeError or ValueError that names what of the weights, or of x, named `owner`, is at fault.
 
     scaled: which of the two weights have a dtype of their own, that is known to be right.

@@ -1,7 +1,7 @@
 """The CPU backend: the same contract as the Triton backend, one GEMM per group that has rows.
 
-Two roundings differ. In two-byte dtypes the activation starts from the stored, rounded pre-activation here, and from
-the accumulator there; so do rows that are projected on the ranks of a LoRA, where they are scaled.
+Roundings differ: in two-byte dtypes each product is stored, rounded, before activations, their derivatives, sums with
+low-rank parts or scaled ranks are made of it. Kernels there make these of the accumulator.
 """
 
 from .exchange import pack_rows, place_rows, plan_exchange, take_slots, unpack_rows

@@ -19,7 +19,7 @@ def groups_with_rows(rows: Rows) -> Iterator[Tuple[int, int, int]]:
             yield group, start, end
 
 
-def rows_of(x: Tensor, rows: Rows, start: int, end: int, of_tokens: bool) -> Tensor:
+def take_rows(x: Tensor, rows: Rows, start: int, end: int, of_tokens: bool) -> Tensor:
     """Rows [start, end) of x, gathered if x has one row per token."""
     return x.index_select(0, rows.row_to_slot[start:end] // rows.top_k) if of_tokens else x[start:end]
 
@@ -48,7 +48,7 @@ def products(
     """
     y, wide = x.new_empty((rows.num_rows, weight.shape[2 if transposed else 1])), wide_dtype(x.dtype)
     for group, start, end in groups_with_rows(rows):
-        operand, out = rows_of(x, rows, start, end, of_tokens), y[start:end]
+        operand, out = take_rows(x, rows, start, end, of_tokens), y[start:end]
         own = weight.dequantize_one(group, x.dtype) if isinstance(weight, BlockScaled) else weight[group]
         own = own if transposed else own.t()
         if bias is None:
@@ -94,7 +94,7 @@ def project(
     for group, start, end in groups_with_rows(rows):
         out = z[start:end, : num_adapters * rank]
         z[start:end, num_adapters * rank :] = 0
-        operand, own = rows_of(x, rows, start, end, of_tokens), group_factor(factor, group, x.dtype)
+        operand, own = take_rows(x, rows, start, end, of_tokens), group_factor(factor, group, x.dtype)
         torch.addmm(out, operand, own, beta=0, alpha=scaling, out=out)
         if rows.adapters is not None:
             tokens = rows.row_to_slot[start:end] // rows.top_k if rows.top_k else slice(start, end)
@@ -112,8 +112,8 @@ def wgrad(
     if not accumulate:
         out[rows.group_offsets.diff() == 0] = 0
     for group, start, end in groups_with_rows(rows):
-        left = rows_of(lhs, rows, start, end, lhs_of_tokens)
-        right = rows_of(rhs, rows, start, end, rhs_of_tokens)
+        left = take_rows(lhs, rows, start, end, lhs_of_tokens)
+        right = take_rows(rhs, rows, start, end, rhs_of_tokens)
         if out.dtype != lhs.dtype:
             wide = wide_dtype(lhs.dtype)
             product = left.t().to(wide) @ right.to(wide)
@@ -148,7 +148,7 @@ def bias_grads(
         dbias.zero_()
     wide = wide_dtype(dy.dtype)
     for group, start, end in groups_with_rows(rows):
-        grads = rows_of(dy, rows, start, end, rows.top_k > 0).to(wide)
+        grads = take_rows(dy, rows, start, end, rows.top_k > 0).to(wide)
         if dots is not None:
             dots[0, start:end] = grads @ bias[group].to(wide)
         if dbias is not None:

@@ -1,7 +1,8 @@
 """Mixture-of-experts on grouped GEMM, for training and inference, tolerant of expert-parallel sentinels.
 
 Legend, everywhere in the package: T tokens, S = T * top_k slots, R <= S routed rows (known on the device only),
-E local experts, H hidden, I intermediate; M, N, K are GEMM dimensions.
+E local experts, G groups of rows, H hidden, I intermediate, P columns of the pre-activation; M, N, K are dimensions of
+a GEMM. Of LoRAs: L adapters, r the rank of one; in their products R is the ranks of all adapters side by side.
 """
 
 from . import layers, reference

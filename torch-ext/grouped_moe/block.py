@@ -88,7 +88,7 @@ def check_and_pack(
     loras = {"gate_up_lora": (block.up_lora, up), "down_lora": (block.down_lora, down)}
     check_loras(loras, block.transposed, x, adapter_index)
     adapters = None if adapter_index is None else adapter_index.contiguous()
-    weights += *factors_of(block.up_lora, block.down_lora), up_scale, down_scale
+    weights += *_factors_of(block.up_lora, block.down_lora), up_scale, down_scale
     name, alpha, limit, up_offset = block.activation
     scalings = [0.0 if lora is None else float(lora.scaling) for lora in (block.up_lora, block.down_lora)]
     parameters = [float(alpha), 0.0 if limit is None else float(limit), float(up_offset), *scalings]
@@ -97,7 +97,7 @@ def check_and_pack(
     return x, adapters, weights, (name, parameters, flags, [*up_block, *down_block], capacity)
 
 
-def factors_of(*loras: Optional[LoRA]) -> List[Optional[Tensor]]:
+def _factors_of(*loras: Optional[LoRA]) -> List[Optional[Tensor]]:
     """The factors as arguments of ops, a and b of each."""
     return [factor for lora in loras for factor in ((None, None) if lora is None else lora[:2])]
 
@@ -173,7 +173,7 @@ def fake_grads(
     needs: Needs, block: Block, x: Tensor, act_scales: Optional[Tensor], bias_scales: Optional[Tensor]
 ) -> Grads:
     """The gradients that are asked for, unwritten, for shapes alone."""
-    factors = factors_of(block.up_lora, block.down_lora)
+    factors = _factors_of(block.up_lora, block.down_lora)
     like = Grads(x, act_scales, bias_scales, block.up, block.down, block.up_bias, block.down_bias, *factors)
     made = (
         None if not need else torch.empty_like(tensor) if name in ("up", "down") else tensor.new_empty(tensor.shape)

@@ -49,10 +49,10 @@ def grouped_mm_experts(
     biases are cast as `F.linear` does.
 
     gate_up_lora, down_lora: a `LoRA` each, or None, that is added to the weights without making their sum. Factors are
-    rounded to the dtype of hidden_states, but in decode calls: on a GPU, without gradients, one token or up to E / (4
-    top_k), with native ops up to 64 (256 with FP8 weights). Gradients of factors have their dtype. For several adapters
-    each LoRA has a (L, E, r, K) and b (L, E, N, r), with the same L, and adapter_index (T,), int32 or int64, selects
-    the adapter of each token; outside [0, L) it selects none.
+    rounded to the dtype of hidden_states, but in decode calls: those on a GPU, without gradients, of one token or of up
+    to E / (4 top_k), with native ops of up to 64 (256 with FP8 weights). Gradients of factors have their dtype. For
+    several adapters each LoRA has a (L, E, r, K) and b (L, E, N, r), with the same L, and adapter_index (T,), int32 or
+    int64, selects the adapter of each token; outside [0, L) it selects none.
 
     Differentiable once, in reverse mode, in all floating tensors; only gradients that are asked for are computed.
     Sums are in fp32 (fp64 for fp64) and in fixed order: results repeat bitwise. No host sync.
@@ -78,10 +78,10 @@ def grouped_mm_experts(
     checks.check_capacity("capacity", capacity)
     if IS_BUILT:
         experts = gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias
-        kind = activation, gated, interleaved, transposed
         has_loras = gate_up_lora is not None or down_lora is not None or adapter_index is not None
         loras = (gate_up_lora, down_lora, adapter_index) if has_loras else None
-        out = decode_directly(hidden_states, top_k_index, top_k_weights, experts, kind, loras)
+        flags = gated, interleaved, transposed
+        out = decode_directly(hidden_states, top_k_index, top_k_weights, experts, (activation, *flags), loras)
         if out is not None:
             return out
     if gated and (gate_up_proj_bias is None) != (down_proj_bias is None):

@@ -91,8 +91,8 @@ def backward(
         if owns_preact:
             preact.untyped_storage().resize_(0)
         preact = None
-    grads.update(scale_and_bias_grads(kernels, block, dout, rows, act_scales, bias_scales, dots, more_dots, needs))
-    dots = dots if combines_dots(rows, needs) else None
+    grads.update(_scale_and_bias_grads(kernels, block, dout, rows, act_scales, bias_scales, dots, more_dots, needs))
+    dots = dots if _combines_dots(rows, needs) else None
     if needs.down_a:
         grads["down_a"] = grad_of_a(kernels, block.down_lora, low_rank, act, rows)
     act = act if needs.down else None
@@ -128,12 +128,12 @@ def backward(
     return Grads(**grads)
 
 
-def combines_dots(rows: Rows, needs: Needs) -> bool:
+def _combines_dots(rows: Rows, needs: Needs) -> bool:
     """Whether the kernel that combines the gradient of x sums up the dots, too: that is one launch less."""
     return rows.top_k > 0 and needs.x and needs.act_scales
 
 
-def scale_and_bias_grads(
+def _scale_and_bias_grads(
     kernels: ModuleType,
     block: Block,
     dout: Tensor,
@@ -144,7 +144,7 @@ def scale_and_bias_grads(
     more_dots: int,
     needs: Needs,
 ) -> Dict[str, Optional[Tensor]]:
-    """The gradients of act_scales, of bias_scales and of the second bias; the first is unwritten if `combines_dots`.
+    """The gradients of act_scales, of bias_scales and of the second bias; the first is unwritten if `_combines_dots`.
 
     dots: the parts of <gradient of the activation, activation> of each row, and room for more_dots, of <dout, bias>.
     """
@@ -160,7 +160,7 @@ def scale_and_bias_grads(
         kernels.bias_grads(dout, rows, scales, block.down_bias, dbias, bias_dots)
     if needs.act_scales:
         d_act_scales = act_scales.new_empty(act_scales.shape)
-        if not combines_dots(rows, needs):
+        if not _combines_dots(rows, needs):
             kernels.sum_dots(dots, rows, d_act_scales)
     if needs.bias_scales:
         d_bias_scales = bias_scales.new_empty(bias_scales.shape)

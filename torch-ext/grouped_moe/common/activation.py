@@ -83,7 +83,7 @@ def activate(x: Tensor, name: str, alpha: float) -> Tensor:
     return rectified if name == "relu" else rectified * rectified
 
 
-def activate_vjp(grad: Tensor, x: Tensor, name: str, alpha: float) -> Tensor:
+def _activate_vjp(grad: Tensor, x: Tensor, name: str, alpha: float) -> Tensor:
     """grad * act'(x), in the dtype of x; 0 at the kink of relu."""
     if name == "silu":
         # x sigmoid(alpha x) = silu(alpha x) / alpha
@@ -111,7 +111,7 @@ def _operands(gate: Tensor, up: Optional[Tensor], activation: Activation) -> Tup
 
 
 def forward(preact: Tensor, activation: Activation, gated: bool, interleaved: bool) -> Tensor:
-    """a(preact): (R, 2 I) gated or (R, I) -> (R, I), in the dtype of preact."""
+    """a(preact): (rows, 2 I) gated or (rows, I) -> (rows, I), in the dtype of preact."""
     x, factor = _operands(*_split(preact, gated, interleaved), activation)
     value = activate(x, activation.name, activation.alpha)
     return value if factor is None else value * factor
@@ -120,13 +120,13 @@ def forward(preact: Tensor, activation: Activation, gated: bool, interleaved: bo
 def forward_and_vjp(
     preact: Tensor, grad: Tensor, activation: Activation, gated: bool, interleaved: bool
 ) -> Tuple[Tensor, Tensor]:
-    """(a(preact), grad * a'(preact)): (R, I) and the shape of preact, in the dtype of preact."""
+    """(a(preact), grad * a'(preact)): (rows, I) and the shape of preact, in the dtype of preact."""
     name, alpha, limit, _ = activation
     dpreact = torch.empty_like(preact, memory_format=torch.contiguous_format)
     (gate, up), (d_gate, d_up) = (_split(tensor, gated, interleaved) for tensor in (preact, dpreact))
     x, factor = _operands(gate, up, activation)
     value = activate(x, name, alpha)
-    d_gate.copy_(activate_vjp(grad if factor is None else grad * factor, x, name, alpha))
+    d_gate.copy_(_activate_vjp(grad if factor is None else grad * factor, x, name, alpha))
     if limit is not None:
         d_gate.masked_fill_(gate > limit, 0.0)
     if gated:

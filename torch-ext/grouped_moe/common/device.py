@@ -4,6 +4,7 @@ import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ContextManager
 
 import torch
 
@@ -95,7 +96,7 @@ def spec_of(tensor: torch.Tensor) -> DeviceSpec:
     return device_spec(device_type(tensor), tensor.device.index or 0)
 
 
-def launch_context(tensor: torch.Tensor):
+def launch_context(tensor: torch.Tensor) -> ContextManager[None]:
     """Context in which launches go to the device that holds `tensor`, which may not be the current one.
 
     On a CPU autocast is off in it: operands have their dtype already, and sums are meant to be wide.

@@ -51,7 +51,7 @@ def groups_slots(num_tokens: int, top_k: int, num_experts: int, scaled: bool) ->
     return num_tokens <= most and num_tokens * top_k <= _MAX_SLOTS_OF_EXPERT * num_experts
 
 
-def takes_scales(up: Weight, down: Weight) -> bool:
+def _takes_scales(up: Weight, down: Weight) -> bool:
     """Whether both weights are scaled in the op's blocks."""
     return (
         isinstance(up, BlockScaled)
@@ -97,7 +97,7 @@ def decode_experts(
     code = _CODES[activation[0]] + 16 * transposed + 2 * gated + interleaved
     up_scales = down_scales = None
     if isinstance(up, BlockScaled) or isinstance(down, BlockScaled):
-        if not takes_scales(up, down):
+        if not _takes_scales(up, down):
             return None
         code += 4 * (up.parts == 2)
         up_scales, down_scales = _scales_of(up), _scales_of(down)

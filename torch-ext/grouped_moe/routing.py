@@ -47,7 +47,7 @@ class Routing:
 
 def _route(kernels: ModuleType, top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor]:
     """(expert_offsets, row_to_slot, slot_to_row)"""
-    rows = kernels.route(top_k_index, num_experts, torch.float32)
+    rows = kernels.route(top_k_index, num_experts, torch.float32)  # any dtype: nothing reads its tiles
     return rows.group_offsets.clone(), rows.row_to_slot, rows.slot_to_row
 
 

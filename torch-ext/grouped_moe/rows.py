@@ -14,7 +14,7 @@ class Rows(NamedTuple):
     tile offsets (G + 1,), the tiles of block_m rows before each group; the group of each tile. What no tile needs is
     unwritten. On a CPU the group offsets alone are written.
     num_groups: G. num_rows: an upper bound of the rows of all groups, by which buffers are made: the rows that are
-    routed are known on the device only. block_m: rows of a tile.
+    routed are known on the device only. block_m: rows of a tile; 0 where nothing needs tiles, as on a CPU.
     top_k: slots of a token where row r is that of token row_to_slot[r] // top_k; 0 where rows are in place.
     row_to_slot: (rows,) int32, row -> slot. slot_to_row: (S,) int32, slot -> row, -1 for a sentinel. Both None where
     rows are in place.

@@ -212,14 +212,11 @@ def check_choices(x, top_k_index, top_k_weights) -> None:
 def check_linear(x, weight, bias, bias_scales, transposed, scaled) -> None:
     """Raises TypeError or ValueError that names the argument of `grouped_linear` at fault. scaled: `check_experts`'."""
     check_matrix("x", x, "(rows, K)")
-    depth, k = x.shape[1], None
-    if weight.dim() == 3:
-        groups, n, k = weight.shape
-        if transposed:
-            n, k = k, n
-    if k != depth:
-        shape, legend = ((None, depth, None), "(G, K, N)") if transposed else ((None, None, depth), "(G, N, K)")
+    k = x.shape[1]
+    if weight.dim() != 3 or weight.shape[1 if transposed else 2] != k:
+        shape, legend = ((None, k, None), "(G, K, N)") if transposed else ((None, None, k), "(G, N, K)")
         raise wrong_shape("weight", weight, shape, legend)
+    groups, n = weight.shape[0], weight.shape[2 if transposed else 1]
     check_num_groups("weight", groups)
     if k == 0 or n == 0:
         raise ValueError(f"weight: expected N and K above 0, got {tuple(weight.shape)}")

@@ -1,4 +1,5 @@
 #include "../common/launch.cuh"
+#include "choose.cuh"
 #include "launches.h"
 #include "project.cuh"
 
@@ -17,28 +18,29 @@ cudaError_t launch_kernel(const DecodeArgs &a, const int *slot_to_row, bool depe
   return launch(kernel, grid, PROJECT_THREADS, 0, stream, {dependent}, a, slot_to_row);
 }
 
-template <typename Element, bool OF_TOKENS>
+template <bool OF_TOKENS>
 cudaError_t choose_factor(const DecodeArgs &a, const int *slot_to_row, bool dependent, cudaStream_t stream) {
-  switch ((OF_TOKENS ? a.up_lora : a.down_lora).a.dtype) {
-    case Scalar::bfloat16:
-      return launch_kernel<Element, __nv_bfloat16, OF_TOKENS>(a, slot_to_row, dependent, stream);
-    case Scalar::float16:
-      return launch_kernel<Element, __half, OF_TOKENS>(a, slot_to_row, dependent, stream);
-    default:
-      return launch_kernel<Element, float, OF_TOKENS>(a, slot_to_row, dependent, stream);
-  }
+  const LowRank &pair = OF_TOKENS ? a.up_lora : a.down_lora;
+  if (!pair.rank) return cudaSuccess;
+  return choose_element(a, [&](auto element) {
+    using Element = decltype(element);
+    switch (pair.a.dtype) {
+      case Scalar::bfloat16:
+        return launch_kernel<Element, __nv_bfloat16, OF_TOKENS>(a, slot_to_row, dependent, stream);
+      case Scalar::float16:
+        return launch_kernel<Element, __half, OF_TOKENS>(a, slot_to_row, dependent, stream);
+      default:
+        return launch_kernel<Element, float, OF_TOKENS>(a, slot_to_row, dependent, stream);
+    }
+  });
 }
 
 }  // namespace
 
 cudaError_t launch_project_tokens(const DecodeArgs &a, bool dependent, cudaStream_t stream) {
-  if (!a.up_lora.rank) return cudaSuccess;
-  return a.dtype == Scalar::bfloat16 ? choose_factor<__nv_bfloat16, true>(a, nullptr, dependent, stream)
-                                     : choose_factor<__half, true>(a, nullptr, dependent, stream);
+  return choose_factor<true>(a, nullptr, dependent, stream);
 }
 
 cudaError_t launch_project_act(const DecodeArgs &a, const int *slot_to_row, bool dependent, cudaStream_t stream) {
-  if (!a.down_lora.rank) return cudaSuccess;
-  return a.dtype == Scalar::bfloat16 ? choose_factor<__nv_bfloat16, false>(a, slot_to_row, dependent, stream)
-                                     : choose_factor<__half, false>(a, slot_to_row, dependent, stream);
+  return choose_factor<false>(a, slot_to_row, dependent, stream);
 }

@@ -16,14 +16,14 @@ struct TransposedShape {
   static constexpr bool ALWAYS_ROUTED = false;
 };
 
-// Calls launch(shape) with eight warps to a block, or with five where fewer lanes are then idle in the last round over
+// call(shape), with eight warps to a block, or with five where fewer lanes are then idle in the last round over
 // K: 2880 rows are 9 rounds of 320, but 5.6 of 512.
-template <int HALVES, typename Launch>
-cudaError_t launch_shape(int k, const Launch &launch) {
+template <int HALVES, typename Call>
+cudaError_t choose_shape(int k, const Call &call) {
   using Eight = TransposedShape<HALVES, 8, 2>;
   using Five = TransposedShape<HALVES, 5, 3>;
   const auto padded = [k](int round) { return (k + round - 1) / round * round; };
-  return padded(Five::ROUND) < padded(Eight::ROUND) ? launch(Five()) : launch(Eight());
+  return padded(Five::ROUND) < padded(Eight::ROUND) ? call(Five()) : call(Eight());
 }
 
 // acc[i] += the product of columns 2 i and 2 i + 1 of each lane's piece with the tile, 32 deep. rows: those of K that

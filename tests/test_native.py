@@ -279,7 +279,8 @@ def assert_same_routing(got, want, num_experts):
     assert_bitwise("slot_to_row", got.slot_to_row, want.slot_to_row)
 
 
-@pytest.mark.parametrize("experts", [1, 8, 129, 257, 512, 1024])
+# 583 take all of the shared memory that a launch gets without asking, but for what it has besides.
+@pytest.mark.parametrize("experts", [1, 8, 129, 512, 583, 1024])
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_routes_as_triton_does(native, module, device, monkeypatch, experts, draw, dtype):

@@ -17,7 +17,8 @@ template <Reach REACH, int ROUNDS>
 cudaError_t launch_kernel(const RouteArgs &a, const RoutePlan &plan, cudaStream_t stream) {
   const auto kernel = route_kernel<REACH, ROUNDS>;
   const size_t bytes = RouteMemory::bytes(a.num_experts, plan.threads / WARP);
-  if (bytes > 48 * 1024) {  // more has to be asked for
+  constexpr size_t PARTIAL = 2 * MAX_WARPS * sizeof(int);  // what the kernel has besides
+  if (bytes + PARTIAL > 48 * 1024) {  // more has to be asked for
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
     if (error != cudaSuccess) return error;
   }

@@ -161,6 +161,12 @@ def test_projects_that_are_refused(project, message, change):
         build_cuda.read_project(project)
 
 
+def test_a_toolkit_that_is_too_old():
+    toolkit = build_cuda.Toolkit(Path("/usr/bin/nvcc"), Path("include"), Path("libcudart_static.a"), "12.9")
+    with pytest.raises(BuildError, match="^/usr/bin/nvcc is of CUDA 12.9, but build.toml wants 13.0 or newer"):
+        build_cuda.build_variant(ROOT, Path("unused"), toolkit)
+
+
 def test_sources_are_as_narrow_as_python():
     paths = [path for folder in ("kernels", "torch-ext") for path in (ROOT / folder).rglob("*.[ch]*")]
     found = {path.name: max(map(len, path.read_text(encoding="utf-8").splitlines())) for path in paths}

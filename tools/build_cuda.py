@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple
+from typing import Any, List, NamedTuple
 
 import build
 import native_library
@@ -36,12 +36,15 @@ int aoti_torch_cuda_caching_allocator_raw_delete(void *) { return 1; }
 
 
 class Project(NamedTuple):
-    """What build.toml says of the native code. sources: those to compile, relative to the root."""
+    """What build.toml says of the native code. sources: those to compile, relative to the root.
 
-    general: Dict[str, Any]
+    torch_version, cuda_version: the oldest that it is for.
+    """
+
     sources: List[str]
     capabilities: List[str]
     torch_version: str
+    cuda_version: str
 
 
 class Toolkit(NamedTuple):
@@ -72,7 +75,7 @@ def read_project(root: Path) -> Project:
     for name in sorted(set(there) - set(listed)):
         raise BuildError(f"build.toml: {name} is not listed, so that a release would be built without it")
     sources = [name for name in listed if name.endswith((".cpp", ".cu"))]
-    return Project(general, sources, list(*capabilities), data["torch"]["stable-abi"]["cuda"])
+    return Project(sources, list(*capabilities), data["torch"]["stable-abi"]["cuda"], general["cuda"]["minver"])
 
 
 def find_nvcc(given: Path | None) -> Path:
@@ -158,6 +161,9 @@ def variant_name(project: Project, toolkit: Toolkit) -> str:
 def build_variant(root: Path, stage: Path, toolkit: Toolkit) -> List[str]:
     """Adds the variant to the noarch build in `stage`; what it needs of the system beyond manylinux_2_28."""
     project, config = read_project(root), build.read_config(root)
+    if native_library.version_of(toolkit.version) < native_library.version_of(project.cuda_version):
+        wanted = f"build.toml wants {project.cuda_version} or newer: pip install -r requirements/cuda.txt"
+        raise BuildError(f"{toolkit.nvcc} is of CUDA {toolkit.version}, but {wanted}")
     name, variant = config.id_of("cuda"), stage / variant_name(project, toolkit)
     ops = OPS_TEMPLATE.read_text(encoding="utf-8").replace("@OPS_NAME@", name)
     with tempfile.TemporaryDirectory() as scratch:

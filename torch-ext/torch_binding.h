@@ -8,10 +8,11 @@
 #include <tuple>
 
 // The experts block for a few tokens, (T, H); an undefined tensor, None in Python, if the kernels are not for the call.
-// x: (T, H) bf16 or fp16. ids, weights: (T, top_k), int32 or int64 and floating, any strides. up: (E, 2 I, H), or
-// (E, I, H) if not gated; down: (E, H, I); or both with their last dimensions exchanged. x and both weights are
-// contiguous along the dimension that is summed over, in rows that begin at multiples of 16 bytes; plain weights may be
-// so along the other one instead, if I is a multiple of 8. Biases: any strides.
+// x: (T, H) bf16 or fp16. ids, weights: (T, top_k), int32 or int64 and bf16, fp16 or fp32, any strides; top_k up to 32,
+// T top_k up to 65535. up: (E, 2 I, H), or (E, I, H) if not gated; down: (E, H, I); or both with their last dimensions
+// exchanged; E up to 1024. x and both weights are contiguous along the dimension that is summed over, in rows that
+// begin at multiples of 16 bytes and have whole ones; plain weights may be so along the other one instead, if I is a
+// multiple of 8. Biases: in the dtype of x, any strides.
 // kind: 32 times the activation, an index into the package's ACTIVATION_NAMES, plus 16 if dimensions are exchanged,
 // plus 8 if each slot reads the weights of its expert itself, plus 4 if both halves of up have blocks of their own,
 // plus 2 if gated, plus 1 if interleaved.
@@ -48,10 +49,11 @@ torch::stable::Tensor decode_plain_experts_op(
 
 // (schedule, row_to_slot, slot_to_row, num_routed), as the package's `rows.Rows` describes them; num_routed: (1,), R,
 // if there are fewer rows than slots, else empty. Undefined tensors if there are too many slots for one launch.
+// The caller guarantees that num_rows is at most the slots there are, and a schedule of `rows.schedule_size` entries.
 std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> route_rows_op(
     const torch::stable::Tensor &ids, int64_t num_experts, int64_t num_rows, int64_t block_m, int64_t schedule_size);
 
 // The schedule of rows in place, as `rows.Rows` describes it, from sizes (G,) or offsets (G + 1,), int32 or int64, of
-// any values and any stride.
+// any values and any stride. The caller guarantees a schedule of `rows.schedule_size` entries.
 torch::stable::Tensor split_rows_op(const torch::stable::Tensor &splits, int64_t num_groups, int64_t num_rows,
                                     int64_t block_m, int64_t schedule_size);

@@ -16,7 +16,7 @@ export SHOW_PACKAGES = import sys; print(*(path for path in sys.path if path.end
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(READY)  ## a virtual environment with the pinned requirements
 

@@ -10,18 +10,18 @@ from types import ModuleType
 from typing import Callable, Dict, List
 
 import torch
-from experts import make_block
+from experts import NAMES, make_block
 from lora import make_factors, pairs
 from machine import DEVICE
 from problems import FORWARD, OURS, STEP, Inputs, Problem, Provider
 from timing import Call
 from torch import Tensor
+from torch.nn import functional as F
 from workload import DEEPSEEK_V3, QWEN3_30B, SMOKE, Cell, Layer, make_inputs
 
 Function = Callable[..., Tensor]
 
 BF16, W8A16, CUBLAS = "bf16", "ours, w8a16", "cuBLAS dense products"
-NAMES = ("hidden_states", "top_k_weights", "gate_up_proj", "down_proj")
 FACTORS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 SETS, LARGE, DENSE, RANK = 2, 8192, 2048, 16
 BATCHES = (1, 2, 4, 8, 32, 64, 128, 256, 512, 2048, LARGE, 2 * LARGE)
@@ -44,11 +44,10 @@ def cases(smoke: bool) -> List[Cell]:
 
 
 def dense_products(case: Cell) -> Dict[str, Call]:
-    """cuBLAS' products of as many rows as the block has, where PyTorch has them and scales are whole blocks of four."""
-    layer, recipes = case.layer, getattr(torch.nn.functional, "ScalingType", None)
-    extents = layer.hidden, layer.intermediate, layer.preact_width
-    whole = recipes is not None and DEVICE == "cuda" and all(extent % 512 == 0 for extent in extents)
-    if not whole or case.backward or case.tokens < DENSE:
+    """cuBLAS' products of as many rows as the block has, on a GPU, where scales are whole blocks of four."""
+    layer, recipes = case.layer, F.ScalingType
+    whole = all(extent % 512 == 0 for extent in (layer.hidden, layer.intermediate, layer.preact_width))
+    if DEVICE != "cuda" or not whole or case.backward or case.tokens < DENSE:
         return {}
     rows = round(case.tokens * layer.top_k * case.local)
     operands = []
@@ -59,7 +58,7 @@ def dense_products(case: Cell) -> Dict[str, Call]:
         operands.append((codes[0], codes[1].T, of_rows, recipes.BlockWise1x128, of_blocks, recipes.BlockWise128x128))
 
     def multiply(_: int) -> List[Tensor]:
-        return [torch.nn.functional.scaled_mm(*each, output_dtype=torch.bfloat16) for each in operands]
+        return [F.scaled_mm(*each, output_dtype=torch.bfloat16) for each in operands]
 
     return {CUBLAS: multiply}
 
@@ -89,6 +88,6 @@ def make_problem(kernel: ModuleType, case: Cell) -> Problem:
 
     functions = {OURS: by(*scaled), W8A16: by(*exact), BF16: by()}
     providers = {name: Provider(function, inputs) for name, function in functions.items()}
-    names, frozen = NAMES + FACTORS[: len(factors)], [part for weight in scaled for part in weight[:2]]
+    names, frozen = NAMES[:4] + FACTORS[: len(factors)], [part for weight in scaled for part in weight[:2]]
     options = {"baselines": dense_products(case), "frozen": frozen, "max_errors": {OURS: MAX_ERROR}}
     return Problem(case.described(), providers, (STEP if case.backward else FORWARD,), right, names, 2, **options)

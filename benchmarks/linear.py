@@ -5,7 +5,7 @@ The peers get their form of the splits, and views of the weights, for nothing.
 
 import math
 from types import ModuleType
-from typing import Callable, Dict, List, Sequence
+from typing import Dict, List, Sequence
 
 import torch
 from experts import GROUPED
@@ -33,11 +33,6 @@ def cells(smoke: bool) -> List[LinearCell]:
     return [LinearCell(g, *shape, rows, p) for g, shape in first + rest for rows in (65536, 4096) for p in PATTERNS]
 
 
-def grouped_mm() -> Callable:
-    """PyTorch's, by its public name where it has one."""
-    return getattr(F, "grouped_mm", None) or torch._grouped_mm
-
-
 def make_problem(
     kernels: Dict[str, ModuleType], weights: Sequence[Tensor], rows: Sequence[int], sizes: Sequence[Tensor], described
 ) -> Problem:
@@ -46,7 +41,7 @@ def make_problem(
     rows, sizes: of each input set, the rows and how many each group has; the others belong to none. There ours writes 0
     and grouped_mm leaves the output and x's gradient unwritten.
     """
-    mlp, product, reference = len(weights) == 2, grouped_mm(), next(iter(kernels.values())).reference
+    mlp, reference = len(weights) == 2, next(iter(kernels.values())).reference
     ends, sets = [s.cumsum(0, dtype=torch.int32) for s in sizes], []
     for count in rows:
         x, dout = (torch.randn((count, size), **OPTIONS) for size in (weights[0].shape[2], weights[-1].shape[1]))
@@ -61,10 +56,10 @@ def make_problem(
 
     def peer(i: int, x: Tensor, *rest: Tensor) -> Tensor:
         if not mlp:
-            return product(x, rest[0].transpose(1, 2), offs=ends[i])
+            return F.grouped_mm(x, rest[0].transpose(1, 2), offs=ends[i])
         scales, up, down = rest
-        gate, value = product(x, up.transpose(1, 2), offs=ends[i]).chunk(2, dim=-1)
-        return product(F.silu(gate) * value * scales[:, None], down.transpose(1, 2), offs=ends[i])
+        gate, value = F.grouped_mm(x, up.transpose(1, 2), offs=ends[i]).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * value * scales[:, None], down.transpose(1, 2), offs=ends[i])
 
     def right(first: int, x: Tensor, *rest: Tensor) -> Tensor:
         offsets = F.pad(sizes[0].cumsum(0), (1, 0))[first : first + len(rest[-1]) + 1]

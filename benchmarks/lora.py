@@ -13,7 +13,6 @@ from typing import Callable, List, Sequence, Tuple
 
 import torch
 from experts import GROUPED, Block, make_block
-from linear import grouped_mm
 from machine import DEVICE
 from problems import FORWARD, OURS, STEP, Inputs, Problem, Provider
 from torch import Tensor
@@ -56,13 +55,14 @@ def as_peft(name: str, factor: Tensor) -> Tensor:
 
 def make_split(block: Block, ids: Tensor) -> Callable[..., Tensor]:
     """Over rows that are sorted by expert."""
-    product, (up, down) = grouped_mm(), block.weights
+    up, down = block.weights
     order = ids.flatten().argsort(stable=True)
     tokens, ends = order // ids.shape[1], ids.flatten().bincount(minlength=len(up)).cumsum(0, dtype=torch.int32)
 
     def adapted(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        low_rank = product(product(x, a.transpose(1, 2), offs=ends), b.transpose(1, 2), offs=ends)
-        return product(x, weight.transpose(1, 2), offs=ends) + low_rank
+        projected = F.grouped_mm(x, a.transpose(1, 2), offs=ends)
+        low_rank = F.grouped_mm(projected, b.transpose(1, 2), offs=ends)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends) + low_rank
 
     def forward(x: Tensor, weights: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor, down_b: Tensor) -> Tensor:
         gate, value = adapted(x[tokens], up, up_a, up_b).chunk(2, dim=-1)

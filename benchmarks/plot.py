@@ -18,7 +18,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from experts import BATCHED, DENSE, GROUPED, OURS, RECOMPUTE, SONICMOE  # noqa: E402
 from linear import LOOP  # noqa: E402
-from machine import RESULTS  # noqa: E402
+from machine import RESULTS, result_name  # noqa: E402
 from workload import fraction  # noqa: E402
 
 OVER_LINE = 1.10  # growth past this multiple of the line between neighbours is marked
@@ -246,11 +246,11 @@ FIGURES = {
 }
 
 
-def draw(folder: Path, gpu: str) -> None:
-    """Writes the figures of what there is. Layers show the peers of another run, too."""
+def draw(folder: Path, gpu: Optional[str]) -> None:
+    """Writes the figures of what there is of a GPU, or of what has none. Layers show the peers of another run, too."""
 
     def read(benchmark: str) -> Optional[dict]:
-        path = folder / (f"{benchmark}_{gpu}.json" if gpu else f"{benchmark}.json")
+        path = folder / result_name(benchmark, gpu)
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     for benchmark, figures in FIGURES.items():

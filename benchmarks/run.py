@@ -137,7 +137,7 @@ def run_each(names: Sequence[str], smoke: bool, folder: Path) -> int:
         output = folder / result_name(name, None if name == "cpu" else gpu)
         command = [sys.executable, __file__, name, "--output", str(output), *(["--smoke"] * smoke)]
         failed += subprocess.run(command).returncode != 0
-    plot.draw(folder, result_name("", gpu).split(".")[0].strip("_"))
+    plot.draw(folder, gpu)
     return failed
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import compare_builds
 import experts
@@ -205,6 +206,17 @@ def test_smoke(name, tmp_path):
     results = run.main([name, "--smoke", "--output", str(tmp_path / "out.json")])
     check_smoke(results)
     assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == results
+
+
+def test_benchmark_of_the_hub(grouped_moe):
+    """All that `kernels benchmark` finds, run and verified as it does."""
+    runner = pytest.importorskip("kernels.cli.benchmark")
+    (found,) = runner.discover_benchmark_classes(ROOT / "benchmarks" / "benchmark.py", ROOT)
+    variant = str(Path(grouped_moe.__file__).parent)
+    results, _ = runner.run_benchmark_class(found, iterations=1, warmup=0, repo_id=variant, is_local=True, revision="")
+    assert {name: result.verified for name, result in results.items()} == dict.fromkeys(
+        ("decode", "long_batch", "sentinels", "training"), True
+    )
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ constexpr int COMBINE_THREADS = 64;
 // out[t] = sum over the routed slots s of token t, in order, of weights[s] y[row of s].
 // A thread makes the columns of one piece, with CHOICES choices of the token at a time under way. Lane k knows the row
 // and the weight of choice k.
-// Grid: (pieces of H / COMBINE_THREADS, T). The caller guarantees that it launches this after the down-projection.
+// Grid: (pieces of H / COMBINE_THREADS, T). The caller guarantees that it launches this after the down-projection,
+// before which routing has ended: rows and weights are read before the wait for y.
 template <typename Element>
 __global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(const GroupedArgs a) {
   constexpr int CHOICES = 8;

@@ -69,8 +69,9 @@ __device__ __forceinline__ int rank_in_chunk(int expert, int num_experts, const 
   return expert < 0 ? 0 : own[expert] + rank;
 }
 
+// A barrier of all blocks of the grid, behind which what they have stored is visible.
 template <Reach REACH>
-__device__ __forceinline__ void meet() {  // of all blocks of the grid: what they have stored is visible
+__device__ __forceinline__ void sync_blocks() {
   if constexpr (REACH == Reach::grid) cooperative_groups::this_grid().sync();
 #if __CUDA_ARCH__ >= 900
   if constexpr (REACH == Reach::cluster) cooperative_groups::this_cluster().sync();
@@ -94,9 +95,9 @@ __device__ __forceinline__ void add_up_chunks(const RouteArgs &a, const RouteMem
 // row = offsets[e] + slots of e in earlier chunks + slots of e before this one in its chunk. Every block adds up the
 // counts of all chunks, and scans the experts' totals, itself; the first one writes the offsets. The slot of a tile's
 // first row writes the tile's expert.
-// Grid: (chunks,), of E threads or more each; one block if there are no slots. With Reach::cluster all are in one
-// cluster, with Reach::grid the launch is cooperative. Chunks have ROUNDS slots for each thread. block_m is a power of
-// two.
+// Grid: (chunks,), of E threads or more each, in whole warps; one block if there are no slots. The caller guarantees
+// that all are in one cluster with Reach::cluster and that the launch is cooperative with Reach::grid. Chunks have
+// ROUNDS slots for each thread. block_m is a power of two.
 template <Reach REACH, int ROUNDS>
 __global__ void __launch_bounds__(MAX_WARPS *WARP, 1) route_kernel(const RouteArgs a) {
   extern __shared__ int memory[];
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP, 1) route_kernel(const RouteAr
     if (thread < E) m.total[thread] = m.count[thread];
   } else {
     if (thread < E) a.counts[int64_t(blockIdx.x) * E + thread] = m.count[thread];
-    meet<REACH>();
+    sync_blocks<REACH>();
     add_up_chunks(a, m, thread - part * E, part, parts);
   }
   __syncthreads();

@@ -15,8 +15,8 @@ __device__ __forceinline__ int load_split(const SplitArgs &a, int index) {  // w
 
 // offsets[g + 1] = min(sum of sizes[:g + 1], num_rows), or the maximum of offsets[:g + 2]; the tiles of block_m rows
 // before each group, and the group of each tile.
-// Grid: (blocks,), of G threads or more each. Every block scans all groups, the first one writes the offsets, and all
-// share the tiles.
+// Grid: (blocks,), of G threads or more each, in whole warps. Every block scans all groups, the first one writes the
+// offsets, and all share the tiles. The caller guarantees room in the schedule for all tiles.
 __global__ void __launch_bounds__(MAX_WARPS *WARP, 1) schedule_kernel(const SplitArgs a) {
   __shared__ int partial[2][MAX_WARPS], ends[MAX_EXPERTS + 1], tile_ends[MAX_EXPERTS];
   const int G = a.num_groups, thread = threadIdx.x;

@@ -201,11 +201,14 @@ def check_smoke(results):
 @pytest.mark.parametrize(
     "name", ["layers", "decode", "growth", "cpu", "linear", "lora", "fp8", "ep", "routing", "new_shapes"]
 )
-def test_smoke(name, tmp_path):
+def test_smoke(name, tmp_path, module):
+    """Whatever ran, the package sends as before."""
     pytest.importorskip("transformers")
+    own = module("exchange").all_to_all
     results = run.main([name, "--smoke", "--output", str(tmp_path / "out.json")])
     check_smoke(results)
     assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == results
+    assert module("exchange").all_to_all is own
 
 
 def test_benchmark_of_the_hub(grouped_moe):

@@ -28,9 +28,10 @@ def linear(package, rows, transposed, bias):
         torch.autograd.grad(y, leaves, torch.zeros_like(y))
 
 
-def layer_of(experts, top_k, hidden, intermediate, bias=False, gated=True, transposed=False):
+def layer_of(experts, top_k, hidden, intermediate, bias=False, gated=True, transposed=False, interleaved=False):
     """step(package, tokens, backward) of an experts block. Memory is neither written nor read."""
-    width, kind = intermediate * (1 + gated), {"gated": gated, "transposed": transposed}
+    width = intermediate * (1 + gated)
+    kind = {"gated": gated, "transposed": transposed, "interleaved": interleaved}
     shapes = ((hidden, width), (intermediate, hidden)) if transposed else ((width, hidden), (hidden, intermediate))
     up, down = (torch.empty(experts, *shape, dtype=BF16) for shape in shapes)
     biases = [torch.empty(experts, n, dtype=BF16) if bias else None for n in (width, hidden)]
@@ -125,12 +126,15 @@ SIGNATURES = {
     "plain": Signature(),
     "bias": Signature(torch.int32, BF16, bias=True),
     "some": Signature(bias=True, needs="act_scales down"),
+    "x": Signature(needs="x"),
 }
 KINDS = {
     **SMALL,
     "fp32": partial(of_backend, layer="odd", tokens=256, part="linear", dtype=torch.float32),
     **{f"adapted-{tokens}": partial(adapted, tokens=tokens) for tokens in (1, 40, 2048)},  # the backend's have one
     **{f"scaled-{tokens}": partial(scaled, tokens=tokens) for tokens in (1, 40, 2048)},
+    "scaled-adapted": partial(scaled, tokens=2048, kind="loras", extent=256),
+    "interleaved": partial(experts, tokens=2048, bias=True, interleaved=True),
     "mlp-plain": partial(plain_mlp, rows=2048),
     "parts": partial(parts, tokens=40),
     "many-groups": partial(of_backend, layer="qwen3-30b", tokens=4096, part="linear"),

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +14,13 @@ import torch
 pytest.importorskip("triton")
 
 import tune
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 from workload import QWEN3_30B, SMOKE, SMOKE_GPT_OSS
 
-H200 = {"num_sms": 132, "shared_memory": 232448, "hopper": True, "bandwidth": 4917}
+H200 = {"num_sms": 132, "shared_memory": 232448, "hopper": True, "capability": (9, 0), "bandwidth": 4917}
 A100 = {"num_sms": 108, "shared_memory": 166912, "wide_tiles": False, "capability": (8, 0)}
-MI300 = {"num_sms": 304, "shared_memory": 65536, "warp_size": 64, "wide_tiles": False, "capability": (9, 4)}
+MI300 = {"num_sms": 304, "shared_memory": 65536, "warp_size": 64, "wide_tiles": False}
 NAME, GPU = "NVIDIA H200", "Some GPU"
 TILE = {"block_n": 64, "block_k": 32, "num_warps": 4, "num_stages": 2}
 HEAD = {"device": GPU, "capability": [9, 0], "num_sms": 132, "bandwidth": 4917}
@@ -233,7 +235,7 @@ def test_no_file_no_entry(files, tuning, device_spec, limits):
     """Both give the heuristic's choice."""
     plain = all_configs(tuning, device_spec(**limits), torch.bfloat16)
     assert all_configs(tuning, device_spec(**limits, name=GPU), torch.bfloat16) == plain
-    write(files.file_of(GPU), {"wgrad": {}}, capability=list(limits.get("capability", (9, 0))))
+    write(files.file_of(GPU), {"wgrad": {}}, capability=list(limits.get("capability", (0, 0))))
     for name in ("No such GPU", GPU):
         assert all_configs(tuning, device_spec(**limits, name=name), torch.bfloat16) == plain
 
@@ -250,6 +252,26 @@ def test_tables_of_the_package(package, tuning, device_spec, name, bandwidth, ne
     assert tuning.gemm_config(64, 4096, torch.bfloat16, spec).tuned
     a100 = device_spec(**A100, name="NVIDIA A100-SXM4-80GB")
     assert tiles_of(a100) == {} and not tuning.gemm_config(64, 4096, torch.bfloat16, a100).tuned
+
+
+@pytest.mark.parametrize("maker", ["AMD", "Intel"])
+def test_tables_are_of_one_maker(package, monkeypatch, maker):
+    """ROCm says of an MI210 what CUDA says of an H100: 9.0."""
+    device, files = package["common.device"], package["tuning.files"]
+    mi210 = SimpleNamespace(
+        name="AMD Instinct MI210", gcnArchName="gfx90a:sramecc+:xnack-", major=9, minor=0, multi_processor_count=104,
+        shared_memory_per_block=65536, warp_size=64,
+    )  # fmt: skip
+    ponte = {"multiprocessor_count": 448, "max_shared_mem": 131072}
+    utils = SimpleNamespace(get_device_properties=lambda index: ponte)
+    active = SimpleNamespace(utils=utils, get_current_target=lambda: GPUTarget("xpu", {}, 32))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: mi210)
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda index: "Intel(R) Data Center GPU Max 1550")
+    monkeypatch.setattr(driver, "_active", active)
+    spec = device.device_spec.__wrapped__({"AMD": "cuda", "Intel": "xpu"}[maker], 0)
+    assert spec.name.startswith(maker) and files.tiles_of(spec) == {}
+    assert not (spec.wide_tiles or spec.hopper or spec.float8)
 
 
 NEAR = {"near": (132, 4917), "slow": (132, 2039), "small": (78, 4917), "other": (132, 4917)}

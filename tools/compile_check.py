@@ -140,11 +140,11 @@ class Package:
     def spec(self, name: str, target: Target):
         """The DeviceSpec of a target, as the package would make it there."""
         gpu, cuda = target.gpu, target.gpu.backend == "cuda"
-        capability = divmod(gpu.arch, 10) if cuda else (9, 4)
-        wide = cuda and capability in ((9, 0), (10, 0), (10, 3))
-        hopper = cuda and capability == (9, 0) and self["common._compat"].has_gluon()
+        capability = divmod(gpu.arch, 10) if cuda else (0, 0)
+        wide = capability in ((9, 0), (10, 0), (10, 3))
+        hopper = capability == (9, 0) and self["common._compat"].has_gluon()
         spec = self["common.device"].DeviceSpec
-        float8 = cuda and capability >= (8, 9)
+        float8 = capability >= (8, 9)
         return spec(target.num_sms, target.shared_memory, gpu.warp_size, wide, True, hopper, float8, name, capability)
 
 

@@ -29,8 +29,8 @@ class DeviceSpec:
     shared_memory: bytes that one program may use. wide_tiles: whether matrix instructions read both operands from
     shared memory (NVIDIA's Hopper and data center Blackwell), which leaves the registers to the accumulator. tf32:
     whether the device has that mode. hopper: whether the Gluon kernels for Hopper run on it. float8: whether Triton has
-    e4m3 there. name: as torch reports it. capability: major and minor. bandwidth: of the device's memory in GB/s, 0 if
-    unknown.
+    e4m3 there. name: as torch reports it. capability: NVIDIA's compute capability, major and minor; (0, 0) of other
+    makers' devices. bandwidth: of the device's memory in GB/s, 0 if unknown.
     """
 
     num_sms: int
@@ -41,7 +41,7 @@ class DeviceSpec:
     hopper: bool = False
     float8: bool = False
     name: str = ""
-    capability: tuple = (9, 0)
+    capability: tuple = (0, 0)
     bandwidth: int = 0
 
 
@@ -51,16 +51,17 @@ def device_spec(device_type: str, index: int) -> DeviceSpec:
     if device_type != "cuda":
         return _xpu_spec(index)
     properties = torch.cuda.get_device_properties(index)
-    on_amd, capability = torch.version.hip is not None, (properties.major, properties.minor)
+    on_amd = torch.version.hip is not None
+    capability = (0, 0) if on_amd else (properties.major, properties.minor)  # ROCm says 9.0 of an MI210
     static = properties.shared_memory_per_block
     return DeviceSpec(
         num_sms=properties.multi_processor_count,
         shared_memory=static if on_amd else getattr(properties, "shared_memory_per_block_optin", static),
         warp_size=properties.warp_size,
-        wide_tiles=not on_amd and capability in ((9, 0), (10, 0), (10, 3)),
+        wide_tiles=capability in ((9, 0), (10, 0), (10, 3)),
         tf32=not on_amd or properties.gcnArchName.startswith("gfx94"),
-        hopper=not on_amd and capability == (9, 0) and _compat.has_gluon(),
-        float8=not on_amd and capability >= (8, 9),
+        hopper=capability == (9, 0) and _compat.has_gluon(),
+        float8=capability >= (8, 9),
         name=properties.name,
         capability=capability,
         bandwidth=_bandwidth(properties),

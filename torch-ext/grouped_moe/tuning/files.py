@@ -7,7 +7,7 @@ bandwidth: of the device's memory in GB/s. tiles: for each kernel, one of `KERNE
 (block_m), or for a weight gradient the class of rows per group. null for a Gluon kernel: the next one is used instead,
 Triton's last. For types of two bytes. `benchmarks/tune.py` writes these files.
 
-A device without a table takes that of the nearest device of the same compute capability.
+A device without a table takes that of the nearest device of the same compute capability, if it has one (NVIDIA's).
 """
 
 import json
@@ -83,7 +83,8 @@ def tiles_of(spec: DeviceSpec) -> Tiles:
     path = file_of(spec.name)
     if spec.name and path.is_file():
         return read_table(path).tiles
-    tables = [read_table(path) for path in sorted(CONFIGS.glob("*.json"))] if spec.name else []
+    is_comparable = spec.name and any(spec.capability)
+    tables = [read_table(path) for path in sorted(CONFIGS.glob("*.json"))] if is_comparable else []
     tables = [table for table in tables if table.capability == tuple(spec.capability)]
     return min(tables, key=lambda table: _distance(spec, table)).tiles if tables else {}
 

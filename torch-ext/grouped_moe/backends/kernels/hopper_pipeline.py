@@ -77,21 +77,23 @@ def load_group(expert, schedule, TILING: gl.constexpr):
 
 @gluon.jit
 def locate_tile(tile, group, TILING: gl.constexpr):
-    """(first row, n tile) of a tile of the group from `load_group`; the order is that of `tiles.find_tile`."""
+    """(first row, the row past the expert's last one, n tile) of a tile, in the order of `tiles.find_tile`.
+
+    group: what `load_group` returns for its expert.
+    """
     first, end, m_tiles_before = group
     num_m_tiles = (end - first + TILING.BLOCK_M - 1) // TILING.BLOCK_M
     within = tile - m_tiles_before * TILING.NUM_N_TILES
     m_tile, n_tile = grouped_order(within, num_m_tiles, TILING.NUM_N_TILES, TILING.GROUP_M)
-    return first + m_tile * TILING.BLOCK_M, n_tile
+    return first + m_tile * TILING.BLOCK_M, end, n_tile
 
 
 @gluon.jit
 def find_tile(tile, schedule, TILING: gl.constexpr):
     """Tile number -> Tile; of no meaning past the last tile."""
     expert = load_expert(tile, schedule, TILING)
-    group = load_group(expert, schedule, TILING)
-    row, n_tile = locate_tile(tile, group, TILING)
-    return Tile(expert, row, group[1], n_tile)
+    row, end, n_tile = locate_tile(tile, load_group(expert, schedule, TILING), TILING)
+    return Tile(expert, row, end, n_tile)
 
 
 @gluon.jit
@@ -183,7 +185,7 @@ def produce(x_desc, w_desc, ring, schedule, zeros, TILING: gl.constexpr, PRODUCT
     group = load_group(expert, schedule, TILING)
     expert1 = load_expert(pid + step, schedule, TILING)
     for tile in range(pid, num_tiles, step):
-        row, n_tile = locate_tile(tile, group, TILING)
+        row, _, n_tile = locate_tile(tile, group, TILING)
         group1 = load_group(expert1, schedule, TILING)
         expert2 = load_expert(tile + 2 * step, schedule, TILING)
         if PRODUCT.RANKS_FIRST:
@@ -232,10 +234,10 @@ def consume(
         expert1 = load_expert(first_tile + step, schedule, TILING)
     for number in range(first_tile, schedule.num_tiles, step):
         if PREFETCH:
-            row, n_tile = locate_tile(number, group, TILING)
+            row, end, n_tile = locate_tile(number, group, TILING)
             if SHARED:
                 row += GROUP * (BLOCK_M // 2)
-            tile = Tile(expert, row, group[1], n_tile)
+            tile = Tile(expert, row, end, n_tile)
             group1 = load_group(expert1, schedule, TILING)
             expert2 = load_expert(number + 2 * step, schedule, TILING)
         else:

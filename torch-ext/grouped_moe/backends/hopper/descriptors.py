@@ -7,10 +7,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...block_scaled import CODES
 from ...common.numbers import power_of_two
 from ...operands import LowRank
-from ..kernels.hopper import reinterpret
-from ..triton.descriptors import MAX_RAGGED_ROWS, tma_strides
+from ..kernels.hopper import RAGGED_END, reinterpret
+from ..triton.descriptors import tma_strides
 
 _EXTENT = 0x7FFF0000
 
@@ -27,7 +28,7 @@ class TmaBlock:
 
     def __init__(self, dtype: torch.dtype, *shape: int):
         self.dtype, self.shape = dtype, list(shape)
-        name = "float8e4nv" if dtype is torch.float8_e4m3fn else str(dtype).replace("torch.", "")
+        name = "float8e4nv" if dtype is CODES else str(dtype).replace("torch.", "")
         self.layout = gl.NVMMASharedLayout.get_default_for(self.shape, getattr(gl, name))
 
     def of(self, tensor: Tensor, shape: Optional[Sequence[int]] = None, strides: Optional[Sequence[int]] = None):
@@ -51,7 +52,7 @@ class RaggedTmaBlock(TmaBlock):
     def of_rows(self, rows: Tensor, columns: Optional[int] = None):
         """The descriptor of the first columns of some rows, all by default."""
         stride = tma_strides(rows)[0] if 1 in rows.shape else rows.stride(0)
-        shape = (_EXTENT, _EXTENT, MAX_RAGGED_ROWS, columns or rows.shape[1])
+        shape = (_EXTENT, _EXTENT, RAGGED_END.value, columns or rows.shape[1])
         return self.of(rows, shape, (2**34 - stride, stride, stride, 1))
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ...block_scaled import CODES
 from ...common.numbers import power_of_two
 from ...tuning.heuristic import HOPPER_TILES, THIN, GemmConfig, hopper_gemm_config, hopper_wgrad_config
 from ..kernels.hopper_down_dgrad import hopper_down_dgrad_kernel
@@ -22,7 +23,6 @@ from ..triton.scales import scale_arguments
 from .descriptors import RaggedTmaBlock, RankBlocks, TmaBlock
 
 _PATH, _PATH_OF_CODES = "Gluon for Hopper", "Gluon for Hopper, 8-bit rows and weights"
-_CODES = torch.float8_e4m3fn
 _STORE_COLUMNS = 32  # that an epilogue stores at once
 _STAGED_COLUMNS = 128  # in all staging tiles of a warp group, where rows are gathered
 _SLOTS = {True: 3, False: 4}  # staging tiles of gate and up, or of no gate, that are on their way or worked on
@@ -84,9 +84,9 @@ class QuantizedGemm(_Pipelined):
 
     def __init__(self, problem: GemmProblem):
         p, config = problem, HOPPER_TILES["quantized"]
-        self.set_blocks(p, config, _CODES, *config.weight_block(p.layout))
+        self.set_blocks(p, config, CODES, *config.weight_block(p.layout))
         factor_layout = "kn" if p.low_rank.strides[2] == 1 else "nk"  # a backward's, the a of a LoRA, comes as "kn"
-        factor_block = TmaBlock(_CODES, 1, *config.weight_block(factor_layout))
+        factor_block = TmaBlock(CODES, 1, *config.weight_block(factor_layout))
         self.rank_blocks = RankBlocks(p, self.x_block, factor_block, factor_layout)
         self.y_block = RaggedTmaBlock(p.dtype, config.block_m // 2, 32 if p.zero_rest else 64)
         product = self.product(p, config, p.n)._replace(FACTOR_KN=factor_layout == "kn", RANKS_FIRST=True)
@@ -172,9 +172,9 @@ class QuantizedUpProj(_Pipelined):
 
     def __init__(self, problem: BlockProblem):
         p, config = problem, HOPPER_TILES["quantized"]
-        self.set_blocks(p, config, _CODES, 2, config.block_n // 2, config.block_k)
+        self.set_blocks(p, config, CODES, 2, config.block_n // 2, config.block_k)
         self.preact_block = RaggedTmaBlock(p.dtype, config.block_m // 2, _STORE_COLUMNS)
-        self.act_block = RaggedTmaBlock(_CODES, config.block_m // 2, BLOCK)
+        self.act_block = RaggedTmaBlock(CODES, config.block_m // 2, BLOCK)
         product = self.product(p, config, p.width)._replace(RANKS_FIRST=True)
         constants = {"TOP_K": p.top_k, "PRODUCT": product, "OPTIONS": p.options}
         super().__init__(p, config, hopper_quantized_up_proj_kernel, constants, p.width, _PATH_OF_CODES)

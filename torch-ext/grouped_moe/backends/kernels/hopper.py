@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ...common._compat import reinterpret_method
+from .tiles import MAX_RAGGED_ROWS
 
 # Triton 3.7 renamed these.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -17,7 +18,7 @@ thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of a parti
 reinterpret = reinterpret_method()  # of a shared-memory descriptor: (descriptor, dtype, shape, layout)
 
 # Rows of a ragged descriptor end here, wherever a group ends in memory.
-RAGGED_END = gl.constexpr(1 << 30)
+RAGGED_END = gl.constexpr(MAX_RAGGED_ROWS)
 
 
 class Tokens(NamedTuple):

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+MAX_RAGGED_ROWS = 1 << 30  # that the ragged descriptors of Gluon's kernels count
+
 
 class Tiling(NamedTuple):
     """How a grouped GEMM is cut into tiles: compile-time values."""

@@ -17,7 +17,7 @@ from ...common.device import DeviceSpec, spec_of
 from ...operands import LoRA, LowRank
 from ...rows import Rows
 from ...tuning.heuristic import choose_block_m, quantizing_pays, transposing_pays
-from .descriptors import MAX_RAGGED_ROWS, weight_layout
+from .descriptors import has_many_rows, weight_layout
 from .launch import ALIGNMENT
 from .quantize import BLOCK
 from .transpose import can_transpose
@@ -64,8 +64,8 @@ def takes_codes(
     if not _is_for_codes(up, block_m, x.dtype) or not _is_for_codes(down, block_m, x.dtype):
         return False
     operands = _operand(up, block.up_lora, contiguous), _operand(down, block.down_lora, contiguous)
-    many_rows = num_rows > MAX_RAGGED_ROWS
-    return _block_takes_codes(*operands, block.gated, block.interleaved, spec_of(x), many_rows, backward)
+    kind = block.gated, block.interleaved, spec_of(x), has_many_rows(num_rows)
+    return _block_takes_codes(*operands, *kind, backward)
 
 
 def gemm_takes_codes(
@@ -78,7 +78,7 @@ def gemm_takes_codes(
     if not _is_for_codes(weight, rows.block_m, dtype):
         return False
     operand = _operand(weight, low_rank, contiguous=transposed)  # a transpose is copied where it has to be
-    return _gemm_takes_codes(operand, transposed, spec, rows.num_rows > MAX_RAGGED_ROWS)
+    return _gemm_takes_codes(operand, transposed, spec, has_many_rows(rows.num_rows))
 
 
 def transposes_codes(weight: BlockScaled, rows: Rows, spec: DeviceSpec) -> bool:

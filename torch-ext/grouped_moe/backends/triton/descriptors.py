@@ -7,9 +7,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...block_scaled import Weight
 from ...common.device import DeviceSpec
+from ..kernels.tiles import MAX_RAGGED_ROWS
 from .launch import ALIGNMENT
-
-MAX_RAGGED_ROWS = 1 << 30  # that the ragged descriptors of Gluon's kernels count
 
 
 def tma_strides(tensor: Tensor) -> Optional[Tuple[int, ...]]:
@@ -33,6 +32,11 @@ def tma_strides(tensor: Tensor) -> Optional[Tuple[int, ...]]:
 def takes_rows(x: Tensor, spec: DeviceSpec) -> bool:
     """Whether rows x (rows, K) can be read by descriptor, and it pays."""
     return spec.wide_tiles and x.element_size() == 2 and tma_strides(x) is not None
+
+
+def has_many_rows(num_rows: int) -> bool:
+    """Whether there are more rows than the ragged descriptors of Gluon's kernels count."""
+    return num_rows > MAX_RAGGED_ROWS
 
 
 def weight_layout(weight: Weight, transposed: bool) -> Optional[str]:

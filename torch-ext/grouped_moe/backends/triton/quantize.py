@@ -9,10 +9,10 @@ from torch import Tensor
 from ...block_scaled import CODES
 from ...common.numbers import power_of_two
 from ...rows import Rows
-from ..kernels.quantize import quantize_rows_kernel
+from ..kernels import quantize as kernels
 from .launch import Kernel
 
-BLOCK = 128  # columns that have one scale
+BLOCK = kernels.BLOCK.value  # columns that have one scale
 _ROWS, _BLOCKS = 8, 4  # of a program
 
 
@@ -58,4 +58,4 @@ def quantize_rows(x: Tensor, rows: Optional[Rows] = None, sorts: bool = False) -
 def _kernel(k: int, top_k: int, sorts: bool) -> Kernel:
     choices = power_of_two(top_k) if top_k else 0
     constants = {"K": k, "TOP_K": top_k, "TOP_K_POW2": choices, "SORTED": sorts}
-    return Kernel(quantize_rows_kernel, {**constants, "BLOCK_M": _ROWS, "NUM_BLOCKS": _BLOCKS})
+    return Kernel(kernels.quantize_rows_kernel, {**constants, "BLOCK_M": _ROWS, "NUM_BLOCKS": _BLOCKS})

@@ -10,7 +10,7 @@ from ...rows import Rows, unit_rows
 from ...tuning.heuristic import THIN, rows_per_group
 from ..problems import WgradProblem
 from ..table import launcher_of
-from .descriptors import MAX_RAGGED_ROWS, takes_rows, tma_strides
+from .descriptors import has_many_rows, takes_rows, tma_strides
 
 
 def wgrad(
@@ -32,7 +32,7 @@ def wgrad(
         "lhs" if lhs_of_tokens else "rhs" if rhs_of_tokens else None, rows_per_group(rows.num_rows, num_groups),
         rows.num_rows > 0 and takes_rows(lhs, spec) and takes_rows(rhs, spec),
         8 if math.gcd(lhs.stride(0), rhs.stride(0), 16) == 8 else 1, _takes_out(out),
-        rows.num_rows > MAX_RAGGED_ROWS, accumulate,
+        has_many_rows(rows.num_rows), accumulate,
     )  # fmt: skip
     launcher_of("wgrad", problem)(lhs, rhs, out, rows)
 

@@ -6,8 +6,8 @@ import triton.language as tl
 from .activation import act_grad, glu_grad, zero_past
 from .dependent import wait_for_stream
 from .epilogues import down_dgrad_epilogue, load_preact, split_pairs
-from .quantize import BLOCK, scale_of
-from .tiles import end_of_rows, load_scales, load_slots, scale_rows, store_columns, tile_ptrs, tile_rows
+from .quantize import BLOCK, quantize
+from .tiles import end_of_rows, load_scales, load_slots, scale_rows, store_columns, store_parts, tile_ptrs, tile_rows
 
 
 @triton.jit
@@ -15,13 +15,9 @@ def store_twice(plain_ptr, codes_ptr, scale_ptr, value, first_row, row_mask, fir
     """Stores whole blocks of columns of a (rows, N) tensor as codes and scales, and plain if there is plain_ptr."""
     if plain_ptr is not None:
         store_columns(plain_ptr, value, first_row, row_mask, first_column, N)
-    BLOCK_M: tl.constexpr = value.shape[0]
-    NUM_BLOCKS: tl.constexpr = value.shape[1] // BLOCK
-    value = tl.reshape(value, (BLOCK_M, NUM_BLOCKS, BLOCK))
-    scale = scale_of(tl.max(tl.abs(value), axis=2))
-    codes = tl.reshape(value * (1.0 / scale)[:, :, None], (BLOCK_M, NUM_BLOCKS * BLOCK))
+    codes, scale = quantize(value)
     store_columns(codes_ptr, codes, first_row, row_mask, first_column, N)
-    scale_ptrs = tile_ptrs(scale_ptr, first_row, first_column // BLOCK, N // BLOCK, BLOCK_M, NUM_BLOCKS)
+    scale_ptrs = tile_ptrs(scale_ptr, first_row, first_column // BLOCK, N // BLOCK, scale.shape[0], scale.shape[1])
     tl.store(scale_ptrs, scale, mask=row_mask[:, None])
 
 
@@ -104,6 +100,4 @@ def activation_grad_kernel(
             inner = down_dgrad_epilogue(
                 grad, gate, up, weights, dpreact_ptr, scaled_act_ptr, row, row_mask, column, OPTIONS, BLOCK_N
             )
-        if partials_ptr is not None:
-            partial_ptrs = partials_ptr + n_tile.to(tl.int64) * stride_pn + row + tl.arange(0, BLOCK_M)
-            tl.store(partial_ptrs, inner, mask=row_mask)
+        store_parts(partials_ptr, stride_pn, inner, n_tile, row, row_mask)

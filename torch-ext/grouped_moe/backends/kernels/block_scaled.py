@@ -25,6 +25,7 @@ from .tiles import (
     load_slots,
     num_row_tiles,
     scale_rows,
+    store_parts,
     tile_extent,
     tile_rows,
     tokens_of,
@@ -292,12 +293,7 @@ def scaled_up_proj_kernel(
             gate, _ = dot_scaled(x, None, w, expert, WIDTH * column, 0, WIDTH * BLOCK_N, PRODUCT, False)
             gate = add_low_rank(gate, low_rank, expert, rows, row_mask, WIDTH * column, WIDTH * N, FACTOR, PRODUCT)
             up = gate
-        gates, ups = column_pieces(gate, 2), column_pieces(up, 2)
-        for i in tl.static_range(2):
-            up_epilogue(
-                gates[i], ups[i], expert_bias_ptr, stride_bn, preact_ptr, act_ptr, scales, row, row_mask,
-                column + i * (BLOCK_N // 2), OPTIONS,
-            )  # fmt: skip
+        up_epilogue(gate, up, expert_bias_ptr, stride_bn, preact_ptr, act_ptr, scales, row, row_mask, column, OPTIONS)
 
 
 @triton.jit(do_not_specialize=["stride_pn"])
@@ -349,6 +345,4 @@ def scaled_down_dgrad_kernel(
                 grads[i], gate, up, weights, dpreact_ptr, scaled_act_ptr, row, row_mask, column + i * PIECE, OPTIONS,
                 PIECE,
             )  # fmt: skip
-        if partials_ptr is not None:
-            partial_ptrs = partials_ptr + n_tile.to(tl.int64) * stride_pn + row + tl.arange(0, BLOCK_M)
-            tl.store(partial_ptrs, inner, mask=row_mask)
+        store_parts(partials_ptr, stride_pn, inner, n_tile, row, row_mask)

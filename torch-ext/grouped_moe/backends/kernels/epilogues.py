@@ -92,10 +92,16 @@ def up_epilogue(
 
     preact_ptr, act_ptr: None for what is not stored. scales: factors of the activation's rows, or None.
     """
-    gate, up = preact_epilogue(gate, up, bias_ptr, stride_bn, preact_ptr, first_row, row_mask, first_column, OPTIONS)
-    if act_ptr is not None:
-        value = scale_rows(glu(gate, up, OPTIONS), scales)
-        store_columns(act_ptr, value, first_row, row_mask, first_column, OPTIONS.N)
+    HALF: tl.constexpr = gate.shape[1] // (4 if OPTIONS.INTERLEAVED else 2)  # columns of the activation
+    gates, ups = column_pieces(gate, 2), column_pieces(up, 2)
+    for i in tl.static_range(2):
+        column = first_column + i * HALF
+        gate, up = preact_epilogue(
+            gates[i], ups[i], bias_ptr, stride_bn, preact_ptr, first_row, row_mask, column, OPTIONS
+        )
+        if act_ptr is not None:
+            value = scale_rows(glu(gate, up, OPTIONS), scales)
+            store_columns(act_ptr, value, first_row, row_mask, column, OPTIONS.N)
 
 
 @triton.jit

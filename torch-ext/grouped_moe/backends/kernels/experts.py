@@ -20,6 +20,7 @@ from .tiles import (
     load_scales,
     load_slots,
     num_row_tiles,
+    store_parts,
     tile_rows,
     tokens_of,
 )
@@ -122,12 +123,9 @@ def up_proj_kernel(
                 gate = dot_rows(x, w, expert, WIDTH * column, WIDTH * N, WIDTH * BLOCK_N, PRODUCT)
                 gate = add_low_rank(gate, low_rank, expert, rows, row_mask, WIDTH * column, WIDTH * N, FACTOR, PRODUCT)
                 up = gate
-            gates, ups = column_pieces(gate, 2), column_pieces(up, 2)
-            for i in tl.static_range(2):
-                up_epilogue(
-                    gates[i], ups[i], expert_bias_ptr, stride_bn, preact_ptr, act_ptr, scales, row, row_mask,
-                    column + i * (BLOCK_N // 2), OPTIONS,
-                )  # fmt: skip
+            up_epilogue(
+                gate, up, expert_bias_ptr, stride_bn, preact_ptr, act_ptr, scales, row, row_mask, column, OPTIONS
+            )
             expert, place, slots, expert1, place1, expert2 = expert1, place1, slots1, expert2, place2, expert3
 
 
@@ -193,7 +191,5 @@ def down_dgrad_kernel(
                     OPTIONS, PIECE,
                 )  # fmt: skip
                 gate, up = next_gate, next_up
-            if partials_ptr is not None:
-                partial_ptrs = partials_ptr + n_tile.to(tl.int64) * stride_pn + row + tl.arange(0, BLOCK_M)
-                tl.store(partial_ptrs, inner, mask=row_mask)
+            store_parts(partials_ptr, stride_pn, inner, n_tile, row, row_mask)
             expert, place, slots, expert1, place1, expert2 = expert1, place1, slots1, expert2, place2, expert3

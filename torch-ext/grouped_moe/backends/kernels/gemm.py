@@ -128,7 +128,7 @@ def load_transposed_pair(
 def wgrad_kernel(
     p_ptr, stride_pr,  # (rows, M), or (T, M) read at row_to_slot[row] // P_TOP_K; columns contiguous
     q_ptr, stride_qr,  # (rows, N), or (T, N) read at row_to_slot[row] // Q_TOP_K; columns contiguous
-    p_desc, q_desc,  # with TMA: the same, in blocks of (BLOCK_K, BLOCK_M) and (BLOCK_K, BLOCK_N)
+    p_desc, q_desc,  # with TMA: the same, in blocks of (BLOCK_K, BLOCK_M) and (BLOCK_K, BLOCK_N); else None
     dw_ptr, stride_de, stride_dm, stride_dn,  # (E, M, N) by strides, out
     dw_desc,  # the same in blocks of (1, BLOCK_M, BLOCK_N), or None
     row_to_slot_ptr,  # (rows,) int32 or None

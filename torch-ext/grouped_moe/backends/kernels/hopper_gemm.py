@@ -26,23 +26,30 @@ class Output(NamedTuple):
 
 
 @gluon.jit
+def add_bias(acc, output, row, end, column, bias_ptr, N: gl.constexpr):
+    """acc plus its columns of an expert's bias, each times the row's scale if given; acc without bias_ptr."""
+    if bias_ptr is None:
+        return acc
+    else:
+        layout: gl.constexpr = acc.type.layout
+        columns = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+        bias = load_bias(bias_ptr, output.bias.stride_n, columns, N)[None, :]
+        if output.scales_ptr is not None:
+            rows = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
+            bias = load_scales(output.scales_ptr, gl.minimum(rows, end - 1))[:, None] * bias
+        return acc + bias
+
+
+@gluon.jit
 def store_rows(acc, output, row, end, column, bias_ptr, N: gl.constexpr):
     """Stores the rows from `row` to `end` plus their bias, in pieces of as many columns as the staging tile has."""
-    ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
     if COLUMNS > output.staging.shape[3]:
         left, right = column_pieces(acc, 2)
         store_rows(left, output, row, end, column, bias_ptr, N)
         store_rows(right, output, row, end, column + COLUMNS // 2, bias_ptr, N)
     else:
-        if bias_ptr is not None:
-            layout: gl.constexpr = acc.type.layout
-            columns = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-            bias = load_bias(bias_ptr, output.bias.stride_n, columns, N)[None, :]
-            if output.scales_ptr is not None:
-                rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-                bias = load_scales(output.scales_ptr, gl.minimum(rows, end - 1))[:, None] * bias
-            acc += bias
+        acc = add_bias(acc, output, row, end, column, bias_ptr, N)
         tma.store_wait(0)  # until the earlier store has read the staging tile
         write_staging(acc, output.staging)
         tma_store(output.desc, ragged_coordinates(row, end, column), output.staging)

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from .activation import glu
 from .dependent import wait_for_stream
 from .hopper import Tokens, allocate_barriers, ragged_coordinates, tma_store, write_staging
-from .hopper_gemm import Output
+from .hopper_gemm import Output, add_bias
 from .hopper_pipeline import Bias, Schedule, Zeros, allocate_zeros, produce
 from .hopper_promoted import HALF, Scales, consume_promoted
 from .hopper_ring import Ranks, Ring, num_steps
@@ -24,16 +24,9 @@ def store_half(half, tile, column, output, NUMBER: gl.constexpr, N: gl.constexpr
     """Stores half of a tile plus its bias, in pieces of as many columns as a staging tile has, from NUMBER on."""
     COLUMNS: gl.constexpr = output.staging.shape[4]
     PIECES: gl.constexpr = HALF // COLUMNS
-    layout: gl.constexpr = half.type.layout
     bias = output.bias
-    if bias.ptr is not None:
-        bias_ptr = bias.ptr + tile.expert.to(gl.int64) * bias.stride_e
-        columns = column + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-        added = load_bias(bias_ptr, bias.stride_n, columns, N)[None, :]
-        if output.scales_ptr is not None:
-            rows = tile.row + gl.arange(0, half.shape[0], layout=gl.SliceLayout(1, layout))
-            added = load_scales(output.scales_ptr, gl.minimum(rows, tile.end - 1))[:, None] * added
-        half += added
+    bias_ptr = bias.ptr + tile.expert.to(gl.int64) * bias.stride_e if bias.ptr is not None else None
+    half = add_bias(half, output, tile.row, tile.end, column, bias_ptr, N)
     pieces = column_pieces(half, PIECES)
     for i in gl.static_range(PIECES):
         store_piece(pieces[i], output.desc, output.staging, tile, column + i * COLUMNS, NUMBER + i)

@@ -32,6 +32,15 @@ def scale_of(largest):
 
 
 @triton.jit
+def quantize(value):
+    """(values that codes round, (rows, columns), and the scale of each block of columns, (rows, blocks)) in fp32."""
+    NUM_BLOCKS: tl.constexpr = value.shape[1] // BLOCK
+    blocks = tl.reshape(value, (value.shape[0], NUM_BLOCKS, BLOCK))
+    scale = scale_of(tl.max(tl.abs(blocks), axis=2))
+    return tl.reshape(blocks * (1.0 / scale)[:, :, None], (value.shape[0], value.shape[1])), scale
+
+
+@triton.jit
 def row_scale_ptrs(x_scale_ptr, sources, K: tl.constexpr):
     """Pointers to the first scales of rows of codes."""
     return x_scale_ptr + sources * ((K + BLOCK - 1) // BLOCK)
@@ -78,9 +87,7 @@ def quantize_rows_kernel(
         row_mask = tl.max(sorted_rows, axis=1) >= 0
     mask = row_mask[:, None] & (columns < K)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_r + columns.to(tl.int64)[None, :] * stride_k, mask=mask, other=0.0)
-    x = tl.reshape(x.to(tl.float32), (BLOCK_M, NUM_BLOCKS, BLOCK))
-    scale = scale_of(tl.max(tl.abs(x), axis=2))
-    codes = tl.reshape(x * (1.0 / scale)[:, :, None], (BLOCK_M, NUM_BLOCKS * BLOCK))
+    codes, scale = quantize(x.to(tl.float32))
     if SORTED:
         for choice in range(TOP_K):
             targets = tl.load(slot_to_row_ptr + rows * TOP_K + choice, mask=row_mask, other=-1).to(tl.int64)

@@ -10,6 +10,7 @@ from .tiles import (
     find_expert,
     load_bias,
     load_scales,
+    load_slots,
     num_row_tiles,
     source_rows,
     tile_extent,
@@ -26,7 +27,7 @@ def bias_grads_kernel(
     bias_ptr, stride_be, stride_bn,  # (E, N), or None if dots are not asked for
     sums_ptr,  # (max_tiles, N) fp32 or None, out: the first num_row_tiles are written
     dots_ptr, stride_pn,  # (n tiles, rows) fp32 or None, out: routed rows are written
-    row_to_slot_ptr,  # (rows,) int32 or None
+    row_to_slot_ptr,  # (rows,) int32, or None if TOP_K is 0
     schedule_ptr,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr,
     TOP_K: tl.constexpr,  # 0: rows in place
@@ -54,8 +55,7 @@ def bias_grads_kernel(
             tl.store(dots_ptrs, tl.sum(dy * bias[None, :], 1), mask=row_mask)
         if sums_ptr is not None:
             if scales_ptr is not None:
-                slots = rows if TOP_K == 0 else tl.load(row_to_slot_ptr + rows)
-                dy *= load_scales(scales_ptr, slots)[:, None]
+                dy *= load_scales(scales_ptr, load_slots(row_to_slot_ptr, rows))[:, None]
             tl.store(sums_ptr + tile.to(tl.int64) * N + columns, tl.sum(dy, 0), mask=columns < N)
 
 

@@ -42,7 +42,6 @@ class _Problem(NamedTuple):
     up_scales, down_scales: which scale an element of a weight has, None for a plain one.
     """
 
-    dtype: torch.dtype
     num_experts: int
     num_choices: int
     h: int
@@ -155,7 +154,7 @@ def decode(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor, adapte
     (num_tokens, top_k), h, i, transposed = ids.shape, x.shape[1], block.intermediate, block.transposed
     num_experts, up_lora, down_lora, spec = block.num_experts, block.up_lora, block.down_lora, spec_of(x)
     problem = _Problem(
-        x.dtype, num_experts, top_k, h, i, block.gated, block.interleaved, block.activation, _ranks(up_lora),
+        num_experts, top_k, h, i, block.gated, block.interleaved, block.activation, _ranks(up_lora),
         _ranks(down_lora), scale_layout(block.up, False), scale_layout(block.down, False),
     )  # fmt: skip
     up, stride_ue, stride_un, _, *up_scales = codes_and_scales(block.up, transposed, spec)

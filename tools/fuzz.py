@@ -30,7 +30,7 @@ from fuzz_ops import OPS
 from fuzz_roundings import Roundings, with_roundings
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("benchmarks", "tests")]
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("benchmarks", "tests/support")]
 
 import compare  # noqa: E402
 from compare import UNIT_ROUNDOFF, norms, tolerances  # noqa: E402

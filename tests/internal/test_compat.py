@@ -7,7 +7,7 @@ import sys
 import layers
 import pytest
 import torch
-from conftest import ROOT
+from hub import ROOT
 from layers import Form
 from operations import RecordedLog, make_operation
 from torch.utils.flop_counter import FlopCounterMode

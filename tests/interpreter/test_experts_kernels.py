@@ -4,8 +4,8 @@ import pytest
 import torch
 from block import Result, assert_matches, assert_same, run_reference
 from cases import BY_ID, CASES, make_inputs
+from loops import loop_route
 from poison import LAYOUTS, guarded, poison_sentinels
-from test_routing import loop_route
 
 from interpreter.guard import GuardedAllocations
 

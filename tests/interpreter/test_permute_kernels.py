@@ -4,8 +4,8 @@ import pytest
 import torch
 from cases import Case, make_ids
 from compare import assert_bitwise, assert_close
+from loops import differentiate, loop_combine, loop_gather
 from poison import guarded, is_sentinel
-from test_permute import differentiate, loop_combine, loop_gather
 
 from interpreter.guard import GuardedAllocations
 

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 from cases import Case, make_ids, sentinel_ids
+from loops import loop_route
 from poison import is_sentinel
-from test_routing import loop_route
 
 from interpreter.guard import MARGIN, GuardedAllocations, poison_value
 

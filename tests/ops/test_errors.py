@@ -6,24 +6,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from errors import raises
 
 T, TOP_K, E, H, I = 6, 2, 4, 16, 8  # noqa: E741
 ROWS, G, N, K = 10, 3, 8, 4
 META = torch.device("meta")
-
-
-class Nothing(TorchDispatchMode):
-    """Fails on any operation that reaches a device."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        raise AssertionError(f"{function} was launched before the error")
-
-
-def raises(error, message, function, *args, **kwargs):
-    """The error comes, its message matches, and nothing was launched."""
-    with pytest.raises(error, match=message), Nothing():
-        function(*args, **kwargs)
 
 
 # Shapes of valid arguments.

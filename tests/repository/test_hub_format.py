@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from hub import ROOT
 from kernels._rust import Digest, DigestAlgorithm, DigestValidationError, Metadata
 
 BACKENDS = ("cpu", "cuda", "rocm", "xpu")

@@ -6,12 +6,12 @@ import torch
 from block import assert_same, call, make, run, run_reference
 from cases import BY_ID, make_inputs
 from compare import assert_bitwise, assert_close
+from errors import raises
 from marks import by_fp32_and_bf16
 from operations import record
 from pairs import Pairs, make_loras
 from poison import poisoned_allocations
 from scaled import WEIGHTS, Blocks, check, scale, with_scales
-from test_errors import raises
 
 FP32, BF16, E8M0 = torch.float32, torch.bfloat16, torch.float8_e8m0fnu
 NAN = float("nan")

@@ -3,23 +3,8 @@
 import pytest
 import torch
 from cases import Case, make_ids
+from loops import loop_route
 from poison import poisoned_allocations
-
-
-def loop_route(ids, num_experts):
-    """(expert_offsets, routed part of row_to_slot, slot_to_row) as lists."""
-    flat = ids.flatten().tolist()
-    slots_of = [[] for _ in range(num_experts)]
-    for slot, expert in enumerate(flat):
-        if 0 <= expert < num_experts:
-            slots_of[expert].append(slot)
-    offsets, order, places = [0], [], [-1] * len(flat)
-    for slots in slots_of:
-        order += slots
-        offsets.append(len(order))
-    for row, slot in enumerate(order):
-        places[slot] = row
-    return offsets, order, places
 
 
 def assert_routed(grouped_moe, ids, num_experts):

@@ -12,9 +12,9 @@ import torch
 import transformers
 from compare import tolerances
 from marks import by_fp32_and_bf16
+from models import generate
 from packaging.version import Version
 from peft_experts import BOTH, assert_close, by_kind, by_model, make_adapted, outputs, peft, run, train_step
-from test_transformers_models import generate
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("fresh_peft")

@@ -12,7 +12,7 @@ from pathlib import Path
 import build_cuda
 import native_library
 import pytest
-from conftest import ROOT
+from hub import ROOT
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 from kernels.backends import CPU, CUDA, XPU, ROCm
 from kernels.variants import _resolve_variant_for_system, parse_variant

@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_matches, assert_part, assert_same
+from errors import raises
 from linears import Linear
 from marks import by_fp32_and_bf16, by_recompute
 from operations import count_flops
 from pairs import Pairs, factors, make_index, make_lora, merged, over_adapters, with_factors
 from poison import poisoned_allocations
-from test_errors import raises
 
 NAN = float("nan")
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -5,7 +5,7 @@ from typing import Dict, List, NamedTuple, Optional
 import pytest
 import torch
 from experts_modules import build
-from test_transformers_models import FP32_TOLERANCE, make_model
+from models import FP32_TOLERANCE, make_model
 from torch import Tensor, nn
 
 peft = pytest.importorskip("peft", minversion="0.21")

@@ -8,13 +8,13 @@ import pytest
 import test_lora_layers as pairs_of_layers
 import torch
 from compare import assert_bitwise, assert_same
+from copies import COPIES
+from errors import raises
 from layers import FLOAT, HALF, ROWS, Form, G, K, N, assert_matches
 from marks import by_fp32_and_bf16
 from pairs import Pairs
 from poison import poisoned_allocations
 from scaled import Blocks, scale
-from test_errors import raises
-from test_modules_checkpoints import COPIES
 from torch import nn
 
 CODES, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu

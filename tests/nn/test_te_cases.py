@@ -6,7 +6,8 @@ Random cotangents take the place of its sums of outputs. Its large shapes are fo
 """
 
 import ast
-from pathlib import Path
+
+from hub import ROOT
 
 # By our test. Of files on sanity, CUDA graphs and offloading those of the layer without quantization.
 COVERED = {
@@ -67,7 +68,7 @@ LEFT_OUT = {
 
 
 def test_tables_name_tests_once_and_ours_exist():
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(__file__).parent.glob("test_*.py")]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").rglob("test_*.py")]
     assert COVERED.keys() <= {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
     theirs = " ".join([*COVERED.values(), *LEFT_OUT.values()]).split()
     assert len(set(theirs)) == len(theirs)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import Case, make_ids
 from compare import assert_bitwise, assert_close
+from loops import differentiate, loop_combine, loop_gather
 from marks import by_dtype
 from poison import LAYOUTS, dirty_allocator, is_sentinel, poisoned_allocations
 
@@ -30,30 +31,6 @@ def make(grouped_moe, case, device, dtype=torch.float32, weights_dtype=None):
     shapes = (case.T, case.H), (case.T * case.top_k, case.H), (case.T, case.top_k), (case.T, case.H)
     x, y, weights, dout = (torch.randn(shape).to(device, dtype) for shape in shapes)
     return ids, grouped_moe.route(ids, case.E), x, y, weights.to(weights_dtype or dtype), dout
-
-
-def loop_gather(x, routing):
-    """(S, H) in fp64, differentiable."""
-    rows = int(routing.expert_offsets[-1])
-    picked = x[routing.row_to_slot[:rows].long() // routing.top_k]
-    return torch.cat([picked, x.new_zeros(routing.row_to_slot.shape[0] - rows, x.shape[1])])
-
-
-def loop_combine(y, weights, routing):
-    """(T, H) in fp64, differentiable."""
-    places = routing.slot_to_row.view(-1, routing.top_k).tolist()
-    parts = [[weights[t, k] * y[row] for k, row in enumerate(line) if row >= 0] for t, line in enumerate(places)]
-    zero = y.new_zeros(1, y.shape[1])
-    return torch.stack([sum(line, zero[0]) for line in parts]) if parts else zero[:0]
-
-
-def differentiate(function, tensors, dout):
-    """(output, gradients), zeros for what takes no part."""
-    leaves = [t.detach().requires_grad_() for t in tensors]
-    out = function(*leaves)
-    if not out.requires_grad:
-        return out, [torch.zeros_like(t) for t in leaves]
-    return out.detach(), torch.autograd.grad(out, leaves, dout, allow_unused=True, materialize_grads=True)
 
 
 @by_dtype

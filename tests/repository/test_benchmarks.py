@@ -21,7 +21,7 @@ import routing
 import run
 import timing
 import torch
-from conftest import ROOT
+from hub import ROOT
 from workload import SMOKE, SMOKE_GPT_OSS, SMOKE_UNGATED, Cell, LinearCell, counts_of, draw_ids, make_inputs
 
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))

@@ -4,12 +4,12 @@ import group_splits
 import pytest
 import torch
 from compare import assert_bitwise, assert_same
+from errors import raises
 from linears import BY_LINEAR, LINEARS, SCALED
 from marks import DTYPES, by_dtype, by_fp32_and_bf16
 from mlps import BY_MLP, MLPS
 from poison import LAYOUTS, dirty_allocator, poisoned_allocations
 from sorted_rows import PER_ROW, SCALES, assert_matches, run, run_reference, with_leaves
-from test_errors import raises
 
 
 def by_case(linears, mlps, marks=()):

@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from hub import ROOT
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(ROOT / "tools"))

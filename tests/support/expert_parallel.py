@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from cases import kept
 from compare import assert_bitwise, assert_close
-from conftest import ROOT, read_hub
+from hub import ROOT, read_hub
 from poison import poisoned_allocations
 from ranks import device
 from timing import graph_of

@@ -4,21 +4,10 @@ import math
 
 import pytest
 import torch
+from models import FP32_TOLERANCE, MODELS, generate, make_model
 from poison import poisoned_allocations
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
-
-SEQUENCE, NEW_TOKENS = 9, 6
-
-# Large enough that the experts shape the logits.
-SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-    "num_experts_per_tok": 2, "max_position_embeddings": 64, "initializer_range": 0.2,
-}  # fmt: skip
-
-# fp32, two layers deep: the experts differ from eager by 3e-7 (see the sweep over the classes), attention, norms and
-# the head pass that on and may amplify it a few times. Experts that are left out are off by more than 1e-1.
-FP32_TOLERANCE = 1e-5
 
 # In units of the dtype's eps, the spacing at 1. A rounding is off by half of it at most. What the experts compute is
 # rounded at about four places (pre-activation, activation, down-projection, sum), forward and again backward, where
@@ -26,38 +15,8 @@ FP32_TOLERANCE = 1e-5
 ROUNDINGS = 2.0
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16, "autocast": torch.bfloat16}
 
-MODELS = {  # the class, the name of its config, and that config's own fields for a number of layers
-    # Gated experts without bias.
-    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", lambda layers: {
-        "num_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": layers,
-    }),
-    # Transposed, interleaved, with biases and a clamp.
-    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", lambda layers: {
-        "num_local_experts": 4, "intermediate_size": 24, "num_hidden_layers": layers, "sliding_window": 8,
-        "layer_types": ["full_attention", "sliding_attention"][:layers],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    }),
-    # Experts without a gate.
-    "nemotron_h": ("NemotronHForCausalLM", "NemotronHConfig", lambda layers: {
-        "n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "n_group": 1,
-        "topk_group": 1, "layers_block_type": ["attention", "moe"] * layers,
-    }),
-}  # fmt: skip
 WITH_STATIC_CACHE = ("qwen3_moe", "gpt_oss")  # transformers 5.9 builds no masks for it with nemotron_h, eager neither
 by_name = pytest.mark.parametrize("name", MODELS)
-
-
-def make_model(name: str, device: str, num_layers: int = 2):
-    """The model in evaluation mode, and input ids."""
-    import transformers
-
-    model_class, config_class, sizes = MODELS[name]
-    config = getattr(transformers, config_class)(**SIZES, **sizes(num_layers))
-    model = getattr(transformers, model_class)(config).to(device).eval()
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("_bias"):  # the experts' start at zero
-            torch.nn.init.normal_(parameter)
-    return model, torch.randint(1, SIZES["vocab_size"], (2, SEQUENCE), device=device)
 
 
 def logits_and_grads(model, ids: torch.Tensor, implementation: str, dtype=None) -> dict:
@@ -110,13 +69,6 @@ def test_matches_eager(name, way, implementation, device):
             torch.nn.init.zeros_(parameter)
     without = logits_and_grads(model, ids, implementation, autocast)["logits"]
     assert (without - expected["logits"]).norm() > 0.1 * expected["logits"].norm()
-
-
-def generate(model, ids: torch.Tensor, implementation: str, **options) -> list:
-    """The tokens of greedy decoding."""
-    model.set_experts_implementation(implementation)
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **options}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist()
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", "static-compiled"])

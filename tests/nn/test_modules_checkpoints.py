@@ -1,13 +1,13 @@
 """GroupedLinear: checkpoints of either form, copies, pickles and conversions."""
 
 import copy
-import io
 import pickle
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
 from compare import assert_bitwise
+from copies import COPIES
 from layers import LAYOUTS, Form, N, by_layout, is_packed, make_batch, make_module, packed, run
 
 
@@ -87,28 +87,6 @@ def test_extra_state_of_a_subclass(grouped_moe):
     source.count = 7
     module.load_state_dict(source.state_dict())
     assert module.count == 7
-
-
-def _torch_save(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
-    "torch.save": _torch_save,
-    "to": lambda module: copy.deepcopy(module).double().float(),
-    "to_empty": lambda module: _filled(copy.deepcopy(module).to("meta").to_empty(device="cpu"), module),
-    "share_memory": lambda module: copy.deepcopy(module).share_memory(),
-}
-
-
-def _filled(module, source):
-    module.load_state_dict(source.state_dict())
-    return module
 
 
 @pytest.mark.parametrize("how", COPIES)

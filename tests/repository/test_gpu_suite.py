@@ -8,7 +8,8 @@ from pathlib import Path
 import gpu_suite
 import pytest
 import torch
-from conftest import ROOT, spread_over_gpus
+from conftest import spread_over_gpus
+from hub import ROOT
 
 KERNEL, FILE = "hopper_wgrad_kernel", "hopper_wgrad.py"
 STATE = 4096  # where the kernel tells warps their work, in bytes of its own shared memory

@@ -13,8 +13,8 @@ from typing import NamedTuple, Optional
 import peft_experts
 import pytest
 import torch
+from copies import COPIES
 from peft_experts import BOTH, Call, assert_close, assert_near, by_model, make_adapted, make_experts, outputs, peft, run
-from test_modules_checkpoints import COPIES
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("fresh_peft")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import List, NamedTuple, Set
 
 import pytest
-from conftest import ROOT
+from hub import ROOT
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 by_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)

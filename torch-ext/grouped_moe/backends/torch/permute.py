@@ -29,7 +29,7 @@ def combine(
     top_k, slot_to_row = rows.top_k, rows.slot_to_row
     num_tokens = slot_to_row.shape[0] // top_k
     out = y.new_empty((num_tokens, y.shape[1]))
-    for start in range(0, num_tokens, _TOKENS):
+    for start in range(0, num_tokens if y.shape[1] else 0, _TOKENS):  # embedding_bag takes no rows without columns
         end = min(start + _TOKENS, num_tokens)
         chunk = slot_to_row[start * top_k : end * top_k]
         slots = (chunk >= 0).nonzero().squeeze(1)

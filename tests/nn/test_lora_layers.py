@@ -215,6 +215,7 @@ ERRORS = {
     "no-lora": (tuple, TypeError, ": expected a LoRA or None, got tuple"),
     "scaling": (lambda p: p._replace(scaling=p.a), TypeError, ".scaling: expected a number, got Tensor"),
     "huge-scaling": (lambda p: p._replace(scaling=10**400), ValueError, ".scaling: expected a finite number"),
+    "scaling-beyond-fp32": (lambda p: p._replace(scaling=1e39), ValueError, ".scaling: .* of torch.float32, got 1e"),
     "nan-as-scaling": (lambda p: p._replace(scaling=NAN), ValueError, ".scaling: expected a finite number"),
     "flag-as-scaling": (lambda p: p._replace(scaling=True), TypeError, ".scaling: expected a number, got bool"),
     "a-no-tensor": (lambda p: p._replace(a=None), TypeError, ".a: expected a tensor, got NoneType"),

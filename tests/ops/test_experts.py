@@ -180,6 +180,14 @@ def test_strides(grouped_moe, device, view, case_id, dtype):
     check(grouped_moe, case, inputs._replace(**{name: function(tensor) for name, tensor in tensors.items()}))
 
 
+@by_dtype
+def test_limit_that_no_number_reaches(grouped_moe, device, dtype):
+    """One beyond fp32, in which activations are computed, clamps nothing."""
+    case, inputs = make("silu-bias", device, dtype)
+    cases = (case._replace(activation=("silu", 1.0, limit, 0.0)) for limit in (1e39, None))
+    assert_same(*(run(grouped_moe, case, inputs) for case in cases))
+
+
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16], ids=["fp32-weights", "bf16-weights"])
 @by_recompute

@@ -10,6 +10,7 @@ from .block_scaled import Weight, as_weight, check_scaled, parts_of
 from .common import _compat, checks
 from .common.activation import Activation
 from .common.device import device_type
+from .common.numbers import wide_dtype
 from .operands import LoRA, check_loras
 
 # In the schema of ops: the arguments of `make_block`. A call's cost on the host grows with the number of arguments.
@@ -91,7 +92,8 @@ def check_and_pack(
     weights += *_factors_of(block.up_lora, block.down_lora), up_scale, down_scale
     name, alpha, limit, up_offset = block.activation
     scalings = [0.0 if lora is None else float(lora.scaling) for lora in (block.up_lora, block.down_lora)]
-    parameters = [float(alpha), 0.0 if limit is None else float(limit), float(up_offset), *scalings]
+    clamps = limit is not None and limit <= torch.finfo(wide_dtype(x.dtype)).max  # else no number is above it
+    parameters = [float(alpha), float(limit) if clamps else 0.0, float(up_offset), *scalings]
     flags = [int(flag) for flag in (block.gated, block.interleaved, block.transposed, block.recompute)]
     capacity = block.capacity if x.is_cpu or _compat.has_device_assertions() else None  # an overflow would go unseen
     return x, adapters, weights, (name, parameters, flags, [*up_block, *down_block], capacity)

@@ -1,6 +1,5 @@
 """What a weight may carry besides its values: a low-rank pair (LoRA), as callers give it and as products read it."""
 
-import sys
 from types import ModuleType
 from typing import Dict, NamedTuple, Optional, Tuple
 
@@ -215,8 +214,9 @@ def _check_lora(name: str, lora: LoRA, weight: Tensor, x: Tensor) -> None:
         raise TypeError(f"{name}: expected a LoRA or None, got {type(lora).__name__}")
     if not isinstance(lora.scaling, (int, float)) or isinstance(lora.scaling, bool):
         raise TypeError(f"{name}.scaling: expected a number, got {type(lora.scaling).__name__}")
-    if not abs(lora.scaling) <= sys.float_info.max:  # nan, too
-        raise ValueError(f"{name}.scaling: expected a finite number that a float holds, got {lora.scaling}")
+    wide = wide_dtype(x.dtype)
+    if not abs(lora.scaling) <= torch.finfo(wide).max:  # nan, too
+        raise ValueError(f"{name}.scaling: expected a finite number of {wide}, got {lora.scaling}")
     for field in ("a", "b"):
         factor = getattr(lora, field)
         checks.check_tensor(f"{name}.{field}", factor)

@@ -18,6 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_map_only
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
+LORAS = "gate_up_lora", "down_lora"
 by_operation = pytest.mark.parametrize("name", OPERATIONS)
 
 
@@ -181,6 +182,27 @@ def test_tensors_without_data(grouped_moe, device, kind):
     for a, b in zip((got.out, *got.grads.values()), (want.out, *want.grads.values())):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
         assert a.device.type == ("meta" if kind == "meta" else b.device.type)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_export_with_any_number_of_adapters(grouped_moe, device, strict):
+    """A program is exported with two, and called with three."""
+    case, inputs = make("silu", device)
+
+    class Block(torch.nn.Module):
+        def forward(self, up_a, up_b, down_a, down_b, adapters):
+            pairs = grouped_moe.LoRA(up_a, up_b), grouped_moe.LoRA(down_a, down_b)
+            return call(grouped_moe, case, inputs, **dict(zip(LORAS, pairs)), adapter_index=adapters)
+
+    def arguments(adapters):
+        loras = make_loras(grouped_moe, case, inputs, Pairs(adapters=adapters))
+        return *(factor for name in LORAS for factor in loras[name][:2]), loras["adapter_index"]
+
+    dynamic = *({0: torch.export.Dim.AUTO},) * 4, None
+    with torch.no_grad():
+        program = torch.export.export(Block(), arguments(2), dynamic_shapes=dynamic, strict=strict).module()
+        given = arguments(3)
+        assert_bitwise("out", program(*given), Block()(*given))
 
 
 LOADS_RELU = """

@@ -192,16 +192,16 @@ def check_loras(
         return
     for name, (lora, weight) in given.items():
         _check_lora(name, lora, weight.transpose(1, 2) if transposed else weight, x)
-    counts = {lora.a.shape[0] for lora, _ in given.values() if lora.a.dim() == 4}
+    counts = [lora.a.shape[0] for lora, _ in given.values() if lora.a.dim() == 4]  # symbolic ones do not go into a set
     if adapter_index is None and not counts:
         return
-    if len(counts) > 1 or any(lora.a.dim() == 3 for lora, _ in given.values()) or not given:
+    if not given or len(counts) < len(given) or counts[0] != counts[-1]:
         raise ValueError(
             "adapter_index: expected with factors (L, E, r, K) and (L, E, N, r), of the same number L of adapters in "
             f"each of {', '.join(loras)} that is given"
         )
     if adapter_index is None:
-        raise ValueError(f"adapter_index: expected a tensor for the {counts.pop()} adapters, got None")
+        raise ValueError(f"adapter_index: expected a tensor for the {counts[0]} adapters, got None")
     checks.check_tensor("adapter_index", adapter_index)
     checks.check_index_dtype("adapter_index", adapter_index)
     checks.check_shape("adapter_index", adapter_index, (x.shape[0],), "(rows of the input,)")

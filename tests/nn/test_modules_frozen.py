@@ -283,6 +283,13 @@ def test_autocast(grouped_moe, device):
     assert_bitwise("x", got["x"], low["x"].float())
 
 
+def test_quantizes_under_autocast(grouped_moe, device):
+    layer = layers.make_module(grouped_moe, Form(), device)
+    want = copy.deepcopy(layer).quantize_blocks_()
+    with torch.autocast(device, HALF):
+        assert_state(layer.quantize_blocks_(), state_of(want))
+
+
 OPTIONS = {"accumulate_into_main_grad": True, "delay_wgrad": True, "single_grouped_weight": False}
 
 

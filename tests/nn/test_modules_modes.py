@@ -132,6 +132,22 @@ def test_autocast(grouped_moe, device, place, main, delay):
     assert_matches(got, want, HALF)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype, other", [(torch.float16, HALF), (HALF, torch.float16)], ids=str)
+def test_autocast_to_the_other_dtype_of_two_bytes(grouped_moe, device, dtype, other, compiled):
+    """Of parameters that are stacked, in the forward or of a checkpoint."""
+    form = Form(False, False, dtype=dtype)
+    module, batch = make(grouped_moe, form, device)
+    single = layers.make_module(grouped_moe, Form(dtype=dtype), device)
+    want = copy.deepcopy(module).to(other)(batch.x.to(other), *batch[1:3])
+    function = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+    with torch.autocast(device, other):
+        assert_bitwise("y", function(*batch[:3]), want)
+        single.load_state_dict(module.state_dict())
+        twin = copy.deepcopy(module)
+    assert_bitwise("weight", single.weight.detach(), layers.packed(twin, "weight"))
+
+
 @layers.by_place
 @layers.by_delay
 def test_backward_within_autocast_stays_wide(grouped_moe, device, place, delay):

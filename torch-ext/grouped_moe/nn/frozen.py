@@ -17,8 +17,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an eleme
 def quantize_groups(weight: Tensor, block: Tuple[int, int], parts: int) -> BlockScaled:
     """`quantize_blocks` of a weight (G, N, K), with intermediates in fp32 of one group at a time."""
     groups = [quantize_blocks(group[None], block, parts) for group in weight]
-    data, scales = (torch.cat([getattr(group, field) for group in groups]) for field in _FIELDS)
-    return groups[0]._replace(data=data, scale_inv=scales)
+    data = torch.cat([_bits(group.data) for group in groups]).view(CODES)  # autocast would refuse codes
+    return groups[0]._replace(data=data, scale_inv=torch.cat([group.scale_inv for group in groups]))
 
 
 def check_freezes(module: nn.Module, products: object) -> None:

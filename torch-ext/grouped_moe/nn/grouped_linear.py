@@ -19,7 +19,7 @@ from ..operands import LoRA
 from ..splits import Splits, as_splits
 from . import frozen
 from .main_grad import Delayed, Later, MainGrad, Wanted, WgradTap, accumulate, check_leaves, main_grads_of, mark_added
-from .packing import Pack, as_one, for_pickle, watch
+from .packing import Pack, as_one, for_pickle, stack, watch
 from .parameters import FLAGS, check_arguments, fit_checkpoint
 
 _MAX_DELAYED = 64  # microbatches: more than a pipeline has in flight
@@ -168,7 +168,7 @@ class GroupedLinear(nn.Module):
         kinds = {(type(w.detach()), w.device, w.dtype, w.shape) for w in weights}
         real = len(kinds) == 1 and type(weights[0].detach()) is Tensor and weights[0].device.type != "meta"
         if not self.single_grouped_weight and real and as_one(weights) is None:
-            for weight, data in zip(weights, torch.stack([w.detach() for w in weights])):
+            for weight, data in zip(weights, stack([w.detach() for w in weights])):
                 weight.data = data
         if self.delay_wgrad:
             for parameter in weights + self._of("bias"):
@@ -235,7 +235,7 @@ class GroupedLinear(nn.Module):
         traced = torch.compiler.is_compiling() or _compat.in_transform()  # by vmap, weights may have no addresses
         packed = None if traced or kind == "bias" else as_one(parameters)
         if packed is None:
-            return torch.stack([p.detach() for p in parameters] if detached else parameters)
+            return stack([p.detach() for p in parameters] if detached else parameters)
         return packed if detached else Pack.apply(packed, *parameters)
 
     def _watched(self, x: Tensor, used: Weight) -> List[nn.Parameter]:

@@ -6,7 +6,7 @@ from typing import Callable, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from ..common import _compat
+from ..common import _compat, checks
 from ..common.autograd import is_plain
 
 _SHAPE, _DTYPE = map(operator.attrgetter, ("shape", "dtype"))
@@ -33,6 +33,15 @@ def as_one(tensors: Sequence[Tensor]) -> Optional[Tensor]:
         and {*map(_DTYPE, tensors)} == {first.dtype}
     )
     return first.as_strided((groups, *first.shape), (step // itemsize, *first.stride())) if fit else None
+
+
+def stack(tensors: Sequence[Tensor]) -> Tensor:
+    """`torch.stack` without autocast, under which it raises for the other dtype of two bytes."""
+    device_type = tensors[0].device.type
+    if checks.autocast_dtype(device_type) is None:
+        return torch.stack(tensors)
+    with torch.autocast(device_type, enabled=False):
+        return torch.stack(tensors)
 
 
 def for_pickle(weights: Sequence[Tensor]) -> Tuple[Optional[Tensor], List[nn.Parameter]]:

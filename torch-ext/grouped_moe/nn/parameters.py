@@ -7,6 +7,7 @@ from torch import nn
 
 from ..common import checks
 from . import frozen
+from .packing import stack
 
 FLAGS = {  # of `GroupedLinear` but `bias`, and their defaults
     "scale_bias": False, "single_grouped_weight": True, "single_grouped_bias": True, "accumulate_into_main_grad": False,
@@ -54,7 +55,7 @@ def _translate(state_dict: Dict[str, Any], prefix: str, names: Dict[str, Sequenc
         one, many = prefix + kind, [f"{prefix}{kind}{group}" for group in range(groups)]
         if keys == [one] and one not in state_dict and all(key in state_dict for key in many):
             if len({state_dict[key].shape for key in many}) == 1:
-                state_dict[one] = torch.stack([state_dict.pop(key) for key in many])
+                state_dict[one] = stack([state_dict.pop(key) for key in many])
         elif keys == many and one in state_dict and not any(key in state_dict for key in many):
             if state_dict[one].dim() and len(state_dict[one]) == groups:
                 whole = state_dict.pop(one)  # of a DTensor that is sharded by groups one can be taken, not all at once

@@ -9,7 +9,7 @@ from pathlib import Path
 import kernels
 import pytest
 import torch
-from experts_modules import EXPERTS, GPT_OSS, build, make_inputs, run
+from experts_modules import EXPERTS, GPT_OSS, assert_same, build, make_custom, make_inputs, run
 
 
 def test_names_of_transformers_are_refused(grouped_moe):
@@ -116,11 +116,8 @@ def test_without_transformers(hub):
     assert "register_experts_implementation" in result.stdout and "pip install 'transformers>=5.13'" in result.stdout
 
 
-def test_hub_layer_computes_the_same(grouped_moe, implementation, device):
+def kernelize(experts: torch.nn.Module, grouped_moe, device: str) -> torch.nn.Module:
     """Through kernels, which checks the layer's rules on the way: stateless, same signature, no members of its own."""
-    experts = build(GPT_OSS, device)
-    *inputs, cotangent = make_inputs(device)
-    want = run(experts, implementation, inputs, cotangent)
     extensible = type("ExtensibleExperts", (type(experts),), {})
     kernels.replace_kernel_forward_from_hub(extensible, "GroupedMoeExperts")
     experts.__class__ = extensible
@@ -129,9 +126,45 @@ def test_hub_layer_computes_the_same(grouped_moe, implementation, device):
         mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
         (layer,) = kernels.kernelize(torch.nn.Sequential(experts), mode=mode, device=device, use_fallback=False)
     assert layer.forward.__func__.__qualname__ == "GroupedMoeExperts.forward"
-    got = run(layer, "eager", inputs, cotangent)
+    return layer
+
+
+def test_hub_layer_computes_the_same(grouped_moe, implementation, device):
+    experts = build(GPT_OSS, device)
+    *inputs, cotangent = make_inputs(device)
+    want = run(experts, implementation, inputs, cotangent)
+    got = run(kernelize(experts, grouped_moe, device), "eager", inputs, cotangent)
     assert torch.equal(got.out, want.out)
     assert all(torch.equal(got.grads[name], grad) for name, grad in want.grads.items())
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["concatenated", "interleaved"])
+@pytest.mark.parametrize("act_fn", [None, torch.nn.ReLU(), torch.nn.Softplus()], ids=lambda each: type(each).__name__)
+def test_hub_layer_of_a_class_outside_of_transformers(grouped_moe, device, act_fn, interleaved):
+    """It has the attributes that docs/hub-layer.md names, and no gate of its own."""
+
+    class Experts(torch.nn.Module):
+        def __init__(self, like):
+            super().__init__()
+            self.gate_up_proj, self.down_proj, self.num_experts = like.gate_up_proj, like.down_proj, EXPERTS
+            self.config = like.config  # for `run`
+            if act_fn is not None:
+                self.act_fn = act_fn
+            if interleaved:
+                self.is_concatenated = False
+
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            return like(hidden_states, top_k_index, top_k_weights)
+
+    def gate(module, first, second):
+        rows = torch.cat((first, second), dim=-1)
+        gate, up = (rows[:, ::2], rows[:, 1::2]) if interleaved else (first, second)
+        return module.act_fn(gate) * up
+
+    like = make_custom(device, gate=gate, act_fn=act_fn or torch.nn.SiLU())
+    experts, (*inputs, cotangent) = Experts(like), make_inputs(device)
+    want = run(experts, "eager", inputs, cotangent)
+    assert_same(run(kernelize(experts, grouped_moe, device), "eager", inputs, cotangent), want)
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,

@@ -95,7 +95,7 @@ def _activate_vjp(grad: Tensor, x: Tensor, name: str, alpha: float) -> Tensor:
     return torch.ops.aten.threshold_backward(grad if name == "relu" else 2.0 * x * grad, x, 0)
 
 
-def _split(preact: Tensor, gated: bool, interleaved: bool) -> Tuple[Tensor, Optional[Tensor]]:
+def split(preact: Tensor, gated: bool, interleaved: bool) -> Tuple[Tensor, Optional[Tensor]]:
     """Views of gate and up in (..., 2 I), [gate | up] or in turn; of preact itself and nothing if not gated."""
     if not gated:
         return preact, None
@@ -112,7 +112,7 @@ def _operands(gate: Tensor, up: Optional[Tensor], activation: Activation) -> Tup
 
 def forward(preact: Tensor, activation: Activation, gated: bool, interleaved: bool) -> Tensor:
     """a(preact): (rows, 2 I) gated or (rows, I) -> (rows, I), in the dtype of preact."""
-    x, factor = _operands(*_split(preact, gated, interleaved), activation)
+    x, factor = _operands(*split(preact, gated, interleaved), activation)
     value = activate(x, activation.name, activation.alpha)
     return value if factor is None else value * factor
 
@@ -123,7 +123,7 @@ def forward_and_vjp(
     """(a(preact), grad * a'(preact)): (rows, I) and the shape of preact, in the dtype of preact."""
     name, alpha, limit, _ = activation
     dpreact = torch.empty_like(preact, memory_format=torch.contiguous_format)
-    (gate, up), (d_gate, d_up) = (_split(tensor, gated, interleaved) for tensor in (preact, dpreact))
+    (gate, up), (d_gate, d_up) = (split(tensor, gated, interleaved) for tensor in (preact, dpreact))
     x, factor = _operands(gate, up, activation)
     value = activate(x, name, alpha)
     d_gate.copy_(_activate_vjp(grad if factor is None else grad * factor, x, name, alpha))

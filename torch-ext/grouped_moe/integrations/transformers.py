@@ -21,7 +21,7 @@ from ..routing import route
 from .peft import Handed, factors_in_place, take, watch_wrappers
 from .transformers_ep import Limits, ep_implementations, register_ep
 from .transformers_fp8 import has_scales, scaled_weight
-from .transformers_gate import check_known, fused_activation, local_parameter, post_expert
+from .transformers_gate import apply_gate, check_known, fused_activation, local_parameter, post_expert
 from .transformers_load import Share, watch
 
 
@@ -84,7 +84,7 @@ def experts_forward(
     routing = route(top_k_index, self.num_experts)
     rows, splits = gather_rows(x, routing), routing.expert_offsets
     rows = grouped_linear(rows, up, splits, up_bias, lora=gate_up_lora, transposed=transposed)
-    rows = self._apply_gate(rows) if gated else self.act_fn(rows)
+    rows = apply_gate(self, rows, interleaved) if gated else self.act_fn(rows)
     rows = grouped_linear(rows.to(x.dtype), down, splits, down_bias, lora=down_lora, transposed=transposed)
     if after is not None:
         rows = after(rows)

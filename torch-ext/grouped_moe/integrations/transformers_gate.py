@@ -182,6 +182,18 @@ def post_expert(experts: torch.nn.Module) -> Optional[Callable]:
     return experts._apply_post_expert
 
 
+def apply_gate(experts: torch.nn.Module, gate_up: Tensor, interleaved: bool) -> Tensor:
+    """What the module makes of the rows of its up-projection.
+
+    A class that transformers did not mark may have no gate of its own: then it is act_fn(gate) * up.
+    """
+    own = getattr(experts, "_apply_gate", None)
+    if own is not None:
+        return own(gate_up)
+    gate, up = formulas.split(gate_up, True, interleaved)
+    return experts.act_fn(gate) * up
+
+
 def _gate_candidates(act: Activation, limit: Optional[float] = None, alpha: Optional[float] = None) -> List[Activation]:
     """The gates that experts modules are known to compute from their activation, limit and alpha."""
     if limit is None:
@@ -253,6 +265,8 @@ def fused_activation(experts: torch.nn.Module, interleaved: bool) -> Optional[Ac
         return act if act_fn is not None else None
     if "_apply_gate" in experts.__dict__:  # set on this very module, not by its class
         return None
+    if not hasattr(type(experts), "_apply_gate"):
+        return act  # see `apply_gate`
     given, attributes = {}, []
     for name, role in _PARAMETERS.items():
         # Not hasattr(experts, name): what a module lacks takes it long to look for.

@@ -1,4 +1,4 @@
-"""README and docs: their code runs, their links lead to files, and README says what is so."""
+"""README, docs and the card: their code runs, their links lead to files, and README says what is so."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from typing import List, NamedTuple, Set
 import pytest
 from hub import ROOT
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "build" / "CARD.md", *sorted((ROOT / "docs").glob("*.md"))]
 by_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 
 # What a block may need, said behind its "```python": a C++ compiler, a download, a GPU, several processes, more time

@@ -16,6 +16,7 @@ from pairs import Pairs, factors, make_loras
 from poison import poisoned_allocations
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 LORAS = "gate_up_lora", "down_lora"
@@ -83,6 +84,20 @@ def test_compiled_equals_eager(grouped_moe, device, name):
         operation = make_operation(grouped_moe, name, device, only)
         function = torch.compile(operation.function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
         compare.assert_same(operation._replace(function=function).step(), operation.step())
+
+
+def test_compiled_checkpoints_with_dynamic_numbers(grouped_moe, device):
+    """Those of an activation are not variables of the graph, which two checkpoints could not share."""
+    _, inputs = make("silu-bias", device)
+    x, *rest = inputs[:5]
+
+    def twice(x):
+        for _ in range(2):
+            x = checkpoint(grouped_moe.grouped_mm_experts, x, *rest, activation="quick_gelu", use_reentrant=False)
+        return x
+
+    got = torch.compile(twice, fullgraph=True, dynamic=True, backend="aot_eager")(x.requires_grad_())
+    assert_bitwise("out", got, twice(x))
 
 
 @pytest.mark.slow

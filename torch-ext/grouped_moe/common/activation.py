@@ -38,12 +38,18 @@ _KNOWN = {
 }
 
 
+@torch.compiler.assume_constant_result
+def _known_as(name: str) -> Optional[Activation]:
+    """With dynamic=True a compiler makes variables of numbers that are global, which two checkpoints cannot share."""
+    return _KNOWN.get(name)
+
+
 def as_activation(activation: Union[str, Activation], gated: bool, interleaved: bool) -> Activation:
     """Checks and completes what a caller gave. Raises TypeError and ValueError that name the argument."""
     if not isinstance(activation, (str, Activation)):
         raise TypeError(f"activation: expected a name or an Activation, got {type(activation).__name__}")
     name = activation if isinstance(activation, str) else activation.name
-    known = _KNOWN.get(name) if isinstance(name, str) else None
+    known = _known_as(name) if isinstance(name, str) else None
     if known is None:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATION_NAMES)}, got {name!r}")
     activation = known if isinstance(activation, str) else _with_parameters(known, activation)

@@ -198,7 +198,7 @@ def _gate_candidates(act: Activation, limit: Optional[float] = None, alpha: Opti
     """The gates that experts modules are known to compute from their activation, limit and alpha."""
     if limit is None:
         return [act]
-    clamped = act._replace(limit=limit)
+    clamped = Activation(act.name, act.alpha, limit, act.up_offset)
     return [act, clamped] if alpha is None else [act, clamped, Activation("silu", alpha, limit, 1.0)]
 
 
@@ -232,6 +232,12 @@ def _probe_gate(
     return matches.index(True) if True in matches else None
 
 
+@torch.compiler.assume_constant_result
+def _activation_of(act_name: str) -> Activation:
+    """Whose numbers are constants to a compiler, as it is none of the objects that are global."""
+    return Activation(*_ACTIVATIONS[act_name])
+
+
 def _name_of(act_fn: object) -> Optional[str]:
     """The key in `_ACTIVATIONS` of a module's act_fn, or None if it is not one of ours."""
     if act_fn is None or act_fn is torch.nn.functional.silu:
@@ -260,7 +266,7 @@ def fused_activation(experts: torch.nn.Module, interleaved: bool) -> Optional[Ac
     if any(getattr(act_fn, hooks, None) for hooks in _HOOKS):
         return None  # the fused block would not call them
     act_name = _name_of(act_fn)
-    act = None if act_name is None else _ACTIVATIONS[act_name]
+    act = None if act_name is None else _activation_of(act_name)
     if act is None or not getattr(experts, "has_gate", True):
         return act if act_fn is not None else None
     if "_apply_gate" in experts.__dict__:  # set on this very module, not by its class

@@ -43,6 +43,16 @@ def test_models_match_eager(name, way, implementation, calls, device):
     assert way == "compiled" or calls == [BOTH] * len(calls) != []
 
 
+def test_compiles_checkpoints_with_dynamic_numbers(implementation, device):
+    """Each layer has a scaling and bounds for it, of which a graph with dynamic=True makes no variables."""
+    model, ids = peft_experts.make_peft_model("qwen3_moe", device)
+    model.train()
+    want = train_step(model, ids, "eager")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.forward = torch.compile(model.forward, dynamic=True, backend="aot_eager")
+    assert_close(train_step(model, ids, implementation), want)
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["in-time", "late"])
 @by_kind
 def test_experts_match_eager(kind, late, implementation, calls, device):

@@ -40,9 +40,12 @@ _KNOWN = {
 
 
 @torch.compiler.assume_constant_result
-def _known_as(name: str) -> Optional[Activation]:
-    """With dynamic=True a compiler makes variables of numbers that are global, which two checkpoints cannot share."""
-    return _KNOWN.get(name)
+def _known_fields(name: str) -> Optional[tuple]:
+    """The fields of a known activation; a plain tuple, as torch 2.11 takes no named one for a constant.
+
+    With dynamic=True a compiler makes variables of numbers that are global, which two checkpoints cannot share.
+    """
+    return tuple(_KNOWN[name]) if name in _KNOWN else None
 
 
 def as_activation(activation: Union[str, Activation], gated: bool, interleaved: bool) -> Activation:
@@ -50,9 +53,10 @@ def as_activation(activation: Union[str, Activation], gated: bool, interleaved: 
     if not isinstance(activation, (str, Activation)):
         raise TypeError(f"activation: expected a name or an Activation, got {type(activation).__name__}")
     name = activation if isinstance(activation, str) else activation.name
-    known = _known_as(name) if isinstance(name, str) else None
-    if known is None:
+    fields = _known_fields(name) if isinstance(name, str) else None
+    if fields is None:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATION_NAMES)}, got {name!r}")
+    known = Activation(*fields)
     activation = known if isinstance(activation, str) else _with_parameters(known, activation)
     if not gated and (interleaved or activation.up_offset):
         raise ValueError("gated: expected True with interleaved or an activation with up_offset, got False")

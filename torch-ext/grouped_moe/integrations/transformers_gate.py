@@ -233,9 +233,9 @@ def _probe_gate(
 
 
 @torch.compiler.assume_constant_result
-def _activation_of(act_name: str) -> Activation:
-    """Whose numbers are constants to a compiler, as it is none of the objects that are global."""
-    return Activation(*_ACTIVATIONS[act_name])
+def _fields_of(act_name: str) -> tuple:
+    """Of an activation in `_ACTIVATIONS`, as constants to a compiler."""
+    return tuple(_ACTIVATIONS[act_name])
 
 
 def _name_of(act_fn: object) -> Optional[str]:
@@ -266,7 +266,7 @@ def fused_activation(experts: torch.nn.Module, interleaved: bool) -> Optional[Ac
     if any(getattr(act_fn, hooks, None) for hooks in _HOOKS):
         return None  # the fused block would not call them
     act_name = _name_of(act_fn)
-    act = None if act_name is None else _activation_of(act_name)
+    act = None if act_name is None else Activation(*_fields_of(act_name))
     if act is None or not getattr(experts, "has_gate", True):
         return act if act_fn is not None else None
     if "_apply_gate" in experts.__dict__:  # set on this very module, not by its class

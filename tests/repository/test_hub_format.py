@@ -71,6 +71,15 @@ def test_loaded_from_local_kernels(grouped_moe, hub):
     assert Path(grouped_moe.__file__).resolve().is_relative_to(Path(entries[hub.repo_id]).resolve())
 
 
+def test_cheap_tests_as_the_hub_runs_them(tmp_path):
+    """`nix run .#ci-test` has the sources and tests alone: no pytest.ini, tools or benchmarks."""
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copyfile(ROOT / "build.toml", tmp_path / "build.toml")
+    command = [sys.executable, "-m", "pytest", tmp_path / "tests", "-m", "kernels_ci", "-p", "no:cacheprovider", "-q"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0 and " passed" in result.stdout, result.stdout
+
+
 def test_loads_by_path(built, grouped_moe):
     """From the folder that has the build, from its build directory, and from the variant itself."""
     variant, around = built / Path(grouped_moe.__file__).parent.name, built.parent if built.name == "build" else built

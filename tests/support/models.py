@@ -1,7 +1,6 @@
 """Small models of transformers with experts of each kind."""
 
 import torch
-import transformers
 
 SEQUENCE, NEW_TOKENS = 9, 6
 
@@ -36,6 +35,8 @@ MODELS = {  # the class, the name of its config, and that config's own fields fo
 
 def make_model(name: str, device: str, num_layers: int = 2):
     """The model in evaluation mode, and input ids."""
+    import transformers
+
     model_class, config_class, sizes = MODELS[name]
     config = getattr(transformers, config_class)(**SIZES, **sizes(num_layers))
     model = getattr(transformers, model_class)(config).to(device).eval()

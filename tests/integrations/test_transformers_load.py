@@ -138,9 +138,10 @@ def test_hub_layer_computes_the_same(grouped_moe, implementation, device):
     assert all(torch.equal(got.grads[name], grad) for name, grad in want.grads.items())
 
 
+@pytest.mark.parametrize("norm", [None, torch.nn.Tanh()], ids=["plain", "norm"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["concatenated", "interleaved"])
 @pytest.mark.parametrize("act_fn", [None, torch.nn.ReLU(), torch.nn.Softplus()], ids=lambda each: type(each).__name__)
-def test_hub_layer_of_a_class_outside_of_transformers(grouped_moe, device, act_fn, interleaved):
+def test_hub_layer_of_a_class_outside_of_transformers(grouped_moe, device, act_fn, interleaved, norm):
     """It has the attributes that docs/hub-layer.md names, and no gate of its own."""
 
     class Experts(torch.nn.Module):
@@ -152,6 +153,8 @@ def test_hub_layer_of_a_class_outside_of_transformers(grouped_moe, device, act_f
                 self.act_fn = act_fn
             if interleaved:
                 self.is_concatenated = False
+            if norm is not None:
+                self.has_post_expert_norm, self.post_expert_norm = True, norm
 
         def forward(self, hidden_states, top_k_index, top_k_weights):
             return like(hidden_states, top_k_index, top_k_weights)
@@ -161,7 +164,8 @@ def test_hub_layer_of_a_class_outside_of_transformers(grouped_moe, device, act_f
         gate, up = (rows[:, ::2], rows[:, 1::2]) if interleaved else (first, second)
         return module.act_fn(gate) * up
 
-    like = make_custom(device, gate=gate, act_fn=act_fn or torch.nn.SiLU())
+    step = None if norm is None else lambda module, rows: norm(rows)
+    like = make_custom(device, gate=gate, step=step, act_fn=act_fn or torch.nn.SiLU())
     experts, (*inputs, cotangent) = Experts(like), make_inputs(device)
     want = run(experts, "eager", inputs, cotangent)
     assert_same(run(kernelize(experts, grouped_moe, device), "eager", inputs, cotangent), want)

@@ -185,13 +185,13 @@ def post_expert(experts: torch.nn.Module) -> Optional[Callable]:
 def apply_gate(experts: torch.nn.Module, gate_up: Tensor, interleaved: bool) -> Tensor:
     """What the module makes of the rows of its up-projection.
 
-    A class that transformers did not mark may have no gate of its own: then it is act_fn(gate) * up.
+    A class that transformers did not mark may have no gate of its own: then it is act_fn(gate) * up, silu without one.
     """
     own = getattr(experts, "_apply_gate", None)
     if own is not None:
         return own(gate_up)
-    gate, up = formulas.split(gate_up, True, interleaved)
-    return experts.act_fn(gate) * up
+    (gate, up), act_fn = formulas.split(gate_up, True, interleaved), getattr(experts, "act_fn", None)
+    return (torch.nn.functional.silu if act_fn is None else act_fn)(gate) * up
 
 
 def _gate_candidates(act: Activation, limit: Optional[float] = None, alpha: Optional[float] = None) -> List[Activation]:

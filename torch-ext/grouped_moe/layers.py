@@ -10,8 +10,8 @@ class GroupedMoeExperts(nn.Module):
     """Replaces the forward of an experts module with the attributes of transformers' ones; see docs/hub-layer.md.
 
     It computes with the module's `act_fn`, silu without one, and with its `_apply_gate`, act_fn(gate) * up without one.
-    To use it, mark a class by `kernels.use_kernel_forward_from_hub("GroupedMoeExperts")`, or one that is there, as all
-    of transformers', by `kernels.replace_kernel_forward_from_hub(Experts, "GroupedMoeExperts")`. Map that name to a
+    To use it, mark a class of yours by `kernels.use_kernel_forward_from_hub("GroupedMoeExperts")`, or any other, such
+    as transformers' own, by `kernels.replace_kernel_forward_from_hub(Experts, "GroupedMoeExperts")`. Map that name to a
     `kernels.LayerRepository` of this package, and `kernels.kernelize` a model.
     """
 

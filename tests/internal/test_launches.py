@@ -51,6 +51,15 @@ def test_native_backend_does_what_tritons_does(load):
     assert sorted(load("backends.native.backend").__all__) == sorted(load("backends.triton").__all__)
 
 
+@pytest.mark.parametrize("scaling, taken", [
+    (2, True), (-3e38, True), (1e39, False), (10**400, False), (float("nan"), False), (True, False), ("1", False),
+])  # fmt: skip
+def test_scalings_that_native_ops_take(grouped_moe, load, scaling, taken):
+    """All others are left to the checks, which refuse them."""
+    factors = load("backends.native.decode")._factors_of((None, grouped_moe.LoRA(None, None, scaling)))
+    assert (factors is not None) is taken
+
+
 @pytest.mark.parametrize("capability, hip, dependent", [
     ((9, 0), None, True), ((12, 0), None, True), ((8, 9), None, False), ((9, 4), "7", False),
 ])  # fmt: skip

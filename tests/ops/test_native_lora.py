@@ -116,6 +116,7 @@ def test_low_rank_pairs_are_taken(grouped_moe, device, taken, tokens):
             ("adapter_index", None, ValueError), ("gate_up_lora", tuple(loras["gate_up_lora"]), TypeError),
             ("down_lora", loras["down_lora"]._replace(scaling="1"), TypeError),
             ("down_lora", loras["down_lora"]._replace(scaling=10**400), ValueError),
+            ("down_lora", loras["down_lora"]._replace(scaling=1e39), ValueError),
             ("down_lora", loras["down_lora"]._replace(b=None), TypeError),
         ):  # fmt: skip
             with pytest.raises(error, match=f"^{name}"):

@@ -4,7 +4,6 @@ The op checks its arguments itself and returns None for a call that is not for i
 before anything else has looked at them.
 """
 
-import sys
 from math import inf
 from operator import attrgetter
 from typing import Optional, Tuple
@@ -25,6 +24,7 @@ _MAX_TOKENS, _MAX_SLOTS_OF_EXPERT = 64, 4
 _MAX_TOKENS_SCALED = 256
 _CODE_BYTES = 2  # take as long to read as the op takes to widen an 8-bit code
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_MAX_SCALING = torch.finfo(torch.float32).max
 _requires_grad = attrgetter("requires_grad")
 _NO_PARAMETERS, _NO_LORA = (1.0, None, 0.0), (None, None, 0.0)
 _CODES = {name: 32 * code for code, name in enumerate(ACTIVATION_NAMES)}
@@ -72,13 +72,13 @@ def _scales_of(weight: BlockScaled) -> Tensor:
 
 
 def _factors_of(loras: Loras) -> Optional[Tuple[Tensor, ...]]:
-    """The factors of the pairs that there are; None if one is no LoRA, or its scaling no finite, plain number."""
+    """The factors of the pairs that there are; None if one is no LoRA, or its scaling no plain number of fp32."""
     factors = ()
     for lora in loras[:2]:
         if lora is not None:
             if not isinstance(lora, LoRA) or type(lora.scaling) not in (float, int):
                 return None
-            if not abs(lora.scaling) <= sys.float_info.max:
+            if not abs(lora.scaling) <= _MAX_SCALING:
                 return None
             factors += lora[:2]
     return factors

@@ -211,6 +211,10 @@ def test_smoke(name, tmp_path, module):
     assert module("exchange").all_to_all is own
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="kernels measures on the kind of device that PyTorch is built for",
+)
 def test_benchmark_of_the_hub(grouped_moe):
     """All that `kernels benchmark` finds, run and verified as it does."""
     runner = pytest.importorskip("kernels.cli.benchmark")

@@ -6,8 +6,6 @@ from typing import NamedTuple, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from .numbers import is_finite
-
 ACTIVATION_NAMES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
@@ -71,7 +69,7 @@ def _with_parameters(known: Activation, given: Activation) -> Activation:
             raise TypeError(f"activation: expected a number as {field}, got {type(value).__name__}")
         if value != value:  # math.isnan cannot be traced
             raise ValueError(f"activation: expected a number as {field}, got nan")
-        if isinstance(value, int) and not is_finite(value):
+        if isinstance(value, int) and abs(value) > torch.finfo(torch.float64).max:
             raise ValueError(f"activation: expected {field} as a number that a float holds, got a larger int")
     if 1.0 in (alpha, known.alpha):
         name, alpha = known.name, alpha * known.alpha

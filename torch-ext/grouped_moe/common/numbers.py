@@ -1,7 +1,7 @@
 """Arithmetic on extents, shares and dtypes that several modules have in common."""
 
 from fractions import Fraction
-from typing import Tuple, Union
+from typing import Tuple
 
 import torch
 
@@ -18,11 +18,6 @@ def as_fraction(share: float) -> Tuple[int, int]:
     """(numerator, denominator) of the nearest fraction above 0 with such a denominator."""
     fraction = max(Fraction(share).limit_denominator(MAX_DENOMINATOR), Fraction(1, MAX_DENOMINATOR))
     return fraction.numerator, fraction.denominator
-
-
-def is_finite(number: Union[int, float]) -> bool:
-    """Whether a float holds it: it is not nan nor infinite, nor an integer that is too large."""
-    return abs(number) <= 1.7976931348623157e308  # sys.float_info.max, of which torch.compile may make a variable
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

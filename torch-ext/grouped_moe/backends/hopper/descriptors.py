@@ -10,7 +10,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...block_scaled import CODES
 from ...common.numbers import power_of_two
 from ...operands import LowRank
-from ..kernels.hopper import RAGGED_END, reinterpret
+from ..kernels.hopper import reinterpret
+from ..kernels.tiles import MAX_RAGGED_ROWS
 from ..triton.descriptors import tma_strides
 
 _EXTENT = 0x7FFF0000
@@ -52,7 +53,7 @@ class RaggedTmaBlock(TmaBlock):
     def of_rows(self, rows: Tensor, columns: Optional[int] = None):
         """The descriptor of the first columns of some rows, all by default."""
         stride = tma_strides(rows)[0] if 1 in rows.shape else rows.stride(0)
-        shape = (_EXTENT, _EXTENT, RAGGED_END.value, columns or rows.shape[1])
+        shape = (_EXTENT, _EXTENT, MAX_RAGGED_ROWS, columns or rows.shape[1])
         return self.of(rows, shape, (2**34 - stride, stride, stride, 1))
 
 

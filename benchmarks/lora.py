@@ -1,7 +1,7 @@
 """Low-rank pairs (LoRA) on the experts block, its weights frozen: steps and small batches, all tokens local.
 
 frozen            our block without pairs, which all others are to be compared with: it computes something else
-ours, as peft     our block with factors in fp32, b as a view of (N, r E): as peft stores them
+ours, as peft     our block with factors in fp32 as peft stores them: b and its gradient are views of (N, r E)
 eight adapters    our block with as many adapters, of which each token has one; in small batches alone
 merged            our block on W + b a, made twice in each forward, as by the parametrization of peft's ParamWrapper
 grouped_mm merged transformers' grouped_mm on the same
@@ -53,6 +53,12 @@ def as_peft(name: str, factor: Tensor) -> Tensor:
     return wide.movedim(0, -1).contiguous().movedim(-1, 0) if name.endswith("b") else wide
 
 
+def stored(b: Tensor) -> Tensor:
+    """b by way of the matrix (N, r E) that peft stores, which its gradient takes, too."""
+    num_experts, n, _ = b.shape
+    return b.permute(1, 2, 0).reshape(n, -1).reshape(n, -1, num_experts).permute(2, 0, 1)
+
+
 def make_split(block: Block, ids: Tensor) -> Callable[..., Tensor]:
     """Over rows that are sorted by expert."""
     up, down = block.weights
@@ -91,6 +97,9 @@ def make_problem(kernel: ModuleType, case: Cell) -> Problem:
     def ours(i: int, x: Tensor, weights: Tensor, *some: Tensor) -> Tensor:
         return experts(x, sets[i].ids, weights, up, down, **pairs(kernel, some))
 
+    def adapted(i: int, x: Tensor, weights: Tensor, up_a: Tensor, up_b: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return ours(i, x, weights, up_a, stored(up_b), a, stored(b))
+
     def merged(i: int, x: Tensor, weights: Tensor, up_a: Tensor, up_b: Tensor, *of_down: Tensor) -> Tensor:
         return experts(x, sets[i].ids, weights, merge(up, up_a, up_b), merge(down, *of_down))
 
@@ -108,7 +117,7 @@ def make_problem(kernel: ModuleType, case: Cell) -> Problem:
     baselines, providers = {FROZEN: frozen}, {OURS: Provider(ours, inputs)}
     if case.backward:
         wide = [as_peft(name, factor).requires_grad_() for name, factor in zip(NAMES[-4:], factors)]
-        providers[AS_PEFT] = Provider(ours, [Inputs((s.x, s.weights, *wide), s.dout) for s in sets])
+        providers[AS_PEFT] = Provider(adapted, [Inputs((s.x, s.weights, *wide), s.dout) for s in sets])
         split = [make_split(block, s.ids) for s in sets]
         providers[MERGED] = Provider(merged, inputs)
         providers[f"{GROUPED} {MERGED}"] = Provider(grouped_merged, inputs)

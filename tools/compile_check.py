@@ -215,9 +215,8 @@ class Calls:
 
     def needs(self, **given: bool):
         """The gradients that are asked for, of what is given."""
-        asked = self.signature.needs.split()
-        fields = self.package["block"].Needs._fields
-        return self.package["block"].Needs(*(name in asked and given.get(name, True) for name in fields))
+        asked, kind = self.signature.needs.split(), self.package["block"].Needs
+        return kind(*(name in asked and given.get(name, True) for name in kind._fields))
 
     def both_ways(self, x: torch.Tensor, rows, act_scales, bias_scales, needs, scaled: bool = True) -> None:
         """The block without gradients, saving and recomputing, and its backward.
@@ -285,9 +284,10 @@ class Calls:
         kernels.gemm(dy, weight, rows, transposed=True, zero_rest=True)
         for rank in MORE_RANKS:
             grad = {"projected": self.empty(num_rows, -(-rank // 8) * 8), "grad": self.empty(e, n, -(-rank // 8) * 8)}
-            factor = kernels.pack_factor(self.empty(1, n, rank, e, dtype=torch.float32).movedim(3, 1), rows, self.dtype)
+            stored = 2 * [self.empty(1, n, rank, e, dtype=torch.float32).movedim(3, 1)]
+            kernels.unpack_grads(packed := kernels.pack_factors(stored, rows, self.dtype), stored)
             for asked in ({}, grad):
-                kernels.project_backward(dy, factor, rows, scaling=1.0, **asked)
+                kernels.project_backward(dy, packed[0], rows, scaling=1.0, **asked)
         kernels.wgrad(self.empty(num_rows, 24), x, rows, self.empty(e, 24, k))  # of a rank that 16 does not divide
         alone = rows._replace(schedule=rows.schedule[1:], num_groups=1)
         for dtype in DTYPES.values() if every else (self.dtype, torch.float32):

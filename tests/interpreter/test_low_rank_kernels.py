@@ -47,15 +47,32 @@ def run_poisoned(grouped_moe, case, inputs, arguments) -> Result:
     ("peft", 1, 3, 40, True), ("peft", 1, 16, 99, True), ("peft", 1, 1, 40, True), ("peft", 2, 3, 40, False),
     ("peft", 1, 3, 39, False), ("transposed", 1, 3, 40, False), ("apart", 1, 3, 40, False),
 ])  # fmt: skip
-def test_factors_whose_experts_lie_side_by_side_are_copied(kernels, module, layout, adapters, rank, num_rows, copied):
+@pytest.mark.parametrize("others", [[], [53], [None]], ids=["alone", "of-two", "none-of-two"])
+def test_factors_whose_experts_lie_side_by_side_are_copied(
+    kernels, module, layout, adapters, rank, num_rows, copied, others
+):
     """Of several programs in each direction; of one adapter, if there are as many rows as experts."""
-    factor = LAYOUTS[layout](torch.randn(adapters, 40, 37, rank))
+    sizes = [37, *others]
+    factors = [None if n is None else LAYOUTS[layout](torch.randn(adapters, 40, n, rank)) for n in sizes]
     with poisoned_allocations():
-        packed = kernels.pack_factor(factor, module("rows").Rows(None, 40, num_rows), torch.float16)
-    assert (packed is not factor) is copied
-    if copied:
-        assert packed.is_contiguous() and packed.dtype == torch.float16
-        assert torch.equal(packed, torch.nn.functional.pad(factor, (0, -rank % 8)).half())
+        packed = kernels.pack_factors(factors, module("rows").Rows(None, 40, num_rows), torch.float16)
+    for factor, got in zip(factors, packed):
+        assert (got is not factor) is (copied and factor is not None)
+        if got is not factor:
+            assert got.is_contiguous() and got.dtype == torch.float16
+            assert torch.equal(got, torch.nn.functional.pad(factor, (0, -rank % 8)).half())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("adapters, rank, sizes", [(1, 3, [37]), (1, 16, [37, 53]), (1, 9, [37, 53]), (2, 3, [37])])
+def test_gradients_get_the_layout_of_factors(kernels, layout, adapters, rank, sizes):
+    """From packed ones, whose ranks lie side by side, padded."""
+    padded = [torch.randn(adapters, 40, n, -(-rank // 8) * 8).half() for n in sizes]
+    packed = [each[..., :rank] for each in padded]
+    grads = [LAYOUTS[layout](torch.full(each.shape, float("nan"))) for each in packed]
+    kernels.unpack_grads(packed, grads)
+    for got, want in zip(grads, packed):
+        assert torch.equal(got, want.float())
 
 
 @by_dtype

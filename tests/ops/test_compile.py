@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import compare
 import pytest
@@ -12,7 +13,7 @@ from block import assert_same, call, make, parts_of, run, with_leaves
 from cases import BY_ID, GPU_PARAMS, Inputs, make_inputs
 from compare import assert_bitwise, assert_close
 from operations import MADE_OF, OPERATIONS, SEEN, SIZES, Log, RecordedLog, kind_of, make_operation
-from pairs import Pairs, factors, make_loras
+from pairs import LAYOUTS, Pairs, factors, make_loras, with_factors
 from poison import poisoned_allocations
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_map_only
@@ -61,6 +62,33 @@ def test_opcheck_with_and_without_gradients(grouped_moe, device, case):
         call(grouped_moe, case, leaves)
     ((experts, args),) = recorded.calls
     torch.library.opcheck(experts, tree_map_only(torch.Tensor, torch.detach, args))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("adapters", [0, 2])
+def test_opcheck_of_factors_by_strides(grouped_moe, device, layout, adapters):
+    """Of which gradients lie as they do."""
+    case = BY_ID["silu"]
+    inputs = make_inputs(case, torch.float32, device)
+    loras = make_loras(grouped_moe, case, inputs, Pairs(rank=3, adapters=adapters))
+    named = {name: layout(factor).requires_grad_() for name, factor in factors(loras).items()}
+    loras = with_factors(loras, named)
+    index, sizes = loras.get("adapter_index"), torch.full((case.E,), case.T // case.E, device=device)
+    steps = {
+        "experts_backward": lambda: call(grouped_moe, case, inputs, **loras),
+        "grouped_linear_backward": lambda: grouped_moe.grouped_linear(
+            inputs.hidden_states, inputs.gate_up_proj, sizes, lora=loras["gate_up_lora"], adapter_index=index
+        ),
+    }
+
+    def check(op):
+        out, leaves = steps[op](), [*named.values()]
+        grads = torch.autograd.grad(out, leaves, torch.randn_like(out), retain_graph=True, allow_unused=True)
+        for grad, factor in zip(grads, leaves):
+            assert grad is None or grad.stride() == torch.empty_like(factor).stride()
+
+    for op in steps:
+        assert opcheck(partial(check, op), op) == {op}
 
 
 def test_opcheck_of_what_is_not_differentiable(grouped_moe, device):

@@ -166,7 +166,10 @@ class Saved(NamedTuple):
 
 
 class Grads(namedtuple("Grads", Needs._fields, defaults=(None,) * len(Needs._fields))):
-    """The gradients, None where not asked for. Those of weights have the weights' strides, others are contiguous."""
+    """The gradients, None where not asked for.
+
+    Those of weights and of factors of LoRA lie as these do (`torch.empty_like`), others are contiguous.
+    """
 
     __slots__ = ()
 
@@ -177,8 +180,9 @@ def fake_grads(
     """The gradients that are asked for, unwritten, for shapes alone."""
     factors = _factors_of(block.up_lora, block.down_lora)
     like = Grads(x, act_scales, bias_scales, block.up, block.down, block.up_bias, block.down_bias, *factors)
+    contiguous = ("x", "act_scales", "bias_scales", "up_bias", "down_bias")
     made = (
-        None if not need else torch.empty_like(tensor) if name in ("up", "down") else tensor.new_empty(tensor.shape)
+        None if not need else tensor.new_empty(tensor.shape) if name in contiguous else torch.empty_like(tensor)
         for name, tensor, need in zip(Grads._fields, like, needs)
     )
     return Grads(*made)

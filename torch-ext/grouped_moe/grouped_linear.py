@@ -10,7 +10,7 @@ from .common import checks
 from .common.autograd import once_differentiable, refuse_forward_mode, where_needed
 from .common.device import device_type
 from .common.numbers import wide_dtype
-from .operands import LoRA, check_loras, grad_of_a, project, project_backward
+from .operands import LoRA, check_loras, grad_of_a, project, project_backward, read_factors, unpack_grads
 from .registration import define_differentiable_op, define_op
 from .rows import schedule_size, unit_rows
 from .splits import Splits, as_splits
@@ -32,7 +32,8 @@ def _forward(
     low_rank = projected = None
     if a is not None:
         rows = rows._replace(adapters=adapters)
-        low_rank, projected = project(kernels, LoRA(a, b, scaling), x, rows)
+        (factors,) = read_factors(kernels, [LoRA(a, b, scaling)], rows, x.dtype)
+        low_rank, projected = project(kernels, factors, x, rows)
     y = kernels.gemm(
         x, as_weight(weight, weight_scale, block), rows, transposed=transposed, bias=bias, scales=bias_scales,
         zero_rest=True, low_rank=low_rank, quantizes=weight_scale is not None,
@@ -61,7 +62,9 @@ def _backward(
         adapters = None if adapters is None else adapters.contiguous()  # hooks on saved tensors may change strides
         rows, lora = rows._replace(adapters=adapters), LoRA(a, b, scaling)
         if needs_x or needs_a or needs_b:
-            low_rank, db = project_backward(kernels, lora, dy, rows, projected.contiguous() if needs_b else None)
+            (factors,) = read_factors(kernels, [lora], rows, dy.dtype)
+            low_rank, db = project_backward(kernels, factors, dy, rows, projected.contiguous() if needs_b else None)
+            (db,) = unpack_grads(kernels, "b", [lora], [db])
     if needs_x:
         dx = kernels.gemm(
             dy, as_weight(weight, weight_scale, block), rows, transposed=not transposed, zero_rest=True,
@@ -78,8 +81,8 @@ def _backward(
 def _backward_fake(dy, x, weight, splits, a, b, adapters, projected, weight_scale, block, scaling, transposed, needs):
     needs_x, needs_weight, needs_a, needs_b = needs
     dx = dy.new_empty((dy.shape[0], weight.shape[1 if transposed else 2])) if needs_x else None
-    factors = (factor.new_empty(factor.shape) if need else None for factor, need in ((a, needs_a), (b, needs_b)))
-    return dx, torch.empty_like(weight) if needs_weight else None, *factors
+    laid_out = (weight, needs_weight), (a, needs_a), (b, needs_b)
+    return dx, *(torch.empty_like(tensor) if need else None for tensor, need in laid_out)
 
 
 def _bias_backward(

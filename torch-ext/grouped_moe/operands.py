@@ -1,7 +1,7 @@
 """What a weight may carry besides its values: a low-rank pair (LoRA), as callers give it and as products read it."""
 
 from types import ModuleType
-from typing import Dict, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -93,9 +93,34 @@ def _as_factor(factor: Tensor, num_experts: int) -> Tensor:
     return factor if factor.shape[1] == num_experts else factor.expand(-1, num_experts, -1, -1)
 
 
+class Factors(NamedTuple):
+    """A LoRA as products read it, made by `read_factors`.
+
+    a: (L, E, K, r), a view. b: (L, E, N, r), a view or, where that would be read badly, a packed copy.
+    """
+
+    a: Tensor
+    b: Tensor
+    lora: LoRA
+
+
+def read_factors(
+    kernels: ModuleType, loras: Sequence[Optional[LoRA]], rows: Rows, dtype: torch.dtype
+) -> List[Optional[Factors]]:
+    """Of at most two products, None for None. dtype: of the rows."""
+    if not any(loras):
+        return [None] * len(loras)
+    views = [None if lora is None else [_as_factor(each, rows.num_groups) for each in lora[:2]] for lora in loras]
+    packed = kernels.pack_factors([view and view[1] for view in views], rows, dtype)
+    return [
+        None if lora is None else Factors(view[0].transpose(2, 3), b, lora)
+        for lora, view, b in zip(loras, views, packed)
+    ]
+
+
 def project(
     kernels: ModuleType,
-    lora: Optional[LoRA],
+    factors: Optional[Factors],
     x: Tensor,
     rows: Rows,
     of_tokens: bool = False,
@@ -107,41 +132,33 @@ def project(
     per token. scales: one per slot of routed rows, by which the product is multiplied later. The second result is the
     projected rows, times the scales if there are any.
     """
-    if lora is None:
+    if factors is None:
         return None, None
-    a, b = _both_factors(kernels, lora, rows, x.dtype)
+    a, b, lora = factors
     projected, scaled = kernels.project(x, a, rows, scaling=lora.scaling, of_tokens=of_tokens, scales=scales)
     return LowRank(projected, b), projected if scaled is None else scaled
 
 
 def project_backward(
     kernels: ModuleType,
-    lora: Optional[LoRA],
+    factors: Optional[Factors],
     dy: Tensor,
     rows: Rows,
     projected: Optional[Tensor],
     of_tokens: bool = False,
 ) -> Tuple[Optional[LowRank], Optional[Tensor]]:
-    """What a LoRA adds to the product of dy and its weight's transpose, None without a LoRA; and the gradient of its b.
+    """What a LoRA adds to the product of dy and its weight's transpose, None without a LoRA; and its gradient of b.
 
-    scaling a[e]^T b[e]^T dy[r] is scaling b[e]^T dy[r], (rows, R), which is computed here, times a[e]^T. projected:
-    (rows, R), the second result of `project`, or None if the gradient of b is not asked for. of_tokens: dy has one row
-    per token.
+    scaling a[e]^T b[e]^T dy[r] is scaling b[e]^T dy[r], (rows, R), which is computed here, times a[e]^T. The gradient
+    is packed, (E, N, R), for `unpack_grads`. projected: (rows, R), the second result of `project`, or None if the
+    gradient is not asked for. of_tokens: dy has one row per token.
     """
-    if lora is None:
+    if factors is None:
         return None, None
-    a, b = _both_factors(kernels, lora, rows, dy.dtype)
-    packed = None if projected is None else _new_packed_grad(lora, "b", rows.num_groups)
-    z = kernels.project_backward(
-        dy, b, rows, scaling=lora.scaling, of_tokens=of_tokens, projected=projected, grad=packed
-    )
-    return LowRank(z, a), None if packed is None else _unpacked_grad(lora, "b", packed)
-
-
-def _both_factors(kernels: ModuleType, lora: LoRA, rows: Rows, dtype: torch.dtype) -> Tuple[Tensor, Tensor]:
-    """a as (L, E, K, r), a view, and b as (L, E, N, r), a view or, where that would be read badly, a copy."""
-    a, b = (_as_factor(factor, rows.num_groups) for factor in (lora.a, lora.b))
-    return a.transpose(2, 3), kernels.pack_factor(b, rows, dtype)
+    a, b, lora = factors
+    grad = None if projected is None else _new_packed_grad(lora, "b", rows.num_groups)
+    z = kernels.project_backward(dy, b, rows, scaling=lora.scaling, of_tokens=of_tokens, projected=projected, grad=grad)
+    return LowRank(z, a), grad
 
 
 def grad_of_a(
@@ -153,7 +170,7 @@ def grad_of_a(
     """
     packed = _new_packed_grad(lora, "a", rows.num_groups)
     kernels.wgrad(low_rank.rows, x, rows, packed, rhs_of_tokens=of_tokens)
-    return _unpacked_grad(lora, "a", packed)
+    return unpack_grads(kernels, "a", [lora], [packed])[0]
 
 
 def _new_packed_grad(lora: LoRA, name: str, num_experts: int) -> Tensor:
@@ -169,15 +186,28 @@ def _new_packed_grad(lora: LoRA, name: str, num_experts: int) -> Tensor:
     return factor.new_empty((num_experts, *shape), dtype=dtype)
 
 
-def _unpacked_grad(lora: LoRA, name: str, packed: Tensor) -> Tensor:
-    """The gradient of a factor from that of each expert's."""
-    factor, rank_dim = getattr(lora, name), 1 if name == "a" else 2
-    if packed.shape == factor.shape:
-        return packed
+def unpack_grads(
+    kernels: ModuleType, name: str, loras: Sequence[Optional[LoRA]], packed: Sequence[Optional[Tensor]]
+) -> List[Optional[Tensor]]:
+    """The gradients of a or b, as the name says, laid out like these, from packed ones; None for None."""
+    grads, sources, targets = list(packed), [], []
+    for i, (lora, grad) in enumerate(zip(loras, packed)):
+        factor = None if grad is None else getattr(lora, name)
+        if grad is None or grad.shape == factor.shape and factor.is_contiguous():
+            continue
+        grads[i] = torch.empty_like(factor)
+        sources.append(_by_adapter(grad, lora, name, is_shared=factor.shape[-3] != grad.shape[0]))
+        targets.append(grads[i].view_as(sources[-1]))
+    kernels.unpack_grads(sources, targets)
+    return grads
+
+
+def _by_adapter(packed: Tensor, lora: LoRA, name: str, is_shared: bool) -> Tensor:
+    """A packed gradient as (L, E or 1, ., .), a view unless it is that of a shared factor, a sum over the experts."""
+    rank_dim = 1 if name == "a" else 2
     grad = packed.narrow(rank_dim, 0, lora.num_adapters * lora.rank)
-    grad = grad.sum(0, keepdim=True) if factor.shape[-3] != packed.shape[0] else grad
-    grad = grad.unflatten(rank_dim, (lora.num_adapters, lora.rank)).movedim(rank_dim, 0)
-    return grad.reshape(factor.shape).to(factor.dtype).contiguous()
+    grad = grad.sum(0, keepdim=True) if is_shared else grad
+    return grad.unflatten(rank_dim, (lora.num_adapters, lora.rank)).movedim(rank_dim, 0)
 
 
 def check_loras(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .block import Block, Grads, Needs, Saved
 from .common.numbers import wide_dtype
-from .operands import grad_of_a, project, project_backward
+from .operands import grad_of_a, project, project_backward, read_factors, unpack_grads
 from .rows import Rows, unit_rows
 
 
@@ -32,13 +32,14 @@ def forward(
     Routed rows: out[t] = sum over the slots of token t of act_scales[slot] (W2[e] a(W1[e] x[t] + b1[e]) + b2[e]).
     """
     routed, save_preact, x = rows.top_k > 0, save and not block.recompute, unit_rows(x)
-    low_rank, up_rows = project(kernels, block.up_lora, x, rows, of_tokens=routed)
+    up_factors, down_factors = read_factors(kernels, (block.up_lora, block.down_lora), rows, x.dtype)
+    low_rank, up_rows = project(kernels, up_factors, x, rows, of_tokens=routed)
     preact, act = kernels.up_proj(
         block, x, rows, None if routed else act_scales, save=save_preact, activate=True, low_rank=low_rank
     )
     del x  # which may be a copy
     # The activation of rows in place has its scales already.
-    low_rank, down_rows = project(kernels, block.down_lora, act, rows, scales=act_scales if save and routed else None)
+    low_rank, down_rows = project(kernels, down_factors, act, rows, scales=act_scales if save and routed else None)
     y = kernels.gemm(
         act, block.down, rows, transposed=block.transposed, bias=block.down_bias,
         scales=None if routed else bias_scales, zero_rest=not routed, low_rank=low_rank,
@@ -72,14 +73,15 @@ def backward(
     scales_bias = routed and needs.act_scales and block.down_bias is not None
     more_dots = kernels.num_bias_dots(dout.shape[1]) if scales_bias else 0
     preact, up_rows, down_rows = saved
-    dpreact = codes = act = dots = None
-    grads = {}
+    dpreact = codes = act = dots = up_b = down_b = None
+    grads, loras = {}, (block.up_lora, block.down_lora)
+    up_factors, down_factors = read_factors(kernels, loras, rows, dout.dtype)
     if needs.preact and block.recompute:
-        low_rank, up_rows = project(kernels, block.up_lora, x, rows, of_tokens=routed)
+        low_rank, up_rows = project(kernels, up_factors, x, rows, of_tokens=routed)
         preact, _ = kernels.up_proj(block, x, rows, None, save=True, activate=False, low_rank=low_rank)
     if needs.preact or needs.down_b:
-        low_rank, grads["down_b"] = project_backward(
-            kernels, block.down_lora, dout, rows, down_rows if needs.down_b else None, of_tokens=routed
+        low_rank, down_b = project_backward(
+            kernels, down_factors, dout, rows, down_rows if needs.down_b else None, of_tokens=routed
         )
     if needs.preact:
         dpreact, codes, act, dots = kernels.down_dgrad(
@@ -98,9 +100,12 @@ def backward(
     act = act if needs.down else None
     low_rank = None
     if needs.x or needs.up_a or needs.up_b:
-        low_rank, grads["up_b"] = project_backward(
-            kernels, block.up_lora, codes if dpreact is None else dpreact, rows, up_rows if needs.up_b else None
+        low_rank, up_b = project_backward(
+            kernels, up_factors, codes if dpreact is None else dpreact, rows, up_rows if needs.up_b else None
         )
+    if up_b is not None or down_b is not None:
+        grads["up_b"], grads["down_b"] = unpack_grads(kernels, "b", loras, (up_b, down_b))
+        del up_b, down_b
     if needs.x:
         # Where the product is made with rows of 8-bit floats, dpreact came as such.
         source = dpreact if codes is None else codes

@@ -276,7 +276,7 @@ def _experts_layer(
         # Native ops, which compile nothing, take few tokens without gradients, and route.
         by_ops = IS_BUILT and (groups_slots(num_tokens, top_k, e, scaled), takes_slots(slots, spec_of(up).num_sms))
         routes = heuristic.decode_pays(num_tokens, top_k, up, down), by_ops, launches_of(slots), rows < slots
-        return *routes, bool(loras) and rows >= e, products(rows, slots)  # `pack_factor` copies factors
+        return *routes, bool(loras) and rows >= e, products(rows, slots)  # `pack_factors` copies factors
 
     def run(num_tokens: int) -> None:
         twin, generator = _twin(module, module.__dict__), torch.Generator(up.device).manual_seed(0)

@@ -4,7 +4,7 @@ Each backend is a module with these functions, whose docstrings in `triton` say 
 other backends say in one line what it is, and what differs:
     routes and groups   route, split_rows                          -> `rows.Rows`
     products            gemm, up_proj, down_dgrad, wgrad, project, project_backward
-    factors of LoRA     pack_factor
+    factors of LoRA     pack_factors, unpack_grads
     passes over rows    combine, combine_grad, gather_rows, bias_grads, sum_dots, num_bias_dots
     between ranks       plan_exchange, pack_rows, unpack_rows, place_rows, take_slots
     few tokens          is_decode; decode, not in torch

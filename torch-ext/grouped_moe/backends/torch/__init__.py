@@ -6,14 +6,24 @@ low-rank parts or scaled ranks are made of it. Kernels there make these of the a
 
 from .exchange import pack_rows, place_rows, plan_exchange, take_slots, unpack_rows
 from .experts import down_dgrad, up_proj
-from .linear import bias_grads, gemm, num_bias_dots, pack_factor, project, project_backward, sum_dots, wgrad
+from .linear import (
+    bias_grads,
+    gemm,
+    num_bias_dots,
+    pack_factors,
+    project,
+    project_backward,
+    sum_dots,
+    unpack_grads,
+    wgrad,
+)
 from .permute import combine, combine_grad, gather_rows
 from .routing import route, split_rows
 
 __all__ = [
     "bias_grads", "combine", "combine_grad", "down_dgrad", "gather_rows", "gemm", "is_decode",
-    "num_bias_dots", "pack_factor", "pack_rows", "place_rows", "plan_exchange", "project", "project_backward",
-    "quantizes", "route", "split_rows", "sum_dots", "take_slots", "unpack_rows", "up_proj", "wgrad",
+    "num_bias_dots", "pack_factors", "pack_rows", "place_rows", "plan_exchange", "project", "project_backward",
+    "quantizes", "route", "split_rows", "sum_dots", "take_slots", "unpack_grads", "unpack_rows", "up_proj", "wgrad",
 ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Products and sums over the rows of each group on the CPU: one GEMM per group that has rows."""
 
-from typing import Iterator, List, Optional, Tuple
+from typing import Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -77,9 +77,15 @@ def gemm(
     return y
 
 
-def pack_factor(factor: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """The factor (L, E, N, r) itself: it is read once for each expert."""
-    return factor
+def pack_factors(factors: Sequence[Optional[Tensor]], rows: Rows, dtype: torch.dtype) -> List[Optional[Tensor]]:
+    """The factors (L, E, N, r) themselves: each is read once for each expert."""
+    return list(factors)
+
+
+def unpack_grads(packed: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Writes gradients of factors from packed ones of the same shapes."""
+    for source, grad in zip(packed, grads):
+        grad.copy_(source)
 
 
 def project(

@@ -4,7 +4,7 @@ from .codes import quantizes
 from .decode import decode, is_decode
 from .down_dgrad import down_dgrad
 from .exchange import pack_rows, place_rows, plan_exchange, take_slots, unpack_rows
-from .factors import pack_factor
+from .factors import pack_factors, unpack_grads
 from .gemm import gemm
 from .low_rank import project
 from .low_rank_backward import project_backward
@@ -16,6 +16,6 @@ from .wgrad import wgrad
 
 __all__ = [
     "bias_grads", "combine", "combine_grad", "decode", "down_dgrad", "gather_rows", "gemm", "is_decode",
-    "num_bias_dots", "pack_factor", "pack_rows", "place_rows", "plan_exchange", "project", "project_backward",
-    "quantizes", "route", "split_rows", "sum_dots", "take_slots", "unpack_rows", "up_proj", "wgrad",
+    "num_bias_dots", "pack_factors", "pack_rows", "place_rows", "plan_exchange", "project", "project_backward",
+    "quantizes", "route", "split_rows", "sum_dots", "take_slots", "unpack_grads", "unpack_rows", "up_proj", "wgrad",
 ]  # fmt: skip

@@ -1,38 +1,73 @@
-"""Copies of factors of low-rank pairs that kernels would read badly."""
+"""Copies of factors of low-rank pairs, and of their gradients, between layouts."""
 
 from functools import lru_cache
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from ...operands import FactorLayout, layout_of
 from ...rows import Rows
-from ..kernels.factors import pack_factor_kernel
+from ..kernels.factors import copy_factors_kernel
 from .launch import Kernel
 from .low_rank import factor_of
 
 _BLOCK_E, _BLOCK_NR = 32, 128  # experts, and numbers of each
 
 
-def pack_factor(factor: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """The factor as kernels for these rows read it: itself, or a contiguous copy (1, E, N, R), 0 past the last rank.
+def pack_factors(factors: Sequence[Optional[Tensor]], rows: Rows, dtype: torch.dtype) -> List[Optional[Tensor]]:
+    """Factors as kernels for these rows read them: each itself, or a contiguous copy (1, E, N, R).
 
-    factor: (L, E, N, r). dtype: of a copy. A tile reads the factor of one expert. Where experts lie side by side, as in
-    peft's b, (N, r E), each number that it reads is a transaction of its own. Copied are those of one adapter, if there
-    are as many rows as experts: fewer do not read them all.
+    factors: (L, E, N, r), of at most two products. dtype: of copies, which are 0 past the last rank. A tile reads the
+    factor of one expert. Where experts lie side by side, as in peft's b, (N, r E), each number that it reads is a
+    transaction of its own. Copied are those of one adapter, if there are as many rows as experts: fewer do not read
+    them all.
     """
-    num_adapters, num_experts, n, _ = factor.shape
-    _, expert_stride, *strides = factor.stride()
-    if num_adapters > 1 or not 0 < expert_stride < min(strides) or rows.num_rows < num_experts:
-        return factor
-    layout = layout_of(factor)
-    packed = factor.new_empty((1, num_experts, n, layout.padded_rank), dtype=dtype)
-    blocks = -(-n * layout.padded_rank // _BLOCK_NR), -(-num_experts // _BLOCK_E), 1
-    _kernel(num_experts, n, layout)(blocks, factor, packed)
+    packed, copied = list(factors), []
+    for i, factor in enumerate(factors):
+        if factor is not None and rows.num_rows >= factor.shape[1] and _has_experts_side_by_side(factor):
+            shape = *factor.shape[:-1], layout_of(factor).padded_rank
+            packed[i] = factor.new_empty(shape, dtype=dtype)
+            copied.append((factor, packed[i]))
+    _copy(copied)
     return packed
 
 
+def unpack_grads(packed: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Writes gradients of factors, of at most two products, from packed ones of the same shapes (L, E, N, r)."""
+    pairs = []
+    for pair in zip(packed, grads):
+        if _has_experts_side_by_side(pair[1]):
+            pairs.append(pair)
+        else:
+            pair[1].copy_(pair[0])
+    _copy(pairs)
+
+
+def _has_experts_side_by_side(factor: Tensor) -> bool:
+    """Whether it is of one adapter, and neighbours in memory are of different experts."""
+    _, expert_stride, *strides = factor.stride()
+    return factor.shape[0] == 1 and 0 < expert_stride < min(strides)
+
+
+def _copy(pairs: Sequence[Tuple[Tensor, Tensor]]) -> None:
+    """Copies the first of each pair to the second, of one pair or two in one launch."""
+    if not pairs:
+        return
+    num_experts = pairs[0][1].shape[1]
+    layouts = [(target.shape[2], layout_of(source), layout_of(target)) for source, target in pairs]
+    num_blocks = sum(-(-n * target.padded_rank // _BLOCK_NR) for n, _, target in layouts)
+    tensors = [tensor for pair in pairs for tensor in pair] + [None] * (4 - 2 * len(pairs))
+    _kernel(num_experts, *layouts)((num_blocks, -(-num_experts // _BLOCK_E), 1), *tensors)
+
+
+_Copied = Tuple[int, FactorLayout, FactorLayout]  # N, source and target
+
+
 @lru_cache(maxsize=None)
-def _kernel(num_experts: int, n: int, layout: FactorLayout) -> Kernel:
-    blocks = {"BLOCK_E": _BLOCK_E, "BLOCK_NR": _BLOCK_NR}
-    return Kernel(pack_factor_kernel, {"NUM_EXPERTS": num_experts, "N": n, "FACTOR": factor_of(layout), **blocks})
+def _kernel(num_experts: int, first: _Copied, second: Optional[_Copied] = None) -> Kernel:
+    constants = {"NUM_EXPERTS": num_experts, "BLOCK_E": _BLOCK_E, "BLOCK_NR": _BLOCK_NR}
+    for prefix, copied in (("", first), ("SECOND_", second)):
+        n, source, target = (0, None, None) if copied is None else (copied[0], *map(factor_of, copied[1:]))
+        constants.update({f"{prefix}N": n, f"{prefix}SOURCE": source, f"{prefix}TARGET": target})
+    return Kernel(copy_factors_kernel, constants)

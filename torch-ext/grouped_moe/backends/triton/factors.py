@@ -6,9 +6,10 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ...operands import FactorLayout, layout_of
+from ...operands import FactorLayout, pad_rank
 from ...rows import Rows
 from ..kernels.factors import copy_factors_kernel
+from ..kernels.low_rank import Factor
 from .launch import Kernel
 from .low_rank import factor_of
 
@@ -26,8 +27,8 @@ def pack_factors(factors: Sequence[Optional[Tensor]], rows: Rows, dtype: torch.d
     packed, copied = list(factors), []
     for i, factor in enumerate(factors):
         if factor is not None and rows.num_rows >= factor.shape[1] and _has_experts_side_by_side(factor):
-            shape = *factor.shape[:-1], layout_of(factor).padded_rank
-            packed[i] = factor.new_empty(shape, dtype=dtype)
+            *shape, rank = factor.shape
+            packed[i] = factor.new_empty((*shape, pad_rank(rank)), dtype=dtype)
             copied.append((factor, packed[i]))
     _copy(copied)
     return packed
@@ -54,20 +55,31 @@ def _copy(pairs: Sequence[Tuple[Tensor, Tensor]]) -> None:
     """Copies the first of each pair to the second, of one pair or two in one launch."""
     if not pairs:
         return
-    num_experts = pairs[0][1].shape[1]
-    layouts = [(target.shape[2], layout_of(source), layout_of(target)) for source, target in pairs]
-    num_blocks = sum(-(-n * target.padded_rank // _BLOCK_NR) for n, _, target in layouts)
-    tensors = [tensor for pair in pairs for tensor in pair] + [None] * (4 - 2 * len(pairs))
-    _kernel(num_experts, *layouts)((num_blocks, -(-num_experts // _BLOCK_E), 1), *tensors)
+    num_experts, blocks, tensors, layouts = pairs[0][0].shape[1], 0, [], []
+    for source, target in pairs:
+        _, _, n, rank = target.shape
+        blocks += -(-n * pad_rank(rank) // _BLOCK_NR)
+        tensors += source, target
+        # To make a `FactorLayout` takes the host longer than to find the kernel.
+        layouts.append((n, source.shape[3], source.stride(), rank, target.stride()))
+    tensors += (None,) * (4 - len(tensors))
+    _kernel(num_experts, *layouts)((blocks, -(-num_experts // _BLOCK_E), 1), *tensors)
 
 
-_Copied = Tuple[int, FactorLayout, FactorLayout]  # N, source and target
+_Copied = Tuple[int, int, Tuple[int, ...], int, Tuple[int, ...]]  # N, then ranks and strides of source and target
 
 
 @lru_cache(maxsize=None)
 def _kernel(num_experts: int, first: _Copied, second: Optional[_Copied] = None) -> Kernel:
     constants = {"NUM_EXPERTS": num_experts, "BLOCK_E": _BLOCK_E, "BLOCK_NR": _BLOCK_NR}
     for prefix, copied in (("", first), ("SECOND_", second)):
-        n, source, target = (0, None, None) if copied is None else (copied[0], *map(factor_of, copied[1:]))
+        n, source, target = 0, None, None
+        if copied is not None:
+            n, *ranks_and_strides = copied
+            source, target = _factor(*ranks_and_strides[:2]), _factor(*ranks_and_strides[2:])
         constants.update({f"{prefix}N": n, f"{prefix}SOURCE": source, f"{prefix}TARGET": target})
     return Kernel(copy_factors_kernel, constants)
+
+
+def _factor(rank: int, strides: Tuple[int, ...]) -> Factor:
+    return factor_of(FactorLayout(1, rank, (0, *strides[1:])))

@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 import random
+import re
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -94,6 +95,26 @@ def test_compiled_kernels_get_what_triton_hands_them(grouped_moe, compiling_stub
     assert compiling_stub.launches and all(args[6] is True for args in compiling_stub.launches), (
         "not a dependent launch"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 3, 4])  # a table of tuned tiles may say any
+def test_shared_tiles_release_a_slot_once(compiling_stub, monkeypatch, stages):
+    """Also where ranks, fewer than a step, are all that the second warp group multiplies after it has waited."""
+    load = compiling_stub.module
+    if not load("common._compat").has_gluon():
+        pytest.skip("needs Gluon")
+    config = load("tuning.heuristic").GemmConfig(128, 256, 64, 4, stages)
+    monkeypatch.setattr(load("backends.hopper.launchers"), "hopper_gemm_config", lambda *_: config)
+    experts, n, k, num_rows, kernels = 4, 512, 4096, 2048, load("backends.triton")
+    rows = kernels.split_rows(torch.zeros(experts, dtype=torch.int64), experts, num_rows, BF16)
+    x, weight = torch.empty(num_rows, k, dtype=BF16), torch.empty(experts, n, k, dtype=BF16)
+    ranks = torch.empty(num_rows, 16, dtype=BF16), torch.empty(1, experts, n, 16, dtype=BF16)
+    kernels.gemm(x, weight, rows, low_rank=load("operands").LowRank(*ranks))
+    (variant,) = (each for each in compiling_stub.variants if each.name == "hopper_gemm_kernel")
+    for partition in variant.asm["ttgir"].partition("ttg.warp_specialize(")[2].split(" num_warps("):
+        released = re.findall(r"arrive_barrier (%\S+), 1, %true", partition)
+        assert len(released) == len(set(released))
 
 
 def kernels_of(stub):

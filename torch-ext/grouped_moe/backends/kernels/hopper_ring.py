@@ -195,7 +195,7 @@ def multiply(
         else:
             w = w.reshape([BLOCK_N, BLOCK_R]).slice(0, LAST, dim=1).permute((1, 0))
         x = x.slice(0, LAST, dim=1)
-        acc = multiply_step(acc, x, w, ring, slot, STEPS, ADD=True)
+        acc = multiply_step(acc, x, w, ring, slot, STEPS - 1, ADD=True)
         slot, phase = next_slot(slot, phase, STAGES)
     return acc, slot, phase
 

@@ -78,6 +78,15 @@ def accelerated(module, monkeypatch):
     backends._load.cache_clear()
 
 
+@pytest.fixture
+def descriptors(module, monkeypatch):
+    """Counts the descriptors that launchers make."""
+    made, descriptors = [], module("backends.triton.descriptors")
+    kind = descriptors.TmaDescriptor
+    monkeypatch.setattr(descriptors, "TmaDescriptor", lambda *args: made.append(args) or kind(*args))
+    return made
+
+
 @pytest.fixture(params=["one-launch", "three-launches"])
 def launches(module, monkeypatch, request):
     """Both sorts at sizes that the interpreter can take."""

@@ -5,7 +5,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import InterpreterBuilder
 
-MARGIN = 517
+MARGIN, ALIGNED_MARGIN = 517, 512  # elements: the first gives addresses that descriptors do not take
 ALLOCATIONS = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
 
 
@@ -19,10 +19,12 @@ class GuardedAllocations(TorchFunctionMode):
 
     Those are the given ones and what torch functions return within it. The backend must be called directly: an op
     runs below this mode. Memory around an allocation is poisoned as well, so that a neighbour is not mistaken for it.
+    margin: elements of that on either side.
     """
 
-    def __init__(self, *tensors):
+    def __init__(self, *tensors, margin=MARGIN):
         super().__init__()
+        self.margin = margin
         self.starts, self.ends = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
         for tensor in tensors:
             self._allow(tensor)
@@ -30,7 +32,7 @@ class GuardedAllocations(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.numel():
-            result = _poisoned(result) if function in ALLOCATIONS else result
+            result = _poisoned(result, self.margin) if function in ALLOCATIONS else result
             self._allow(result)
         return result
 
@@ -57,13 +59,13 @@ class GuardedAllocations(TorchFunctionMode):
         self.originals = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
         load, store = self.originals
 
-        def checked_load(builder, pointers, mask, *others):
+        def checked_load(builder, pointers, mask, *others, **named):
             self.check("reads", pointers, mask)
-            return load(builder, pointers, mask, *others)
+            return load(builder, pointers, mask, *others, **named)
 
-        def checked_store(builder, pointers, value, mask, *others):
+        def checked_store(builder, pointers, value, mask, *others, **named):
             self.check("writes", pointers, mask)
-            return store(builder, pointers, value, mask, *others)
+            return store(builder, pointers, value, mask, *others, **named)
 
         InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = checked_load, checked_store
         return super().__enter__()
@@ -73,7 +75,7 @@ class GuardedAllocations(TorchFunctionMode):
         return super().__exit__(*exception)
 
 
-def _poisoned(tensor):
+def _poisoned(tensor, margin):
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
-    memory = torch.full((size + 2 * MARGIN,), poison_value(tensor.dtype), dtype=tensor.dtype)
-    return memory.as_strided(tensor.shape, tensor.stride(), MARGIN)
+    memory = torch.full((size + 2 * margin,), poison_value(tensor.dtype), dtype=tensor.dtype)
+    return memory.as_strided(tensor.shape, tensor.stride(), margin)

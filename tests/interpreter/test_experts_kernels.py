@@ -7,7 +7,7 @@ from cases import BY_ID, CASES, make_inputs
 from loops import loop_route
 from poison import LAYOUTS, guarded, poison_sentinels
 
-from interpreter.guard import GuardedAllocations
+from interpreter.guard import ALIGNED_MARGIN, MARGIN, GuardedAllocations
 
 
 def resized(suffix, *kinds, **sizes):
@@ -42,7 +42,7 @@ def block_of(module, grouped_moe, case, inputs):
     return module("block").Block(*weights, None, None, *kind)
 
 
-def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1, capacity=None, spent=False):
+def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1, capacity=None, spent=False, margin=MARGIN):
     """Forward and backward by the backend; with more passes, the last of several backward passes.
 
     spent: it may overwrite what was saved, and has to give back its memory.
@@ -53,7 +53,7 @@ def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1, capacity
     asked = [name for name in inputs.floating() if name not in frozen]
     needs = {field: name in asked for field, name in GRADIENTS.items()}
     needs = module("block").Needs(**needs, bias_scales=False)
-    with GuardedAllocations(*inputs):
+    with GuardedAllocations(*inputs, margin=margin):
         rows = kernels.route(ids, case.E, x.dtype, capacity)
         out, saved = pipeline.forward(kernels, block, x, rows, weights, None, save=True)
         for _ in range(passes):
@@ -91,6 +91,16 @@ def test_fp32_matches_reference(module, grouped_moe, case):
 @pytest.mark.parametrize("case", [BY_ID[case_id] for case_id in FP16] + WHOLE, ids=lambda case: case.id)
 def test_fp16_matches_reference(module, grouped_moe, case):
     check(module, grouped_moe, case, torch.float16)
+
+
+@pytest.mark.parametrize("case", [case for case in SHAPES if case.id.startswith("tall-wide")], ids=lambda case: case.id)
+def test_reads_weights_by_descriptor(module, grouped_moe, descriptors, case):
+    """Aligned ones of tall tiles: by each fused product, and by the others, whose rows come so, too."""
+    inputs = poison_sentinels(make_inputs(case, torch.float16, "cpu"), case.E)
+    got = run_kernels(module, grouped_moe, case, inputs, margin=ALIGNED_MARGIN)
+    with torch.enable_grad():
+        assert_matches(got, run_reference(grouped_moe, case, inputs), torch.float16)
+    assert len(descriptors) == 6 + case.recompute
 
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.float16], ids=["fp32-weights", "fp16-weights"])

@@ -1,7 +1,5 @@
 """Kernels of grouped_linear, grouped_mlp and their gradients under poison, with their bounds checked."""
 
-import contextlib
-
 import pytest
 import torch
 from compare import assert_close, assert_part, assert_same
@@ -11,7 +9,7 @@ from mlps import BY_MLP, NAMES, PER_GROUP
 from poison import guarded
 from sorted_rows import PER_ROW, assert_matches, run_reference
 
-from interpreter.guard import GuardedAllocations
+from interpreter.guard import ALIGNED_MARGIN, MARGIN, GuardedAllocations
 
 NAN = float("nan")
 SIZES = (200, 0, 130, 64)  # whole row tiles, one that is cut, none
@@ -32,23 +30,14 @@ WIDE = [
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 
 
-@pytest.fixture
-def descriptors(module, monkeypatch):
-    """Counts the descriptors that launchers make."""
-    made, descriptors = [], module("backends.triton.descriptors")
-    kind = descriptors.TmaDescriptor
-    monkeypatch.setattr(descriptors, "TmaDescriptor", lambda *args: made.append(args) or kind(*args))
-    return made
-
-
-def run_linear(module, linear, inputs, needs=None, guard=True):
+def run_linear(module, linear, inputs, needs=None, margin=MARGIN):
     """{"y", name: gradient} by what the ops call. Needs the fixture `accelerated`."""
     functions, (tensors, offsets, dy) = module("grouped_linear"), inputs
     x, weight, bias, scales = tensors.values()
     needs = needs or [tensor is not None for tensor in tensors.values()]
     needs_x, needs_weight, needs_bias, needs_scales = needs
     kernels = module("backends").backend_of(x)
-    with GuardedAllocations(*tensors.values(), offsets, dy) if guard else contextlib.nullcontext():
+    with GuardedAllocations(*tensors.values(), offsets, dy, margin=margin):
         no_pair, kind = (None, None, None), (None, (), 0.0, linear.transposed)
         y, schedule, _ = functions._forward(kernels, x, weight, offsets, bias, scales, *no_pair, *kind)
         wanted = [needs_x, needs_weight, False, False]
@@ -60,16 +49,17 @@ def run_linear(module, linear, inputs, needs=None, guard=True):
         return {name: tensor.clone() for name, tensor, need in named if need}
 
 
-def check_linear(module, grouped_moe, linear, dtype, scales_dtype=None, guard=True):
+def check_linear(module, grouped_moe, linear, dtype, scales_dtype=None, aligned=False):
     """Against the reference, with NaN in rows of no group, in weights and biases of groups without rows.
 
-    guard: NaN around every operand as well, which then lies at an address that descriptors do not take.
+    aligned: all tensors lie where descriptors take them; else operands lie amid NaN, at an address that they do not.
     """
     inputs = linear.make(dtype, "cpu", scales_dtype)
     with torch.enable_grad():
         want = run_reference(grouped_moe, linear, inputs)
-    given = inputs.poisoned().guarded() if guard else inputs.poisoned()
-    assert_matches(run_linear(module, linear, given, guard=guard), want, dtype, scales_dtype)
+    given, margin = inputs.poisoned(), ALIGNED_MARGIN if aligned else MARGIN
+    given = given if aligned else given.guarded()
+    assert_matches(run_linear(module, linear, given, margin=margin), want, dtype, scales_dtype)
 
 
 @by_dtype
@@ -81,7 +71,7 @@ def test_grouped_linear(module, grouped_moe, accelerated, linear, dtype):
 @pytest.mark.parametrize("linear", WIDE, ids=lambda linear: linear.id)
 def test_reads_by_descriptor(module, grouped_moe, accelerated, descriptors, linear):
     """Aligned operands of enough rows: forward, dgrad and, but for thin weights, wgrad."""
-    check_linear(module, grouped_moe, linear, torch.float16, guard=False)
+    check_linear(module, grouped_moe, linear, torch.float16, aligned=True)
     of_wgrad = 0 if linear.id == "thin" else 3 if linear.id.startswith("many-rows") else 2  # dw may be written by one
     assert len(descriptors) == 4 + of_wgrad
 

@@ -215,7 +215,8 @@ def scaled_gemm_kernel(
 ):  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e.
 
-    Rows of no expert are set to 0 if ZERO_UNGROUPED, else not written.
+    W: codes times their scales, and the low-rank part. Rows of no expert are set to 0 if ZERO_UNGROUPED, else not
+    written.
     Grid: (programs,), persistent.
     The caller guarantees a schedule made for BLOCK_M, what `dot_scaled` needs, and of codes that BLOCK_K divides 128.
     """
@@ -265,7 +266,7 @@ def scaled_up_proj_kernel(
 ):  # fmt: skip
     """preact[r] = W[e] x[token of r] + bias[e]; act[r] = scales[r] activation(preact[r]), from the unrounded preact.
 
-    Rows past the last expert's are not written.
+    W: codes times their scales, and the low-rank part. Rows past the last expert's are not written.
     Grid: (programs,), persistent.
     The caller guarantees a schedule made for BLOCK_M, and what `dot_scaled` needs.
     """
@@ -315,7 +316,7 @@ def scaled_down_dgrad_kernel(
     """With g[r] = dout[token of r] W[e], the routing weight w[r] and a[r], the activation recomputed from preact[r]:
 
     dpreact[r] = w[r] g[r] * a'(preact[r]); scaled_act[r] = w[r] a[r]; partials[n tile, r] = <g[r], a[r]> in the tile.
-    Rows past the last expert's are not written.
+    W: codes times their scales, and the low-rank part. Rows past the last expert's are not written.
     Grid: (programs,), persistent.
     The caller guarantees a schedule made for BLOCK_M, and what `dot_scaled` needs.
     """

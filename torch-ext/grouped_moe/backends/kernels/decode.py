@@ -79,6 +79,7 @@ def slot_up_proj_kernel(
     """act[s] = activation(W[e] x[token of s] + bias[e]), e being the expert of slot s, with the low-rank part in W.
 
     Grid: (n tiles, S). With a low-rank part it is launched after `slot_project_kernel`, which has waited for x and ids.
+    The caller guarantees that a scale's block along K is all of K, or a multiple of 8.
     """
     if projected_ptr is None:
         wait_for_stream()
@@ -148,6 +149,7 @@ def slot_down_proj_kernel(
     Nothing of a sentinel is read. The rows of a tile are BLOCK_N columns of the token's first choice, then those of its
     second one, and so on, so that the weights of all choices are loaded together.
     Grid: (n tiles, T). With a low-rank part it is launched after `slot_project_kernel`, which has waited for act.
+    The caller guarantees what `slot_up_proj_kernel` needs.
     """
     if projected_ptr is None:
         wait_for_stream()

@@ -129,6 +129,7 @@ def unpack_rows_kernel(
     """weights and ids of the rows; fits = whether the first id of no rank's places is REFUSAL.
 
     Grid: (blocks of slots,). Rows are those of `pack_rows_kernel`.
+    The caller guarantees that capacity divides num_rows.
     """
     wait_for_stream()
     slots = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

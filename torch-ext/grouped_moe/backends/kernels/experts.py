@@ -91,7 +91,7 @@ def up_proj_kernel(
 ):  # fmt: skip
     """preact[r] = W[e] x[token of r] + bias[e]; act[r] = scales[r] activation(preact[r]), from the unrounded preact.
 
-    Rows past the last expert's are not written.
+    The low-rank part is in W. Rows past the last expert's are not written.
     Grid: (programs,), persistent.
     The caller guarantees a schedule made for BLOCK_M. With TMA, gate and up of an (E, 2 N, K) weight that are not
     interleaved are a dimension of the descriptor: (E, 2, N, K).
@@ -147,7 +147,7 @@ def down_dgrad_kernel(
     """With g[r] = dout[token of r] W[e], the routing weight w[r] and a[r], the activation recomputed from preact[r]:
 
     dpreact[r] = w[r] g[r] * a'(preact[r]); scaled_act[r] = w[r] a[r]; partials[n tile, r] = <g[r], a[r]> in the tile.
-    Rows past the last expert's are not written.
+    The low-rank part is in W. Rows past the last expert's are not written.
     Grid: (programs,), persistent.
     The caller guarantees a schedule made for BLOCK_M.
     """

@@ -243,7 +243,7 @@ def hopper_down_dgrad_kernel(
     """With g[r] = dout[r] W[e], the routing weight w[r] and a[r], the activation recomputed from preact[r]:
 
     dpreact[r] = w[r] g[r] * a'(preact[r]); act[r] = w[r] a[r]; partials[n tile, r] = <g[r], a[r]> in the tile.
-    Rows past the last expert's are not written.
+    The low-rank part is in W. Rows past the last expert's are not written.
     Grid: (programs,), persistent.
     The caller guarantees a schedule made for BLOCK_M, and four warps.
     """

@@ -93,7 +93,7 @@ def hopper_gemm_kernel(
 ):  # fmt: skip
     """y[r] = W[e] x[r] + scales[r] bias[e] for the rows r of expert e.
 
-    Rows of no expert are set to 0 if ZERO_UNGROUPED, else not written.
+    The low-rank part is in W. Rows of no expert are set to 0 if ZERO_UNGROUPED, else not written.
     Grid: (programs,), persistent.
     The caller guarantees a schedule made for BLOCK_M, and four warps.
     """

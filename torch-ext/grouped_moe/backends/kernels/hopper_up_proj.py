@@ -136,7 +136,7 @@ def hopper_up_proj_kernel(
 ):  # fmt: skip
     """preact[r] = W[e] x[r] + bias[e]; act[r] = scales[r] activation(preact[r]), from the unrounded preact.
 
-    Rows past the last expert's are not written.
+    The low-rank part is in W. Rows past the last expert's are not written.
     Grid: (programs,), persistent.
     The caller guarantees a schedule made for BLOCK_M, and four warps.
     """
@@ -300,7 +300,7 @@ def hopper_gathered_up_proj_kernel(
     """`hopper_up_proj_kernel` with x[token of r] in place of x[r].
 
     Grid: (programs,), persistent.
-    The caller guarantees a schedule made for BLOCK_M, and four warps.
+    The caller guarantees a schedule made for BLOCK_M, four warps, and K a multiple of 8.
     """
     wait_for_stream()
     out_desc = gate_desc if act_desc is None else act_desc

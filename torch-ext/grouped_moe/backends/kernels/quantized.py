@@ -48,7 +48,7 @@ def quantized_up_proj_kernel(
     """preact[r] = W[e] x[token of r] + bias[e] of codes times their scales; act[r] = scales[r] activation(preact[r]).
 
     act comes of the unrounded preact, and becomes codes: a scale is the largest magnitude of 128 columns over 448.
-    Rows past the last expert's are not written.
+    The low-rank part is in W. Rows past the last expert's are not written.
     Grid: (programs,), persistent.
     The caller guarantees a schedule made for BLOCK_M, one part of K, and that BLOCK_K divides its blocks of 128.
     """

@@ -14,7 +14,8 @@ def combine_kernel(
     slot_to_row_ptr,  # (S,) int32, -1 for a sentinel
     out_ptr,  # (T, H), out
     dscales_ptr,  # (S,), out, or None without dots
-    H: tl.constexpr, TOP_K: tl.constexpr, NUM_DOTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    H: tl.constexpr, TOP_K: tl.constexpr, NUM_DOTS: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # power of two, TOP_K or more
 ):  # fmt: skip
     """out[t] = sum over the routed slots s of token t, in order, of weights[s] y[slot_to_row[s]], in fp32.
 

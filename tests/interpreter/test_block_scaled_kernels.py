@@ -23,6 +23,7 @@ CASES = {
     "views": ("silu-mostly-sentinels", TILES, Blocks((16, 32), views=True)),
     "one-of-two": ("silu", TILES, Blocks((16, 32), kept=("down_proj",))),
     "tall": ("tall", {"T": 150, "H": 136, "I": 136}, Blocks(apart=True)),
+    "tall-of-whole-blocks": ("tall", {"T": 70, "H": 128, "I": 128}, Blocks()),
     "no-token": ("silu", {"T": 0}, Blocks()),
 }
 by_case = pytest.mark.parametrize("case_id, sizes, blocks", CASES.values(), ids=CASES)

@@ -10,9 +10,12 @@ import pytest
 import sorted_rows
 import torch
 from block import assert_matches, check, parts_of, random_inputs, run, run_reference
-from cases import RELU2, Case, make_ids
+from cases import RELU2, Case, make_ids, make_inputs
 from compare import assert_close
 from linears import Linear
+from pairs import Pairs, make_loras, run_merged
+from pairs import assert_matches as assert_pairs_match
+from pairs import run as run_with_pairs
 from poison import poisoned_allocations
 
 pytestmark = [
@@ -84,6 +87,17 @@ def test_experts_whose_tiles_two_warp_groups_share(grouped_moe, device):
         need_shared_tiles(grouped_moe, case.T, case.E, case.H, k)
     need_memory(16)
     check_long_step(grouped_moe, case, device)
+
+
+@pytest.mark.parametrize("rank", [5, 16, 64])  # a part of a step of K, or a whole one
+def test_shared_tiles_with_low_rank_pairs(grouped_moe, device, rank):
+    case = Case("long", T=2048, top_k=1, E=16, H=2048, I=4104)
+    need_shared_tiles(grouped_moe, case.T, case.E, case.H, case.I)
+    need_memory(24)
+    inputs = make_inputs(case, torch.bfloat16, device)
+    pairs = make_loras(grouped_moe, case, inputs, Pairs(rank=rank))
+    got, want = (each(grouped_moe, case, inputs, pairs) for each in (run_with_pairs, run_merged))
+    assert_pairs_match(got, want, torch.bfloat16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])

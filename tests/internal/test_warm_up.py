@@ -143,6 +143,36 @@ def test_loras_of_peft(grouped_moe, compiles, make, top_k, last):
         assert len(compiles.variants) == count, f"{tokens} tokens: {compiles.names()[count:]}"
 
 
+class Doubled(torch.nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight):
+        return 2 * weight
+
+
+def compile_experts(model):
+    model.layers[0].mlp.experts = torch.compile(model.layers[0].mlp.experts, backend="eager")
+
+
+def save_experts(model):
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["experts"]))
+
+
+def parametrize_experts(model):
+    for name in ("gate_up_proj", "down_proj"):
+        torch.nn.utils.parametrize.register_parametrization(experts_of(model), name, Doubled())
+
+
+@pytest.mark.parametrize("change", [compile_experts, save_experts, parametrize_experts])
+def test_experts_within_others(grouped_moe, compiles, change):
+    """Modules that pass on the attributes of experts, or experts whose weights are computed, need the same kernels."""
+    model = qwen3()
+    change(model)
+    count = grouped_moe.warm_up(model, (1, 64), backward=True, progress=False)
+    assert count > 15 and grouped_moe.warm_up(qwen3(), (1, 64), backward=True, progress=False) == 0
+
+
 def test_how_many_tokens_a_native_op_takes(compiles):
     """As far as it was measured: with FP8 weights more."""
     takes = compiles.module("backends.native.decode").groups_slots

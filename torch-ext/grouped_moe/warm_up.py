@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, Hashable, Iterable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from .common import checks
 from .common.device import spec_of
@@ -157,12 +158,16 @@ def _find_layers(target: nn.Module, top_k: Optional[int], trains: bool) -> Itera
 
 
 def _twin(module: nn.Module, state: Dict[str, Any]) -> nn.Module:
-    """A module of that state over the same memory, whose parameters have no hooks and gradients of their own."""
-    twin = object.__new__(type(module))
+    """A module of that state over the same memory, whose parameters have no hooks and gradients of their own.
+
+    What parametrizations compute are parameters of it.
+    """
+    twin = object.__new__(type_before_parametrizations(module))
     twin.__dict__.update(state)
+    computed = {name: getattr(module, name) for name in module.parametrizations} if is_parametrized(module) else {}
     twin._parameters = {
         name: None if parameter is None else parameter.detach().requires_grad_(parameter.requires_grad)
-        for name, parameter in module._parameters.items()
+        for name, parameter in {**module._parameters, **computed}.items()
     }
     return twin
 
@@ -225,7 +230,12 @@ def _products(
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether its attributes are those of a transformers experts module."""
+    """Whether its attributes are those of a transformers experts module.
+
+    Wrappers, as of torch.compile and of peft's modules_to_save, have those of a module within by a method of theirs.
+    """
+    if type(module).__getattr__ is not nn.Module.__getattr__:
+        return False
     names = ("down_proj", "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj")
     tensors = [getattr(module, name, None) for name in names]
     return hasattr(module, "num_experts") and all(isinstance(t, Tensor) and t.dim() == 3 for t in tensors)

@@ -310,7 +310,10 @@ WRONG = {
     "num_groups": [((0, 4, 5), {}, ValueError), ((1025, 4, 5), {}, ValueError), ((2.0, 4, 5), {}, TypeError)],
     "in_features": [((3, 0, 5), {}, ValueError), ((3, "4", 5), {}, TypeError)],
     "out_features": [((3, 4, -1), {}, ValueError), ((3, 4, True), {}, TypeError)],
-    "scale_bias": [((3, 4, 5), {"scale_bias": True, "bias": False}, ValueError)],
+    "scale_bias": [
+        ((3, 4, 5), {"scale_bias": True, "bias": False}, ValueError),
+        ((3, 4, 5), {"scale_bias": torch.ones(2), "bias": False}, TypeError),
+    ],
     "dtype": [((3, 4, 5), {"dtype": dtype}, TypeError) for dtype in (torch.int32, torch.float8_e4m3fn, "bf16")],
     "bias": [((3, 4, 5), {"bias": "False"}, TypeError)],
     "delay_wgrad": [((3, 4, 5), {"delay_wgrad": 1}, TypeError)],

@@ -71,12 +71,12 @@ class GroupedLinear(nn.Module):
         accumulate_into_main_grad: bool = False, delay_wgrad: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_arguments(num_groups, in_features, out_features, bias, scale_bias, dtype, init_method)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.use_bias, self.scale_bias, self.init_method = bias, scale_bias, init_method
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
         self.accumulate_into_main_grad, self.delay_wgrad = accumulate_into_main_grad, delay_wgrad
         checks.check_flags(bias=bias, **{flag: getattr(self, flag) for flag in FLAGS})
+        check_arguments(num_groups, in_features, out_features, bias, scale_bias, dtype, init_method)
         self._names: Dict[str, List[str]] = {"weight": [], "bias": []}  # of parameters, in the order of the groups
         self._scaled: Optional[Dict[str, Any]] = None  # of a block-scaled weight what is no tensor
         self._delayed: Deque[Delayed] = deque()

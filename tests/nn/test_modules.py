@@ -298,6 +298,21 @@ def test_meta_and_fake(grouped_moe, device, form, delay):
     assert_matches(step(module, batch), reference(grouped_moe, module, batch))
 
 
+@layers.by_delay
+def test_the_bias_may_be_set(grouped_moe, device, delay):
+    """To None, and to a parameter where there was none, as that of `nn.Linear`."""
+    forms = layers.Form(), layers.Form(kind="none")
+    (module, batch), (bare, _) = (make(grouped_moe, form, device, delay_wgrad=delay) for form in forms)
+    bare.bias, module.bias = module.bias, None
+    for each in (module, copy.deepcopy(module), bare):
+        each.reset_parameters()
+        want = reference(grouped_moe, each, batch)
+        assert_matches(step(each, batch), want)
+        with torch.no_grad():
+            assert_matches({"y": each(*batch[:2])}, want)
+    assert "bias=False" in repr(module) and "bias=True" in repr(bare)
+
+
 def test_repr(grouped_moe):
     module = grouped_moe.GroupedLinear(3, 4, 5)
     assert repr(module) == "GroupedLinear(num_groups=3, in_features=4, out_features=5, bias=True)"

@@ -54,6 +54,13 @@ def test_wrong_checkpoints_are_refused(grouped_moe, form):
             module.load_state_dict(checkpoint)
 
 
+def test_biases_that_a_module_has_not_are_named(grouped_moe):
+    """By their own keys."""
+    discrete = make_module(grouped_moe, Form(False, False), "cpu").state_dict()
+    with pytest.raises(RuntimeError, match='Unexpected key.*"bias0", "bias1"'):
+        make_module(grouped_moe, Form(kind="none"), "cpu").load_state_dict(discrete)
+
+
 @by_layout
 def test_a_hook_renames_keys_of_either_form(grouped_moe, form):
     source = make_module(grouped_moe, Form(not form.weight, not form.bias, "scaled"), "cpu")

@@ -53,8 +53,7 @@ class GroupedLinear(nn.Module):
     delay_wgrad: a backward only stores what the gradients of the parameters are made of; `backward_dw()` computes
     them. A forward raises RuntimeError while 64 backwards wait for that, where parameters are computed from other
     tensors, and under `torch.compile`. The parameters get `skip_backward_post_hook = True`. Copies and pickles of
-    the module have nothing stored, and no hooks. A pickle of one parameter per group contains copies of the parameters:
-    an optimizer in the same pickle holds other ones.
+    the module have nothing stored, and no hooks. A pickle of one parameter per group contains copies of the parameters.
 
     `quantize_blocks_()` and `from_block_scaled` make layers whose weight is frozen and block-scaled: `weight` holds its
     codes, the parameter `weight_scale_inv` its scales. `to`, `half` and the like move both, but do not cast them.
@@ -77,7 +76,7 @@ class GroupedLinear(nn.Module):
         self.accumulate_into_main_grad, self.delay_wgrad = accumulate_into_main_grad, delay_wgrad
         checks.check_flags(bias=bias, **{flag: getattr(self, flag) for flag in FLAGS})
         check_arguments(num_groups, in_features, out_features, bias, scale_bias, dtype, init_method)
-        self._names: Dict[str, List[str]] = {"weight": [], "bias": []}  # of parameters, in the order of the groups
+        self._names: Dict[str, List[str]] = {"weight": [], "bias": ["bias"]}  # of parameters, by groups
         self._scaled: Optional[Dict[str, Any]] = None  # of a block-scaled weight what is no tensor
         self._delayed: Deque[Delayed] = deque()
         self._wgrad_hooks: List[Callable[[], Any]] = []
@@ -101,12 +100,13 @@ class GroupedLinear(nn.Module):
         return [packed] if self._names[kind] == [kind] else packed
 
     def _of(self, kind: str) -> List[nn.Parameter]:
-        """The parameters of a kind."""
+        """The parameters of a kind; none where a bias is None, which others may set."""
         names = self._names[kind]
         try:
-            return [*map(self._parameters.__getitem__, names)]
+            found = [*map(self._parameters.__getitem__, names)]
         except KeyError:  # wrappers put properties and plain tensors in their place
-            return [getattr(self, name) for name in names]
+            found = [getattr(self, name) for name in names]
+        return found if kind == "weight" else [bias for bias in found if bias is not None]
 
     @classmethod
     def from_block_scaled(
@@ -150,7 +150,7 @@ class GroupedLinear(nn.Module):
         if self._scaled is not None:
             raise RuntimeError("reset_parameters: the weight is block-scaled; load a state dict instead")
         bound = 1 / math.sqrt(self.in_features)
-        for kind in ("weight", "bias"):
+        for kind in filter(self._of, self._names):
             tensors = [parameter.detach() for parameter in self._of(kind)]
             init_method = None if kind == "bias" else self.init_method
             at_once = self._names[kind] == [kind] and init_method is None and type(tensors[0]) is not Tensor
@@ -219,7 +219,7 @@ class GroupedLinear(nn.Module):
     def extra_repr(self) -> str:
         shape = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
         changed = [f"{flag}={not default}" for flag, default in FLAGS.items() if getattr(self, flag) != default]
-        return ", ".join([shape, f"bias={self.use_bias}", *changed, *frozen.described(self._scaled or {})])
+        return ", ".join([shape, f"bias={bool(self._of('bias'))}", *changed, *frozen.described(self._scaled or {})])
 
     def _packed(self, kind: str, detached: bool = False) -> Optional[Weight]:
         """(G, N, K) or (G, N): the parameters of a kind as one, differentiable unless detached."""

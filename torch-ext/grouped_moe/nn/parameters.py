@@ -39,7 +39,8 @@ def fit_checkpoint(module: nn.Module, state_dict: Dict[str, Any], prefix: str, *
 
     rest: what else PyTorch calls a hook with. The last is the list of errors.
     """
-    _translate(state_dict, prefix, module._names, module.num_groups)
+    names = {kind: names for kind, names in module._names.items() if module._of(kind)}
+    _translate(state_dict, prefix, names, module.num_groups)
     if type(module).get_extra_state is nn.Module.get_extra_state:
         state_dict.pop(f"{prefix}_extra_state", None)  # TransformerEngine's
     frozen.replace_misfits(state_dict, prefix, module, rest[-1])

@@ -319,6 +319,16 @@ def test_errors(grouped_moe, device):
     assert plain.weight.dtype == FLOAT and plain.weight.requires_grad
 
 
+def test_sums_of_codes_are_refused(grouped_moe, device):
+    """peft adds adapters to the codes, as if these had no scales."""
+    peft = pytest.importorskip("peft")
+    holder = nn.Module()
+    holder.layer, _ = make(grouped_moe, device)
+    peft.get_peft_model(holder, peft.LoraConfig(target_modules=[], target_parameters=["layer.weight"]))
+    with torch.no_grad(), pytest.raises(ValueError, match="^weight: expected a parameter, got a parametrization"):
+        holder.layer(torch.randn(ROWS, K, device=device), layers.SIZES)
+
+
 def test_wrong_tensors_are_named(grouped_moe):
     scaled = grouped_moe.quantize_blocks(torch.randn(2, 64, 32), (16, 16))
     make_layer, bias = grouped_moe.GroupedLinear.from_block_scaled, torch.zeros(2, 64)

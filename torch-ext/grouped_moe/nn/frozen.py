@@ -4,6 +4,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..block_scaled import CODES, PRODUCTS, BlockScaled, check_scaled, quantize_blocks
 from ..common import checks
@@ -49,6 +50,15 @@ def register(module: nn.Module, weight: BlockScaled) -> Dict[str, Any]:
     for name, field in zip(NAMES, _FIELDS):
         module.register_parameter(name, nn.Parameter(options.pop(field), False))
     return options
+
+
+def weight_of(module: nn.Module, detached: bool) -> BlockScaled:
+    """The weight of a `GroupedLinear`. Raises ValueError if it is computed, as by peft's sum of codes and adapters."""
+    for name in NAMES:
+        if is_parametrized(module, name):
+            raise ValueError(f"{name}: expected a parameter, got a parametrization; call the layer with a LoRA instead")
+    tensors = [getattr(module, name) for name in NAMES]
+    return BlockScaled(*(tensor.detach() if detached else tensor for tensor in tensors), **module._scaled)
 
 
 def described(options: Dict[str, Any]) -> List[str]:

@@ -227,11 +227,9 @@ class GroupedLinear(nn.Module):
         if not parameters:
             return None
         if self._names[kind] == [kind]:
-            one = parameters[0].detach() if detached else parameters[0]
-            if kind == "bias" or self._scaled is None:
-                return one
-            scales = getattr(self, frozen.SCALES)
-            return BlockScaled(one, scales.detach() if detached else scales, **self._scaled)
+            if kind == "weight" and self._scaled is not None:
+                return frozen.weight_of(self, detached)
+            return parameters[0].detach() if detached else parameters[0]
         traced = torch.compiler.is_compiling() or _compat.in_transform()  # by vmap, weights may have no addresses
         packed = None if traced or kind == "bias" else as_one(parameters)
         if packed is None:

@@ -176,9 +176,9 @@ def test_forward_mode_is_refused(grouped_moe, device, name):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if name.startswith(("experts", "mlp"))])
+@by_operation
 def test_traced_by_torch_jit(grouped_moe, device, name):
-    """Of a block, which has flags."""
+    """Also of a block, which has flags, and of parts, which hand on a size."""
     function, leaves, _ = make_operation(grouped_moe, name, device)
     traced = torch.jit.trace(function, tuple(leaves.values()), check_trace=False)
     others = [2.0 * leaf.detach() for leaf in leaves.values()]

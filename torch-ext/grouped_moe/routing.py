@@ -78,4 +78,6 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     than 2^31 - 129 slots.
     """
     check_routing(top_k_index, num_experts)
-    return Routing(*_run_route(top_k_index, num_experts), top_k=top_k_index.shape[1])
+    top_k = top_k_index.shape[1]
+    top_k = int(top_k) if torch.jit.is_tracing() else top_k  # a trace takes sizes for tensors, a compiler for symbols
+    return Routing(*_run_route(top_k_index, num_experts), top_k)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
+from pairs import Pairs
 from quantized import ROWS, SAME_CODES, Case, error, make, rounded, run
 from quantized_steps import Ranks, gradients, make_pairs, references
 from torch.nn.functional import silu
@@ -14,12 +15,12 @@ FP16, NAN = torch.float16, float("nan")
 SHAPE = {"E": 2, "top_k": 2, "T": 150, "dtype": FP16}  # tall tiles, the second one of an expert not full
 CASES = {
     "blocks": (Case(H=256, I=128, **SHAPE), None),
-    "pairs": (Case(H=256, I=256, **SHAPE), Ranks(16)),
-    "as-peft": (Case(H=256, I=256, **SHAPE), Ranks(16, as_peft=True)),
-    "adapters": (Case(H=256, I=256, **SHAPE), Ranks(8, adapters=2)),
+    "pairs": (Case(H=256, I=256, **SHAPE), Ranks(Pairs(16))),
+    "as-peft": (Case(H=256, I=256, **SHAPE), Ranks(Pairs(16), layout="peft")),
+    "adapters": (Case(H=256, I=256, **SHAPE), Ranks(Pairs(8, adapters=2))),
     "odd-extents": (Case(H=144, I=208, parts=2, **SHAPE), None),
-    "half-blocks": (Case(H=256, I=192, **SHAPE), Ranks(8)),
-    "few-rows": (Case(H=256, I=256, **{**SHAPE, "T": 60}, products="w8a8"), Ranks(8)),
+    "half-blocks": (Case(H=256, I=192, **SHAPE), Ranks(Pairs(8))),
+    "few-rows": (Case(H=256, I=256, **{**SHAPE, "T": 60}, products="w8a8"), Ranks(Pairs(8))),
     "exponents": (Case(H=128, I=256, scales=torch.float8_e8m0fnu, **SHAPE), None),
 }
 
@@ -36,8 +37,8 @@ def spec(request, module, monkeypatch):
 @pytest.mark.parametrize("case, ranks", CASES.values(), ids=CASES)
 def test_steps(grouped_moe, case, ranks):
     """Output and every gradient; NaN in what no expert reads."""
-    given, pairs = make(grouped_moe, case, device="cpu"), make_pairs(grouped_moe, case, ranks, "cpu")
-    given.ids[3] = case.E
+    given = make(grouped_moe, case, device="cpu")
+    given.ids[3], pairs = case.E, make_pairs(grouped_moe, given, ranks)
     unread, dout = (given.ids >= case.E).all(1)[:, None], torch.randn_like(given.x)
     with torch.enable_grad():
         leaves = given._replace(
@@ -88,11 +89,8 @@ def test_up_proj(module, grouped_moe, kernels, quantize, n, gated):
     for codes in (act.codes, alone.codes):
         assert codes.float()[:5].isnan().all() and codes.float()[290:].isnan().all()
     assert preact[:5].isnan().all() and preact[290:].isnan().all() and act.scales[:5].isnan().all()
-    want = torch.zeros(300, width, dtype=torch.float64)
-    for group, (first, end) in enumerate(zip(BOUNDS[:-1], BOUNDS[1:])):
-        if end > first:
-            product = values_of(quantize.quantize_rows(x))[first:end] @ up.dequantize(torch.float64)[group].T
-            want[first:end] = product + bias[group].double()
+    operands = values_of(quantize.quantize_rows(x)), up.dequantize(torch.float64), torch.tensor(BOUNDS), bias.double()
+    want = grouped_moe.reference.grouped_linear(*operands)
     value = silu(want[:, :n]) * (want[:, n:] + 1) if gated else want.relu().square()
     value = (value * scales[:, None].double())[5:290]
     values = values_of(act)[5:290]
@@ -113,11 +111,8 @@ def test_gemm(grouped_moe, kernels, quantize, n, parts, zero_rest):
     codes = quantize.quantize_rows(x)
     with GuardedAllocations(*codes[:2], weight.data, weight.scale_inv, bias, scales, rows.schedule):
         y = kernels.gemm(codes, weight, rows, bias=bias, scales=scales, zero_rest=zero_rest)
-    want = torch.zeros(300, n, dtype=torch.float64)
-    for group, (first, end) in enumerate(zip(BOUNDS[:-1], BOUNDS[1:])):
-        if end > first:
-            want[first:end] = values_of(codes)[first:end] @ weight.dequantize(torch.float64)[group].T
-            want[first:end] += scales[first:end, None].double() * bias[group].double()
+    operands = values_of(codes), weight.dequantize(torch.float64), torch.tensor(BOUNDS), bias.double(), scales.double()
+    want = grouped_moe.reference.grouped_linear(*operands)
     for rest in (y[:5], y[290:]):
         assert (rest == 0).all() if zero_rest else rest.isnan().all()
     assert_close("y", y[5:290], want[5:290], FP16)

@@ -23,9 +23,8 @@ PAIRED += [(name, "16") for name in CASES if name not in ("even", "short-k")]
 @pytest.mark.parametrize("name, kind", [*((name, "none") for name in CASES), *PAIRED])
 def test_gradients(grouped_moe, name, kind):
     """Two calls, and one that recomputes, give the same bits; poisoned memory and unread tokens do not matter."""
-    case = CASES[name]
-    given, pairs = make(grouped_moe, case), make_pairs(grouped_moe, case, RANKS[kind])
-    dout = torch.randn_like(given.x)
+    case, given = CASES[name], make(grouped_moe, CASES[name])
+    pairs, dout = make_pairs(grouped_moe, given, RANKS[kind]), torch.randn_like(given.x)
     unread = (given.ids >= case.E).all(1)
     poisoned = torch.where(unread[:, None], float("nan"), dout)
     results = []

@@ -138,18 +138,17 @@ def test_plain_rows(grouped_moe, name):
 @pytest.mark.parametrize("rank", [None, 16, 40, 72], ids=str)
 def test_plain_rows_of_linear(grouped_moe, rank):
     """With a bias and a low-rank pair, of rows some of which have no group, forward and backward."""
-    groups, n, k, rows, bounds = 4, 384, 320, 900, [30, 400, 400, 420, 800]
+    groups, n, k, rows, offsets = 4, 384, 320, 900, torch.tensor([30, 400, 400, 420, 800], device="cuda")
     weight = grouped_moe.quantize_blocks(torch.randn(groups, n, k, device="cuda") / k**0.5)._replace(products="w8a16")
     x = torch.randn(rows, k, device="cuda", dtype=BF16, requires_grad=True)
     bias, dy = (torch.randn(*shape, device="cuda", dtype=BF16) for shape in ((groups, n), (rows, n)))
     lora = None if rank is None else make_lora(grouped_moe, Pairs(rank), weight.data, False, 0.5, BF16)
-    offsets = grouped_moe.GroupOffsets(torch.tensor(bounds, device="cuda"))
     with poisoned_allocations():
         y = grouped_moe.grouped_linear(x, weight, offsets, bias, lora=lora)
         (dx,) = torch.autograd.grad(y, x, dy)
     wide = x.detach().double().requires_grad_()
     merged = weight.dequantize(torch.float64) + (0.0 if lora is None else 0.5 * lora.b.double() @ lora.a.double())
-    want = linear(wide, merged, bounds, bias, quantizes=False)
+    want = grouped_moe.reference.grouped_linear(wide, merged, offsets, bias.double())
     assert_close("y", y, want.detach(), BF16)
     assert_close("dx", dx, *torch.autograd.grad(want, wide, dy.double()), BF16)
 

@@ -1,9 +1,9 @@
 """Steps through products with rows of 8-bit floats, with low-rank pairs beside them, in fp64 on the same codes."""
 
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence
 
 import torch
-from pairs import factors, with_factors
+from pairs import LAYOUTS, Pairs, factors, make_index, make_lora, with_factors
 from quantized import BF16, Case, Inputs, rounded
 from torch import Tensor
 from torch.nn.functional import silu
@@ -31,12 +31,12 @@ def product(rows: Tensor, weight: Tensor, pair: Pair, quantizes: bool, of_codes:
     return y + pair(codes if of_codes else rows)
 
 
-def linear(rows: Tensor, weight: Tensor, bounds: Sequence[int], bias=None, lora=None, quantizes: bool = True) -> Tensor:
+def linear(rows: Tensor, weight: Tensor, bounds: Sequence[int], bias=None, lora=None) -> Tensor:
     """`grouped_linear` in fp64, of groups between these bounds."""
     y = torch.zeros(len(rows), weight.shape[1], dtype=torch.float64, device=rows.device)
     for group, (first, end) in enumerate(zip(bounds, bounds[1:])):
         if end > first:
-            part = product(rows[first:end].double(), weight[group], pair_of(lora, group, None), quantizes, False)
+            part = product(rows[first:end].double(), weight[group], pair_of(lora, group, None), True, False)
             part = part if bias is None else part + bias[group].double()
             y = y.index_add(0, torch.arange(first, end, device=rows.device), part)
     return y
@@ -72,55 +72,43 @@ def pair_of(lora, expert: int, adapter: Optional[int]) -> Pair:
 
 
 class Ranks(NamedTuple):
-    """Low-rank pairs. adapters: L, 0 for one adapter. turned: whether factors are stored the other way round.
+    """Low-rank pairs in a dtype. layout: of `pairs.LAYOUTS`; as peft has it, b alone."""
 
-    as_peft: whether the experts of b lie side by side, as in peft's (N, r E).
-    """
-
-    rank: int
-    adapters: int = 0
+    pairs: Pairs
     dtype: torch.dtype = BF16
-    given: Tuple[str, ...] = ("gate_up_lora", "down_lora")
-    shared: bool = False
-    turned: bool = False
-    as_peft: bool = False
+    layout: str = ""
 
 
 RANKS = {
     "none": None,
-    "16": Ranks(16),
-    "fp32-72": Ranks(72, dtype=torch.float32),
-    "shared-200": Ranks(200, shared=True),
-    "adapters": Ranks(24, adapters=3),
-    "many-adapters": Ranks(64, adapters=6),
-    "up": Ranks(8, given=("gate_up_lora",)),
-    "down": Ranks(8, given=("down_lora",)),
-    "1": Ranks(1),
-    "turned": Ranks(24, turned=True),
-    "as-peft": Ranks(16, as_peft=True),
+    "16": Ranks(Pairs(16)),
+    "fp32-72": Ranks(Pairs(72), torch.float32),
+    "shared-200": Ranks(Pairs(200, shared="ab")),
+    "adapters": Ranks(Pairs(24, adapters=3)),
+    "many-adapters": Ranks(Pairs(64, adapters=6)),
+    "up": Ranks(Pairs(given=("gate_up_lora",))),
+    "down": Ranks(Pairs(given=("down_lora",))),
+    "1": Ranks(Pairs(1)),
+    "turned": Ranks(Pairs(24), layout="transposed"),
+    "as-peft": Ranks(Pairs(16), layout="peft"),
 }
 
 
-def make_pairs(grouped_moe, case: Case, ranks: Optional[Ranks], device: str = "cuda") -> dict:
-    """The LoRAs, as heavy as the weights, and the adapters of tokens, some of which have none."""
+def make_pairs(grouped_moe, given: Inputs, ranks: Optional[Ranks]) -> dict:
+    """The LoRAs, whose factors require gradients, and the adapters of tokens, some of which have none."""
     if ranks is None:
         return {}
-    pairs = {}
-    for name, n, k in (("gate_up_lora", 2 * case.I, case.H), ("down_lora", case.H, case.I)):
-        if name in ranks.given:
-            leading = (*([ranks.adapters] if ranks.adapters else []), 1 if ranks.shared else case.E)
-            a, b = (
-                (torch.randn(*leading, *shape, device=device) / shape[1] ** 0.5).to(ranks.dtype)
-                for shape in ((ranks.rank, k), (n, ranks.rank))
-            )
-            if ranks.turned:
-                a, b = (factor.mT.contiguous().mT for factor in (a, b))
-            if ranks.as_peft:
-                b = b.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-            pairs[name] = grouped_moe.LoRA(a.requires_grad_(), b.requires_grad_(), 0.75)
-    if ranks.adapters:
-        pairs["adapter_index"] = torch.randint(-1, ranks.adapters, (case.T,), device=device)
-    return pairs
+    weights, made = {"gate_up_lora": given.up.data, "down_lora": given.down.data}, {}
+    for name in ranks.pairs.given:
+        made[name] = make_lora(grouped_moe, ranks.pairs, weights[name], False, 0.75, ranks.dtype)
+    named = factors(made)
+    for name in named if ranks.layout else ():
+        if ranks.layout != "peft" or name.endswith("b"):
+            named[name] = LAYOUTS[ranks.layout](named[name])
+    made = with_factors(made, {name: factor.requires_grad_() for name, factor in named.items()})
+    if ranks.pairs.adapters:
+        made["adapter_index"] = make_index(ranks.pairs.adapters, len(given.x)).to(given.x.device)
+    return made
 
 
 def with_leaves(given: Inputs) -> Inputs:
@@ -130,10 +118,7 @@ def with_leaves(given: Inputs) -> Inputs:
 
 def gradients(out: Tensor, given: Inputs, pairs: dict, dout: Tensor) -> Dict[str, Tensor]:
     """Of hidden states, routing weights and factors, by name."""
-    leaves = {"dx": given.x, "dweights": given.weights}
-    for name, lora in pairs.items():
-        if name != "adapter_index":
-            leaves.update({f"{name}.a": lora.a, f"{name}.b": lora.b})
+    leaves = {"dx": given.x, "dweights": given.weights, **factors(pairs)}
     return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), dout)))
 
 

@@ -28,16 +28,36 @@ def test_a_mode_and_a_profiler_see_the_ops(grouped_moe, device, name):
 
 @by_operation
 def test_no_gradient_makes_nothing_for_a_backward(grouped_moe, device, name):
-    """Watched or not."""
-    function, leaves, _ = make_operation(grouped_moe, name, device)
+    """Watched or not, where gradients are disabled and where no leaf requires one; the output is the same."""
+    operation = make_operation(grouped_moe, name, device)
+    function, leaves, _ = operation
     with torch.no_grad():
         plain = function(*leaves.values())
         with Log() as log:
             watched = function(*leaves.values())
-    assert_bitwise("out", watched, plain)
+    without = function(*(leaf.detach() for leaf in leaves.values()))
+    assert not without.requires_grad
+    for out in (watched, without, operation.step()["out"]):
+        assert_bitwise("out", out, plain)
     forward = {each for each in MADE_OF[kind_of(name)] if "_backward" not in each}
     forward = {"experts_inference"} if "experts_forward" in forward else forward
     assert forward <= log.names and "experts_forward" not in log.names
+
+
+@by_operation
+def test_gradients_accumulate_and_inputs_stay(grouped_moe, device, name):
+    """Two uses of one leaf add up: gradients are fresh tensors, not views of a shared buffer."""
+    operation = make_operation(grouped_moe, name, device)
+    once, before = (
+        operation.step(),
+        [tensor.detach().clone() for tensor in (*operation.leaves.values(), operation.dout)],
+    )
+    for _ in range(2):
+        operation.function(*operation.leaves.values()).backward(operation.dout)
+    for key, leaf in operation.leaves.items():
+        assert_bitwise(key, leaf.grad, 2 * once[key])
+    for tensor, kept in zip((*operation.leaves.values(), operation.dout), before):
+        assert_bitwise("input", tensor.detach(), kept)
 
 
 @by_operation

@@ -59,11 +59,9 @@ def experts(package, tokens, bias, **kind):
 
 
 def scaled(package, tokens, kind="", extent=128):
-    """A forward without gradients, and a step, with weights in FP8. kind: of the block. extent: H, and I as well."""
+    """A forward without gradients, and a step, with weights in FP8. kind: of LoRAs. extent: H, and I as well."""
     up, down = map(package.quantize_blocks, tensors((16, 2 * extent, extent), (16, extent, extent)))
-    options, factors = {"interleaved": True} if kind == "interleaved" else {}, []
-    if kind == "w8a16":
-        up = up._replace(products="w8a16")
+    options, factors = {}, []
     for name, n in (("gate_up_lora", 2 * extent), ("down_lora", extent)):
         if kind in (name, "loras"):
             options[name] = package.LoRA(*tensors((16, 16, extent), (16, n, 16)))

@@ -11,7 +11,7 @@ from marks import by_fp32_and_bf16
 from operations import record
 from pairs import Pairs, make_loras
 from poison import poisoned_allocations
-from scaled import WEIGHTS, Blocks, check, scale, with_scales
+from scaled import WEIGHTS, Blocks, check, with_scales
 
 FP32, BF16, E8M0 = torch.float32, torch.bfloat16, torch.float8_e8m0fnu
 NAN = float("nan")
@@ -120,28 +120,6 @@ def test_lora_on_top(grouped_moe, device, pairs, dtype):
         del want.grads[name]
     got = pairs_of_blocks.run(grouped_moe, case, given, arguments)
     pairs_of_blocks.assert_matches(got, want, dtype, FP32)
-
-
-@by_fp32_and_bf16
-def test_grouped_linear(grouped_moe, device, dtype):
-    """Bias, its scales, rows of no group, and the gradient of x; the same bits twice."""
-    sizes, rows, n, k = (5, 0, 70, 9), 90, 72, 40
-    x, dy = (torch.randn(rows, width, device=device, dtype=dtype) for width in (k, n))
-    weight = scale(grouped_moe, torch.randn(4, n, k, device=device, dtype=dtype) / k**0.5, Blocks((16, 16)))
-    bias = torch.randn(4, n, device=device, dtype=dtype)
-    splits, leaves = torch.tensor(sizes, device=device), (x.requires_grad_(), bias.requires_grad_())
-    runs = []
-    for _ in range(2):
-        y = grouped_moe.grouped_linear(x, weight, splits, bias)
-        runs.append((y.detach(), *torch.autograd.grad(y, leaves, dy)))
-    for name, one, two in zip(("y", "x", "bias"), *runs):
-        assert_bitwise(name, one, two)
-    wide = [t.detach().double().requires_grad_() for t in leaves]
-    offsets = torch.cat((splits.new_zeros(1), splits.cumsum(0)))
-    y = grouped_moe.reference.grouped_linear(wide[0], weight.dequantize(torch.float64), offsets, wide[1])
-    grads = torch.autograd.grad(y, wide, dy.double())
-    for name, got, want in zip(("y", "x", "bias"), runs[0], (y.detach(), *grads)):
-        assert_close(name, got, want, dtype)
 
 
 def test_grouped_mlp_is_the_block(grouped_moe, device):

@@ -87,6 +87,16 @@ def descriptors(module, monkeypatch):
     return made
 
 
+@pytest.fixture
+def small_decode_tiles(module, monkeypatch):
+    """For a few tokens: small extents have several columns and steps along K, none of them a multiple."""
+    decode = module("backends.triton.decode")
+    monkeypatch.setattr(decode, "_up_tile", lambda k: (4, 16, 4))
+    monkeypatch.setattr(decode, "_down_tile", lambda k, choices: (2, 16, 4))
+    for name in ("_up_kernel", "_down_kernel"):  # which keep the kernels of real tiles
+        monkeypatch.setattr(decode, name, getattr(decode, name).__wrapped__)
+
+
 @pytest.fixture(params=["one-launch", "three-launches"])
 def launches(module, monkeypatch, request):
     """Both sorts at sizes that the interpreter can take."""

@@ -26,11 +26,10 @@ CASES = {
     "tall-of-whole-blocks": ("tall", {"T": 70, "H": 128, "I": 128}, Blocks()),
     "no-token": ("silu", {"T": 0}, Blocks()),
 }
-by_case = pytest.mark.parametrize("case_id, sizes, blocks", CASES.values(), ids=CASES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@by_case
+@pytest.mark.parametrize("case_id, sizes, blocks", CASES.values(), ids=CASES)
 def test_matches_reference(grouped_moe, case_id, sizes, blocks, dtype):
     case = BY_ID[case_id]._replace(**sizes)
     with torch.enable_grad():
@@ -47,14 +46,10 @@ FEW = {
 }
 
 
+@pytest.mark.usefixtures("small_decode_tiles")
 @pytest.mark.parametrize("case_id, blocks", FEW.values(), ids=FEW)
 def test_few_tokens(module, grouped_moe, monkeypatch, case_id, blocks):
     """The kernels for decode, with steps along K within a block, and columns that do not fill a tile."""
-    decode = module("backends.triton.decode")
-    monkeypatch.setattr(decode, "_up_tile", lambda k: (4, 16, 4))
-    monkeypatch.setattr(decode, "_down_tile", lambda k, choices: (2, 16, 4))
-    for name in ("_up_kernel", "_down_kernel"):  # which keep the kernels of real tiles
-        monkeypatch.setattr(decode, name, getattr(decode, name).__wrapped__)
     launched = []
     monkeypatch.setattr(module("backends.triton"), "is_decode", lambda *_: launched.append(True) or True)
     case = BY_ID[case_id]._replace(T=3, E=12, H=70, I=39, recompute=False)

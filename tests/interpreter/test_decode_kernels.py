@@ -3,14 +3,14 @@
 import pytest
 import torch
 from block import run_reference
-from cases import BY_ID, CASES, make_inputs
+from cases import BY_ID, make_inputs
 from compare import assert_close
 from poison import poison_sentinels
 
 from interpreter.guard import GuardedAllocations
 from interpreter.test_experts_kernels import block_of, guarded_inputs
 
-FEW = [case._replace(T=min(case.T, 3), E=min(case.E, 12)) for case in CASES if case.T and not case.transposed]
+FEW = [case._replace(T=min(case.T, 3), E=min(case.E, 12)) for case in BY_ID.values() if case.T and not case.transposed]
 FP16 = [BY_ID[kind]._replace(T=3, transposed=False) for kind in ("silu-interleaved", "gpt-oss", "relu2-not-gated")]
 FP16 += [BY_ID["odd-extents"]._replace(T=3)]
 # Steps of the sizes that K asks for, with a rest.
@@ -18,6 +18,8 @@ FP16 += [
     BY_ID["silu-bias"]._replace(id=f"silu-bias-{h}", T=1, top_k=top_k, E=2, H=h, I=i)
     for top_k, h, i in ((2, 2050, 700), (32, 70, 264), (5, 9, 1025))
 ]
+FP16 += [BY_ID["silu-bias"]._replace(id="transposed-views", T=2, transposed=True)]
+CASES = [(case, torch.float32) for case in FEW] + [(case, torch.float16) for case in FP16]
 
 
 def check(module, grouped_moe, case, dtype):
@@ -36,31 +38,16 @@ def check(module, grouped_moe, case, dtype):
     assert_close("out", out, want.out, dtype)
 
 
-@pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
-def test_fp32_matches_reference(module, grouped_moe, case):
+@pytest.mark.parametrize("case, dtype", CASES, ids=lambda value: getattr(value, "id", str(value)))
+def test_matches_reference(module, grouped_moe, case, dtype):
+    check(module, grouped_moe, case, dtype)
+
+
+@pytest.mark.parametrize("case_id", ["silu-bias", "silu-interleaved", "relu2-not-gated"])
+def test_several_tiles(module, grouped_moe, small_decode_tiles, case_id):
+    """And a number of choices that is no power of two."""
+    case = BY_ID[case_id]._replace(T=2, top_k=3, E=5, H=70, I=45, transposed=False)
     check(module, grouped_moe, case, torch.float32)
-
-
-@pytest.mark.parametrize("case", FP16, ids=lambda case: case.id)
-def test_fp16_matches_reference(module, grouped_moe, case):
-    check(module, grouped_moe, case, torch.float16)
-
-
-def test_transposed_views(module, grouped_moe):
-    """Weights that are contiguous along K may be views of another layout, of any other strides."""
-    check(module, grouped_moe, BY_ID["silu-bias"]._replace(T=2, transposed=True), torch.float16)
-
-
-def test_several_tiles(module, grouped_moe, monkeypatch):
-    """Columns and K of more than one tile, none of them a multiple; a number of choices that is no power of two."""
-    decode = module("backends.triton.decode")
-    monkeypatch.setattr(decode, "_up_tile", lambda k: (4, 16, 4))
-    monkeypatch.setattr(decode, "_down_tile", lambda k, choices: (2, 16, 4))
-    for name in ("_up_kernel", "_down_kernel"):  # which keep the kernels of real tiles
-        monkeypatch.setattr(decode, name, getattr(decode, name).__wrapped__)
-    for case_id in ("silu-bias", "silu-interleaved", "relu2-not-gated"):
-        case = BY_ID[case_id]._replace(T=2, top_k=3, E=5, H=70, I=45, transposed=False)
-        check(module, grouped_moe, case, torch.float32)
 
 
 def test_which_calls_are_taken(module, grouped_moe):

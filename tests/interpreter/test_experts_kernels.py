@@ -27,6 +27,8 @@ SHAPES += resized("tiles", "silu-transposed", "gpt-oss", "relu2-not-gated", T=60
 WHOLE = resized("whole", "silu-interleaved", "silu-not-gated-limit", T=20, H=128, I=128)
 FP16 = ["silu-interleaved", "gpt-oss", "silu-bias", "relu2-not-gated", "gelu-not-gated", "gelu-tanh-limit"]
 FP16 += ["odd-extents", "aligned-extents", "one-token", "relu-not-gated-limit"]
+KINDS = [(case, torch.float32) for case in SHAPES + WHOLE]
+KINDS += [(case, torch.float16) for case in [BY_ID[case_id] for case_id in FP16] + WHOLE]
 SOME = ["silu-recompute", "gpt-oss", "relu2-not-gated", "odd-extents"]
 # The pipeline's gradients, and the inputs that they are of in the order of `Inputs`.
 GRADIENTS = {
@@ -83,14 +85,9 @@ def check(module, grouped_moe, case, dtype, index_dtype=torch.int64, weights_dty
         assert_matches(got, run_reference(grouped_moe, case, inputs), dtype, weights_dtype)
 
 
-@pytest.mark.parametrize("case", SHAPES + WHOLE, ids=lambda case: case.id)
-def test_fp32_matches_reference(module, grouped_moe, case):
-    check(module, grouped_moe, case, torch.float32)
-
-
-@pytest.mark.parametrize("case", [BY_ID[case_id] for case_id in FP16] + WHOLE, ids=lambda case: case.id)
-def test_fp16_matches_reference(module, grouped_moe, case):
-    check(module, grouped_moe, case, torch.float16)
+@pytest.mark.parametrize("case, dtype", KINDS, ids=lambda value: getattr(value, "id", str(value)))
+def test_matches_reference(module, grouped_moe, case, dtype):
+    check(module, grouped_moe, case, dtype)
 
 
 @pytest.mark.parametrize("case", [case for case in SHAPES if case.id.startswith("tall-wide")], ids=lambda case: case.id)
@@ -189,13 +186,11 @@ def strided(inputs):
     return inputs._replace(**{name: view(tensor) for name, tensor in given.items()})
 
 
-@pytest.mark.parametrize("case_id", SOME)
-def test_strides(module, grouped_moe, case_id):
-    check(module, grouped_moe, BY_ID[case_id], torch.float32, change=strided)
+def expanded(inputs):
+    """With one number for the whole cotangent."""
+    return inputs._replace(dout=inputs.dout[:1, :1].expand(inputs.dout.shape))
 
 
-def test_expanded_cotangent(module, grouped_moe):
-    def expanded(inputs):
-        return inputs._replace(dout=inputs.dout[:1, :1].expand(inputs.dout.shape))
-
-    check(module, grouped_moe, BY_ID["gpt-oss"], torch.float32, change=expanded)
+@pytest.mark.parametrize("case_id, change", [*((case_id, strided) for case_id in SOME), ("gpt-oss", expanded)])
+def test_strides(module, grouped_moe, case_id, change):
+    check(module, grouped_moe, BY_ID[case_id], torch.float32, change=change)

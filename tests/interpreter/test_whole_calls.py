@@ -5,7 +5,7 @@ import torch
 from block import assert_matches, call, run, run_reference
 from cases import BY_ID, make_inputs
 from compare import assert_close
-from poison import poison_sentinels, poisoned_allocations
+from poison import LAYOUTS, poison_sentinels, poisoned_allocations
 
 pytestmark = pytest.mark.usefixtures("accelerated")
 
@@ -20,11 +20,6 @@ def test_routing_of_any_strides(grouped_moe):
     assert torch.equal(grouped_moe.gather_rows(x, strided), rows)
     out = grouped_moe.combine_rows(rows, weights, routing)
     assert torch.equal(grouped_moe.combine_rows(rows, weights, strided), out)
-
-
-def strided(tensor):
-    """A copy with zeros between the elements."""
-    return torch.stack([tensor.detach(), torch.zeros_like(tensor)], -1)[..., 0]
 
 
 @pytest.mark.parametrize("op", ["gather_rows", "combine_rows", "grouped_linear", "exchange"])
@@ -51,7 +46,7 @@ def test_saved_tensors_of_other_strides(grouped_moe, module, monkeypatch, op):
         "exchange": (there_and_back, [x, weights]),
     }[op]
     leaves, results = [tensor.requires_grad_() for tensor in given], []
-    for pack in (strided, torch.detach):
+    for pack in (lambda tensor: LAYOUTS["columns-apart"](tensor.detach()), torch.detach):
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             out = function(*leaves)
         dout = torch.linspace(-1, 1, out.numel()).view_as(out)

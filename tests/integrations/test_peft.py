@@ -12,9 +12,9 @@ import torch
 import transformers
 from compare import tolerances
 from marks import by_fp32_and_bf16
-from models import generate
+from models import assert_close, errors, generate
 from packaging.version import Version
-from peft_experts import BOTH, assert_close, by_kind, by_model, make_adapted, outputs, peft, run, train_step
+from peft_experts import BOTH, by_kind, by_model, make_adapted, outputs, peft, run, train_step
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("fresh_peft")
@@ -85,7 +85,7 @@ def test_low_precision(kind, autocast, implementation, device):
         want = run(wide, tuple(t.double() if t.is_floating_point() else t for t in inputs), "eager")
         for found, each in ((ours, implementation), (theirs, "eager")):
             with torch.autocast(device, torch.bfloat16, enabled=autocast):
-                for key, error in peft_experts.errors(run(model, inputs, each), want).items():
+                for key, error in errors(run(model, inputs, each), want).items():
                     found[key] = found.get(key, 0.0) + error / draws
     for key, error in ours.items():
         assert error <= tolerances(torch.bfloat16)[0], (key, error, theirs[key])

@@ -14,7 +14,8 @@ import peft_experts
 import pytest
 import torch
 from copies import COPIES
-from peft_experts import BOTH, Call, assert_close, assert_near, by_model, make_adapted, make_experts, outputs, peft, run
+from models import assert_close
+from peft_experts import BOTH, Call, assert_near, by_model, make_adapted, make_experts, outputs, peft, run
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("fresh_peft")

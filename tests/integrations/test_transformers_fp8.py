@@ -7,12 +7,11 @@ import pytest
 import torch
 from compare import assert_close
 from fp8_training import hold_in_fp8
-from test_transformers_load import QWEN3_MOE, build_model
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
-from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+pytest.importorskip("transformers.integrations.finegrained_fp8")
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
 
 E, H, I, LAYERS = 6, 256, 192, 2  # noqa: E741
 TOLERANCE = 1e-5
@@ -200,14 +199,13 @@ def test_a_parametrization_of_several_tensors(grouped_moe, implementation):
 @pytest.mark.parametrize("registered", ["before", "after"])
 def test_lora_on_a_weight_that_was_left_plain(grouped_moe, implementation, device, registered):
     """The other one is in FP8. peft wraps experts that the package knows, or comes before it."""
-    peft = pytest.importorskip("peft", minversion="0.21")
+    forget_registration = pytest.importorskip("peft_experts").forget_registration
     model, plain = make_models(grouped_moe, implementation, device)
     for layer, like in zip(model.model.layers, plain.model.layers):
         freeze(layer.mlp.experts, down_proj=like.mlp.experts.down_proj.detach().float().to(device))
     model, plain = with_lora((model, plain), ("down_proj",))
-    for module in model.modules() if registered == "after" else ():
-        if isinstance(module, peft.tuners.lora.layer.ParamWrapper):
-            module.__class__ = peft.tuners.lora.layer.ParamWrapper
+    if registered == "after":
+        forget_registration(model)
     assert_logits(model, plain, device, trains=True)
 
 
@@ -246,7 +244,7 @@ def test_other_formats_are_refused(implementation, options, message):
 
 def test_on_the_meta_device(implementation):
     """As `from_pretrained` builds a model."""
-    model = build_model(QWEN3_MOE, implementation)
-    finegrained.replace_with_fp8_linear(model, ["lm_head"], FineGrainedFP8Config())
+    with torch.device("meta"):
+        model = empty_model(implementation)
     experts = model.model.layers[0].mlp.experts
     assert "FP8" in type(experts).__name__ and experts.config._experts_implementation == implementation

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from models import FP32_TOLERANCE, MODELS, generate, make_model
+from models import FP32_TOLERANCE, MODELS, assert_close, generate, make_model
 from poison import poisoned_allocations
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
@@ -29,16 +29,6 @@ def logits_and_grads(model, ids: torch.Tensor, implementation: str, dtype=None) 
     logits.backward(cotangent)
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"logits": logits.detach(), **grads}
-
-
-def assert_close(actual: dict, expected: dict, tolerance: float, only: str = "") -> None:
-    """The logits, and the gradients of the parameters with `only` in their names."""
-    assert actual.keys() == expected.keys() and any("experts" in name for name in expected)
-    for name, want in expected.items():
-        assert actual[name].dtype == want.dtype and actual[name].shape == want.shape, name
-        if name == "logits" or only in name:
-            error = (actual[name].double() - want.double()).norm() / want.double().norm()
-            assert error <= tolerance, f"{name}: {error:.1e}"
 
 
 WAYS = ("plain", "reentrant-checkpoint", "checkpoint", "compiled", "compiled-dynamic", "compiled-dynamic-checkpoint")
@@ -66,8 +56,10 @@ def test_matches_eager(name, way, implementation, device):
         dynamic = True if "dynamic" in way else None
         model.forward = torch.compile(model.forward, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     actual = logits_and_grads(model, ids, implementation, autocast)
-    tolerance, only = (ROUNDINGS * torch.finfo(low).eps, ".experts.") if low else (FP32_TOLERANCE, "")
-    assert_close(actual, expected, tolerance, only)
+    judged = [key for key in expected if key == "logits" or ".experts." in key or not low]
+    assert len(judged) > 1 and actual.keys() == expected.keys()
+    tolerance = ROUNDINGS * torch.finfo(low).eps if low else FP32_TOLERANCE
+    assert_close({key: actual[key] for key in judged}, {key: expected[key] for key in judged}, tolerance)
     for parameter_name, parameter in model.named_parameters():
         if "experts.down_proj" in parameter_name:
             torch.nn.init.zeros_(parameter)

@@ -1,6 +1,9 @@
 """Small models of transformers with experts of each kind."""
 
+from typing import Dict
+
 import torch
+from torch import Tensor
 
 SEQUENCE, NEW_TOKENS = 9, 6
 
@@ -51,3 +54,14 @@ def generate(model, ids: torch.Tensor, implementation: str, **options) -> list:
     model.set_experts_implementation(implementation)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **options}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist()
+
+
+def errors(got: Dict[str, Tensor], want: Dict[str, Tensor]) -> Dict[str, float]:
+    """Relative, in norm."""
+    assert got.keys() == want.keys()
+    return {name: float((got[name].double() - t.double()).norm() / t.double().norm()) for name, t in want.items()}
+
+
+def assert_close(got: Dict[str, Tensor], want: Dict[str, Tensor], tolerance: float = FP32_TOLERANCE) -> None:
+    for name, error in errors(got, want).items():
+        assert got[name].dtype == want[name].dtype and error <= tolerance, f"{name}: {error:.1e}"

@@ -5,7 +5,7 @@ from typing import Dict, List, NamedTuple, Optional
 import pytest
 import torch
 from experts_modules import build
-from models import FP32_TOLERANCE, make_model
+from models import assert_close, make_model
 from torch import Tensor, nn
 
 peft = pytest.importorskip("peft", minversion="0.21")
@@ -147,17 +147,6 @@ def train_step(model: nn.Module, ids: Tensor, implementation: str) -> Dict[str, 
     out.loss.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"logits": out.logits.detach(), "loss": out.loss.detach()[None], **grads}
-
-
-def errors(got: Dict[str, Tensor], want: Dict[str, Tensor]) -> Dict[str, float]:
-    """Relative, in norm."""
-    assert got.keys() == want.keys()
-    return {name: float((got[name].double() - t.double()).norm() / t.double().norm()) for name, t in want.items()}
-
-
-def assert_close(got: Dict[str, Tensor], want: Dict[str, Tensor], tolerance: float = FP32_TOLERANCE) -> None:
-    for name, error in errors(got, want).items():
-        assert got[name].dtype == want[name].dtype and error <= tolerance, f"{name}: {error:.1e}"
 
 
 def assert_near(got: Tensor, want: Tensor) -> None:

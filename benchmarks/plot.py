@@ -10,25 +10,21 @@ import contextlib
 import json
 import math
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from experts import BATCHED, DENSE, GROUPED, OURS, RECOMPUTE, SONICMOE  # noqa: E402
+from experts import BATCHED, DENSE, GROUPED, OURS, SONICMOE  # noqa: E402
 from linear import LOOP  # noqa: E402
 from machine import RESULTS, result_name  # noqa: E402
 from workload import fraction  # noqa: E402
 
 OVER_LINE = 1.10  # growth past this multiple of the line between neighbours is marked
 # Shade and hatch of a provider's bars; dash, marker and shade of its lines.
-BARS = {
-    OURS: ("0.15", ""), RECOMPUTE: ("0.4", ".."), GROUPED: ("0.9", "//"), SONICMOE: ("0.6", "--"), DENSE: ("1.0", ""),
-}  # fmt: skip
-LINES = {
-    OURS: ("-", "o", "0.0"), GROUPED: ("--", "s", "0.3"), BATCHED: (":", "v", "0.3"),
-}  # fmt: skip
+BARS = {OURS: ("0.15", ""), SONICMOE: ("0.6", "--"), DENSE: ("1.0", "")}
+LINES = {OURS: ("-", "o", "0.0"), GROUPED: ("--", "s", "0.3"), BATCHED: (":", "v", "0.3")}
 
 
 def ms(cell: dict, name: str, measure: Optional[str] = None) -> Optional[float]:
@@ -61,9 +57,6 @@ def add_peers(cells: List[dict], others: List[dict]) -> None:
                 if not ms(cell, name, measure):
                     factor = ratio(theirs, name, anchor, measure)
                     cell["times"][measure][name] = {"median_ms": ms(cell, anchor, measure) * factor}
-                    for what in ("peak_mib", "saved_mib"):
-                        if name in theirs.get(what, {}):
-                            cell.setdefault(what, {})[name] = theirs[what][name]
 
 
 def over_line(points: Sequence[Tuple[float, float]], skew: bool = False) -> List[Optional[float]]:
@@ -111,50 +104,30 @@ def logarithmic(axes: plt.Axes, x: bool = False) -> None:
     axes.grid(True, axis="both" if x else "y", color="0.9")
 
 
-def draw_bars(
-    axes: plt.Axes, groups: List[Tuple[str, dict]], names: Sequence[str], value: Callable[[dict, str], Optional[float]]
-) -> None:
-    """A group of bars per cell, a bar per provider; where there is no value, no bar."""
-    width = 0.85 / len(names)
-    for k, name in enumerate(names):
-        shade, hatch = BARS[name]
-        bars = [(i + (k + 0.5) * width - 0.425, value(cell, name)) for i, (_, cell) in enumerate(groups)]
-        bars = [bar for bar in bars if bar[1]]
-        if bars:
-            axes.bar(*zip(*bars), width=width, color=shade, edgecolor="0.0", linewidth=0.5, hatch=hatch, label=name)
-    axes.set_xticks(range(len(groups)), [label for label, _ in groups], fontsize="x-small")
-
-
 def draw_speedup(results: dict, path: Path) -> None:
     """Speed of every provider relative to grouped_mm; a panel per mode, T and local share."""
     panels_of: Dict[tuple, List[dict]] = {}
     for cell in results["cells"]:
         panels_of.setdefault((cell["backward"], cell["tokens"], -cell["local"]), []).append(cell)
-    rows, columns = -(-len(panels_of) // 3), min(3, len(panels_of))
+    rows, columns, width = -(-len(panels_of) // 3), min(3, len(panels_of)), 0.85 / len(BARS)
     with figure_of(results, path, rows, columns, (15, 3.3 * rows)) as panels:
         for axes, ((backward, tokens, local), cells) in zip(
             panels, sorted(panels_of.items(), key=lambda item: item[0])
         ):
-            groups = [(cell["layer"].replace(" ", "\n").replace("-", "-\n", 1), cell) for cell in cells]
-            draw_bars(axes, groups, (OURS, SONICMOE, DENSE), lambda c, name: ratio(c, GROUPED, name))
+            for k, (name, (shade, hatch)) in enumerate(BARS.items()):
+                speeds = [ratio(cell, GROUPED, name) for cell in cells]
+                bars = [(i + (k + 0.5) * width - 0.425, speed) for i, speed in enumerate(speeds) if speed]
+                style = {"width": width, "color": shade, "edgecolor": "0.0", "linewidth": 0.5, "hatch": hatch}
+                if bars:
+                    axes.bar(*zip(*bars), **style, label=name)
+            labels = [cell["layer"].replace(" ", "\n").replace("-", "-\n", 1) for cell in cells]
+            axes.set_xticks(range(len(cells)), labels, fontsize="x-small")
             axes.axhline(1, color="0.0", linewidth=0.8)
             logarithmic(axes)
             mode = "forward and backward" if backward else "forward"
             axes.set_title(f"{mode}, T={tokens}, local {fraction(-local)}: times grouped_mm's speed", fontsize="small")
         for axes in panels[len(panels_of) :]:
             axes.set_visible(False)
-
-
-def draw_memory(results: dict, path: Path) -> None:
-    """Saved for the backward, and the peak of a step, all slots local."""
-    cells = [cell for cell in results["cells"] if cell["backward"] and cell["local"] == 1]
-    groups = [(f"{cell['layer']}\nT={cell['tokens']}", cell) for cell in cells]
-    titles = {"saved_mib": "saved for backward, MiB", "peak_mib": "peak of a step, gradients included, MiB"}
-    with figure_of(results, path, 2, 1, (10, 7)) as panels:
-        for axes, (what, title) in zip(panels, titles.items()):
-            names = (OURS, RECOMPUTE, GROUPED, SONICMOE)
-            draw_bars(axes, groups, names, lambda cell, name, what=what: cell.get(what, {}).get(name))
-            axes.set_title(title, fontsize="small")
 
 
 def draw_decode(results: dict, path: Path) -> None:
@@ -238,7 +211,7 @@ def draw_new_shapes(results: dict, path: Path) -> None:
 
 
 FIGURES = {
-    "layers": {"speedup.png": draw_speedup, "memory.png": draw_memory},
+    "layers": {"speedup.png": draw_speedup},
     "decode": {"decode.png": draw_decode},
     "growth": {"growth.png": draw_growth},
     "linear": {"linear_speedup.png": draw_linear},

@@ -345,7 +345,7 @@ def test_figures_of_the_recorded_results(plot, tmp_path):
 def test_peers_of_other_runs(plot):
     def cells(name, **times):
         entries = {name: {"median_ms": ms} for name, ms in times.items()}
-        return [{"name": name, "times": {"step": entries}, "peak_mib": dict(times)}]
+        return [{"name": name, "times": {"step": entries}}]
 
     (cell,) = ours = cells("a", ours=2.0, grouped_mm=10.0, dense=1.0)
     plot.add_peers(ours, cells("a", ours=4.0, dense=8.0, peer=6.0))
@@ -356,4 +356,3 @@ def test_peers_of_other_runs(plot):
     assert {name: entry["median_ms"] for name, entry in cell["times"]["step"].items()} == dict(
         ours=2.0, grouped_mm=10.0, dense=1.0, peer=3.0, slow=20.0
     )
-    assert cell["peak_mib"] == {"ours": 2.0, "grouped_mm": 10.0, "dense": 1.0, "peer": 6.0, "slow": 40.0}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hub import ROOT
-from kernels._rust import Digest, DigestAlgorithm, DigestValidationError, Metadata
+from kernels._rust import Digest, DigestAlgorithm, Metadata
 
 BACKENDS = ("cpu", "cuda", "rocm", "xpu")
 
@@ -33,10 +33,6 @@ def run_build(tree: Path, *options: object) -> subprocess.CompletedProcess:
 
 def content(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
-def digest(variant: Path) -> Digest:
-    return Digest.hash_variant(DigestAlgorithm.SHA256, variant)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +129,7 @@ print(json.dumps([name for name in sys.modules if name.partition(".")[0] == "tri
 def test_metadata_describes_the_variant(built, hub, backend):
     variant = built / f"torch-{backend}"
     metadata = Metadata.read_from_file(variant / "metadata.json")
-    metadata.digest.validate(digest(variant))
+    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
     unique_id = re.search(r'unique_id = "(\w+)"', (variant / "_ops.py").read_text(encoding="utf-8")).group(1)
     assert metadata.id == f"_{hub.package}_{backend}_{unique_id}"
     assert metadata.version == hub.version
@@ -157,23 +153,6 @@ def test_build_is_of_this_source(built, hub, backend):
         return {name: data for name, data in kept if name.endswith((".py", ".json"))}
 
     assert files(built / f"torch-{backend}") == files(ROOT / "torch-ext" / hub.package), "run make build"
-
-
-TAMPERED = {
-    "a file is longer": lambda variant: (variant / "_ops.py").write_text((variant / "_ops.py").read_text() + "\n"),
-    "a file is added": lambda variant: (variant / "added.py").touch(),
-    "a file is gone": lambda variant: (variant / "_ops.py").unlink(),
-}
-
-
-@pytest.mark.parametrize("tamper", TAMPERED.values(), ids=TAMPERED)
-def test_digest_notices_tampering(built, tmp_path, tamper):
-    variant = Path(shutil.copytree(built / "torch-cpu", tmp_path / "torch-cpu"))
-    metadata = Metadata.read_from_file(variant / "metadata.json")
-    metadata.digest.validate(digest(variant))
-    tamper(variant)
-    with pytest.raises(DigestValidationError):
-        metadata.digest.validate(digest(variant))
 
 
 # The publisher replaces these by commits before the first release: docs/publishing.md.

@@ -6,7 +6,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Callable, Iterator, Optional
 
 import kernels
 import pytest
@@ -63,12 +63,16 @@ def seed() -> None:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Where matrices are tiny: threads would only wait for each other, for minutes on a busy machine."""
+def set_threads() -> Iterator[Callable[[int], None]]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
+    yield torch.set_num_threads
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def one_thread(set_threads) -> None:
+    """Where matrices are tiny: threads would only wait for each other, for minutes on a busy machine."""
+    set_threads(1)
 
 
 @pytest.fixture

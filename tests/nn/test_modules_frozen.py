@@ -62,10 +62,6 @@ def state_of(layer):
     return {name: tensor.clone() for name, tensor in layer.state_dict().items()}
 
 
-def assert_state(layer, want):
-    assert_same(layer.state_dict(), want)
-
-
 def integers(tensor):
     """Its bits, which may be NaN."""
     return tensor.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
@@ -181,14 +177,14 @@ def test_moves(grouped_moe, device, blocks):
     assert {parameter.device.type for parameter in layer.parameters()} == {device}
     y = layer(batch.x.to(device), batch.offsets.to(device))
     assert_matches({"y": y.cpu()}, {"y": want["y"].double()})
-    assert_state(layer.to("cpu"), before)
+    assert_same(layer.to("cpu").state_dict(), before)
     empty = copy.deepcopy(layer).to("meta")
     assert empty(batch.x.to("meta"), batch.offsets.to("meta")).is_meta
     assert {name: t.dtype for name, t in empty.to_empty(device="cpu").state_dict().items()} == {
         name: t.dtype for name, t in before.items()
     }
     assert empty.load_state_dict(before, strict=True) == ([], [])
-    assert_state(empty, before)
+    assert_same(empty.state_dict(), before)
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -197,7 +193,7 @@ def test_copies(grouped_moe, blocks, how):
     layer, _ = make(grouped_moe, "cpu", blocks)
     batch = layers.make_batch(Form(), "cpu")
     twin = COPIES[how](layer)
-    assert_state(twin, state_of(layer))
+    assert_same(twin.state_dict(), state_of(layer))
     assert repr(twin) == repr(layer)
     for name, parameter in twin.named_parameters():
         assert parameter.requires_grad == (name == "bias")
@@ -220,7 +216,7 @@ def test_checkpoints(grouped_moe, tmp_path, blocks, assign):
     assert nn.ModuleDict({"a": twin}).load_state_dict(checkpoint, strict=True, assign=assign) == ([], [])
     kept = state_of(layer)
     scales = layer.weight_scale_inv.detach() if assign else layer.weight_scale_inv.detach().float()
-    assert_state(twin, {**kept, "weight_scale_inv": scales})
+    assert_same(twin.state_dict(), {**kept, "weight_scale_inv": scales})
     assert [p.requires_grad for p in twin.parameters()] == [False, True, False]
     batch = layers.make_batch(Form(), "cpu")
     assert_bitwise("y", step(twin, batch)["y"], step(layer, batch)["y"])
@@ -232,7 +228,7 @@ def test_a_file_of_safetensors(grouped_moe, tmp_path):
     safetensors.save_file(layer.state_dict(), tmp_path / "layer.safetensors")
     twin, _ = make(grouped_moe, "cpu")
     assert twin.load_state_dict(safetensors.load_file(tmp_path / "layer.safetensors")) == ([], [])
-    assert_state(twin, state_of(layer))
+    assert_same(twin.state_dict(), state_of(layer))
 
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
@@ -257,7 +253,7 @@ def test_checkpoints_of_other_values_are_refused(grouped_moe, strict, assign):
         before = {name: module.state_dict()[name].clone() for name in module.state_dict() if name != "bias"}
         with pytest.raises(RuntimeError, match=message):
             module.load_state_dict(checkpoint, strict=strict, assign=assign)
-        assert_state(module, {**state_of(module), **before})
+        assert_same(module.state_dict(), {**state_of(module), **before})
     discrete = layers.make_module(grouped_moe, Form(False, False), "cpu")
     with pytest.raises(RuntimeError, match="weight3: expected a plain weight"):
         discrete.load_state_dict(layer.state_dict(), strict=strict, assign=assign)
@@ -287,7 +283,7 @@ def test_quantizes_under_autocast(grouped_moe, device):
     layer = layers.make_module(grouped_moe, Form(), device)
     want = copy.deepcopy(layer).quantize_blocks_()
     with torch.autocast(device, HALF):
-        assert_state(layer.quantize_blocks_(), state_of(want))
+        assert_same(layer.quantize_blocks_().state_dict(), want.state_dict())
 
 
 OPTIONS = {"accumulate_into_main_grad": True, "delay_wgrad": True, "single_grouped_weight": False}
@@ -298,7 +294,7 @@ def test_what_does_not_go_with_a_frozen_weight(grouped_moe, name):
     layer = grouped_moe.GroupedLinear(2, 32, 16, **{name: OPTIONS[name]})
     before = state_of(layer)
     raises(ValueError, f"^{name}: expected {not OPTIONS[name]}.* block-scaled weight", layer.quantize_blocks_)
-    assert_state(layer, before)
+    assert_same(layer.state_dict(), before)
 
 
 def test_errors(grouped_moe, device):

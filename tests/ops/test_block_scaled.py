@@ -54,8 +54,7 @@ def test_matches_reference(grouped_moe, device, case_id, blocks, dtype):
 @some
 def test_without_gradients(grouped_moe, device, case_id, blocks, tokens):
     """A few tokens have kernels of their own on an accelerator."""
-    case, inputs = make(case_id, device, BF16, T=tokens, top_k=2, E=24)
-    case, given, wide = with_scales(grouped_moe, case, inputs, blocks)
+    case, given, wide = with_scales(grouped_moe, *make(case_id, device, BF16, T=tokens, top_k=2, E=24), blocks)
     want = run_reference(grouped_moe, case, wide)
     with torch.no_grad():
         assert_close("out", call(grouped_moe, case, given), want.out, BF16)
@@ -80,8 +79,7 @@ def test_nothing_else_is_read(grouped_moe, device, case_id, blocks):
 
 @pytest.mark.parametrize("value", [NAN, float("inf")], ids=str)
 def test_what_is_not_finite_stays_in_its_token(grouped_moe, device, value):
-    case, inputs = make("silu", device, BF16)
-    case, given, _ = with_scales(grouped_moe, case, inputs, SMALL)
+    case, given, _ = with_scales(grouped_moe, *make("silu", device, BF16), SMALL)
     with torch.no_grad():
         want = call(grouped_moe, case, given)
         x = given.hidden_states.clone()
@@ -124,8 +122,7 @@ def test_lora_on_top(grouped_moe, device, pairs, dtype):
 
 def test_grouped_mlp_is_the_block(grouped_moe, device):
     """One expert per row: the same bits as the experts block's."""
-    case, inputs = make("silu", device, BF16, top_k=1, sentinels=0.0)
-    case, given, _ = with_scales(grouped_moe, case, inputs, SMALL)
+    case, given, _ = with_scales(grouped_moe, *make("silu", device, BF16, top_k=1, sentinels=0.0), SMALL)
     order = given.top_k_index[:, 0].argsort(stable=True)
     sizes = given.top_k_index[:, 0].bincount(minlength=case.E)
     with torch.no_grad():
@@ -136,8 +133,7 @@ def test_grouped_mlp_is_the_block(grouped_moe, device):
 
 
 def test_compiles_in_one_graph(grouped_moe, device):
-    case, inputs = make("silu", device, BF16)
-    case, given, _ = with_scales(grouped_moe, case, inputs, SMALL)
+    case, given, _ = with_scales(grouped_moe, *make("silu", device, BF16), SMALL)
     want = run(grouped_moe, case, given)
     compiled = torch.compile(lambda *tensors: call(grouped_moe, case, type(given)(*tensors, None)), fullgraph=True)
     x = given.hidden_states.detach().requires_grad_()
@@ -149,8 +145,7 @@ def test_compiles_in_one_graph(grouped_moe, device):
 
 def test_autocast_leaves_them(grouped_moe, device):
     """fp32 hidden states are cast, codes and scales stay."""
-    case, inputs = make("silu", device, FP32)
-    case, given, _ = with_scales(grouped_moe, case, inputs, SMALL)
+    case, given, _ = with_scales(grouped_moe, *make("silu", device, FP32), SMALL)
     with torch.no_grad():
         with torch.autocast(torch.device(device).type, BF16):
             got = call(grouped_moe, case, given)

@@ -102,17 +102,9 @@ def test_weights_are_not_rounded(grouped_moe, device):
     assert (grouped_moe.combine_rows(y, weights, routing) == 2.0**-12).all()
 
 
-@pytest.fixture
-def two_threads():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_rows_without_columns(grouped_moe, device):
+def test_rows_without_columns(grouped_moe, device, set_threads):
     """There and back. PyTorch's embedding_bag raises an error for them, but not on one thread."""
+    set_threads(2)
     _, routing, x, y, weights, dout = make(grouped_moe, CASES[0], device, torch.float32)
     x, y, dout = x[:, :0], y[:, :0], dout[:, :0]
     out, (dx,) = differentiate(lambda x: grouped_moe.gather_rows(x, routing), [x], y)

@@ -90,10 +90,10 @@ def call_reference(grouped_moe, case: Case, ids: Tensor, tensors: Dict[str, Tens
 
 
 def differentiate(out: Tensor, leaves: Dict[str, Tensor], dout: Tensor) -> Result:
-    """What the reference computed, with its gradients, zeros for what takes no part."""
+    """The output, with its gradients, zeros for what takes no part."""
     if not out.requires_grad:  # no row is routed
         return Result(out, {name: torch.zeros_like(t) for name, t in leaves.items()})
-    grads = torch.autograd.grad(out, [*leaves.values()], dout.double(), allow_unused=True, materialize_grads=True)
+    grads = torch.autograd.grad(out, [*leaves.values()], dout.to(out.dtype), allow_unused=True, materialize_grads=True)
     return Result(out.detach(), dict(zip(leaves, grads)))
 
 

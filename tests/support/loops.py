@@ -1,5 +1,6 @@
 """Routing, and the passes between tokens and rows, as loops in Python."""
 
+import block
 import torch
 
 
@@ -36,8 +37,6 @@ def loop_combine(y, weights, routing):
 
 def differentiate(function, tensors, dout):
     """(output, gradients), zeros for what takes no part."""
-    leaves = [t.detach().requires_grad_() for t in tensors]
-    out = function(*leaves)
-    if not out.requires_grad:
-        return out, [torch.zeros_like(t) for t in leaves]
-    return out.detach(), torch.autograd.grad(out, leaves, dout, allow_unused=True, materialize_grads=True)
+    leaves = {number: tensor.detach().requires_grad_() for number, tensor in enumerate(tensors)}
+    out, grads = block.differentiate(function(*leaves.values()), leaves, dout)
+    return out, [*grads.values()]

@@ -29,8 +29,9 @@ NAME = "of these tests"  # so that no other test's limits change
 
 
 @pytest.mark.parametrize(
-    "limits, error, message",
+    "given, error, message",
     [
+        ({"name": "all_to_all"}, ValueError, "name: expected .* transformers does not use itself, got 'all_to_all'"),
         ({"ep_max_tokens": 2.0}, TypeError, "ep_max_tokens: expected an int or None, got float"),
         ({"ep_max_tokens": True}, TypeError, "ep_max_tokens: expected an int or None, got bool"),
         ({"ep_max_tokens": 0}, ValueError, "ep_max_tokens: expected above 0, got 0"),
@@ -39,14 +40,9 @@ NAME = "of these tests"  # so that no other test's limits change
         ({"ep_capacity_factor": float("nan")}, ValueError, "ep_capacity_factor: expected above 0 and finite, got nan"),
     ],
 )
-def test_limits_that_are_none(grouped_moe, limits, error, message):
+def test_names_and_limits_that_are_refused(grouped_moe, given, error, message):
     with pytest.raises(error, match=f"^{message}$"):
-        grouped_moe.register_experts_implementation(NAME, **limits)
-
-
-def test_names_of_transformers_are_refused(grouped_moe):
-    with pytest.raises(ValueError, match="^name: expected one that transformers does not use itself, got 'all_to_all'"):
-        grouped_moe.register_experts_implementation("all_to_all")
+        grouped_moe.register_experts_implementation(**{"name": NAME, **given})
 
 
 def test_older_transformers_has_no_place_for_it(grouped_moe, monkeypatch):

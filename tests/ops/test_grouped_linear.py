@@ -55,17 +55,6 @@ def test_gradcheck_of_every_combination(grouped_moe, names, transposed):
         assert torch.autograd.gradcheck(function, [leaves.tensors[name] for name in names])
 
 
-def test_scales_of_two_layers_get_both_gradients(grouped_moe, device):
-    """One tensor of scales for two layers: the sum of what each gives alone."""
-    inputs = SCALED.make(torch.float32, device)
-    both = [inputs, inputs.replace(bias=torch.randn_like(inputs.tensors["bias"]))]
-    alone = [run(grouped_moe, SCALED, each)["bias_scales"] for each in both]
-    leaf = inputs.tensors["bias_scales"].clone().requires_grad_()
-    y = [SCALED.call(grouped_moe, each.replace(bias_scales=leaf), inputs.offsets) for each in both]
-    torch.autograd.backward(y, [inputs.dy, inputs.dy])
-    torch.testing.assert_close(leaf.grad, alone[0] + alone[1], rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "wanted, changed, read",
     [

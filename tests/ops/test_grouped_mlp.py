@@ -64,23 +64,6 @@ def test_one_tensor_twice_gets_the_sum(grouped_moe, device, recompute):
     assert_same(once, apart)
 
 
-def test_scales_of_a_router(grouped_moe, device):
-    """Scales that are views of a non-leaf, as a router makes them: the gradient reaches the logits."""
-    mlp = BY_MLP["two-scales"]
-    inputs = mlp.make(torch.float32, device)
-
-    def logits_grad(function, tensors, dtype):
-        logits = torch.linspace(-2, 2, 2 * mlp.rows, device=device, dtype=dtype).view(mlp.rows, 2).requires_grad_()
-        first, second = logits.softmax(1).unbind(1)
-        function(tensors.replace(activation_scales=first, bias_scales=second)).backward(inputs.dy.to(dtype))
-        return logits.grad
-
-    got = logits_grad(lambda given: call(grouped_moe, mlp, given), inputs, torch.float32)
-    wide = inputs.map(lambda _, tensor: tensor.double())
-    want = logits_grad(lambda given: mlp.reference(grouped_moe, given), wide, torch.float64)
-    assert_close("logits", got, want, torch.float32, inner_products=True)
-
-
 FROZEN = [tuple(name for name in NAMES if name != only) for only in NAMES] + [(name,) for name in NAMES]
 FROZEN += [SCALES, PER_GROUP, PER_GROUP[:2], PER_GROUP[2:], ("x", "gate_up_proj"), ("down_proj", "activation_scales")]
 

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from compile_check import EVERY, LAYERS, Calls, Package, Signature
+from workload import Layer
 
 BF16 = torch.bfloat16
 
@@ -28,23 +29,19 @@ def linear(package, rows, transposed, bias):
         torch.autograd.grad(y, leaves, torch.zeros_like(y))
 
 
-def layer_of(experts, top_k, hidden, intermediate, bias=False, gated=True, transposed=False, interleaved=False):
+def layer_of(layer):
     """step(package, tokens, backward) of an experts block. Memory is neither written nor read."""
-    width = intermediate * (1 + gated)
-    kind = {"gated": gated, "transposed": transposed, "interleaved": interleaved}
-    shapes = ((hidden, width), (intermediate, hidden)) if transposed else ((width, hidden), (hidden, intermediate))
-    up, down = (torch.empty(experts, *shape, dtype=BF16) for shape in shapes)
-    biases = [torch.empty(experts, n, dtype=BF16) if bias else None for n in (width, hidden)]
-    leaves = [tensor.requires_grad_() for tensor in (up, down, *biases) if tensor is not None]
+    up, down = (torch.empty(shape, dtype=BF16) for shape in layer.weight_shapes)
+    widths = (layer.preact_width, layer.hidden) if layer.bias else ()
+    biases = dict(zip(("gate_up_proj_bias", "down_proj_bias"), tensors(*((layer.experts, n) for n in widths))))
+    leaves = [up.requires_grad_(), down.requires_grad_(), *biases.values()]
 
     def step(package, tokens, backward):
-        x, ids = torch.empty(tokens, hidden, dtype=BF16), torch.zeros(tokens, top_k, dtype=torch.int64)
-        weights = torch.empty(tokens, top_k)
+        x, weights = torch.empty(tokens, layer.hidden, dtype=BF16), torch.empty(tokens, layer.top_k)
+        ids = torch.zeros(tokens, layer.top_k, dtype=torch.int64)
         with torch.set_grad_enabled(backward):
             inputs = [x.requires_grad_(backward), weights.requires_grad_(backward)]
-            out = package.grouped_mm_experts(
-                x, ids, weights, up, down, gate_up_proj_bias=biases[0], down_proj_bias=biases[1], **kind
-            )
+            out = package.grouped_mm_experts(x, ids, weights, up, down, **biases, **layer.kind)
         if backward:
             torch.autograd.grad(out, inputs + leaves, out.detach())
 
@@ -53,7 +50,7 @@ def layer_of(experts, top_k, hidden, intermediate, bias=False, gated=True, trans
 
 def experts(package, tokens, bias, **kind):
     """A forward without gradients, and a step."""
-    step = layer_of(16, 2, 128, 96, bias, **kind)
+    step = layer_of(Layer("", 16, 2, 128, 96, bias=bias, **kind))
     for backward in (False, True):
         step(package, tokens, backward)
 

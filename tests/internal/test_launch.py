@@ -14,12 +14,11 @@ import torch
 from calls import BF16, KINDS, SMALL, layer_of, scaled
 from compile_check import TARGETS, Package
 from driver_stub import _forget
+from workload import QWEN3_30B, Layer
 
 pytest_plugins = ["driver_stub"]
 
-QWEN3_30B = {"experts": 128, "top_k": 8, "hidden": 2048, "intermediate": 768}
-# Of that layer's kernels, for all numbers of tokens, without gradients and in training.
-VARIANTS = 38
+VARIANTS = 38  # of QWEN3_30B's kernels, for all numbers of tokens, without gradients and in training
 
 
 def launch_both(stub, compared):
@@ -282,7 +281,7 @@ def test_hooks_see_all_launches(grouped_moe, stub, when):
 @pytest.mark.parametrize("top_k, bias", [(8, False), (8, True), (2, True), (1, True)])
 @pytest.mark.parametrize("first, last", [(130, 255), (513, 1023)])
 def test_new_numbers_of_tokens_compile_nothing(grouped_moe, stub, first, last, top_k, bias):
-    step = layer_of(8 * top_k, top_k, 256, 192, bias)
+    step = layer_of(Layer("", 8 * top_k, top_k, 256, 192, bias=bias))
     launchers = stub.module("backends.table").launcher_of
     counts = []
     for tokens in (first, last, *range(first, last, 7)):
@@ -301,7 +300,7 @@ def numbers_of_tokens():
 
 
 def test_a_layer_has_few_variants(grouped_moe, stub):
-    step = layer_of(**QWEN3_30B)
+    step = layer_of(QWEN3_30B)
     for backward in (False, True):
         for tokens in numbers_of_tokens():
             step(grouped_moe, tokens, backward)

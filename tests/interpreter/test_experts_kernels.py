@@ -106,13 +106,6 @@ def test_dtypes_of_routing(module, grouped_moe, weights_dtype, index_dtype):
     check(module, grouped_moe, BY_ID["silu-bias"], torch.float16, index_dtype, weights_dtype)
 
 
-def test_route_in_three_launches(module, grouped_moe, monkeypatch):
-    """The sort for many slots feeds the block."""
-    monkeypatch.setattr(module("backends.triton.routing"), "_FEW_SLOTS", 0)
-    case = BY_ID["gpt-oss"]._replace(T=300, top_k=2, E=3, H=20, I=12)
-    check(module, grouped_moe, case, torch.float32)
-
-
 def test_no_gradient_past_the_limit(module, grouped_moe):
     """Of experts without a gate, also where the gradient that comes in is infinite."""
     case = BY_ID["silu-not-gated-limit"]._replace(T=4, top_k=1, E=1, sentinels=0.0)

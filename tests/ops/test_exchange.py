@@ -1,14 +1,17 @@
 """The exchange of expert-parallel ranks on one device: a copy stands in for the wire, a rank sends to itself."""
 
+from functools import partial
+
 import pytest
 import torch
-from cases import kept
-from compare import assert_close
+from block import assert_matches, run, run_reference, with_leaves
+from cases import Case, Inputs, kept, make_inputs
 from operations import Log
 from poison import poisoned_allocations
 from timing import graph_of
 
-T, E, H, INNER, TOP_K, RANKS = 40, 8, 64, 48, 3, 4
+T, E, TOP_K, RANKS = 40, 8, 3, 4
+CASE = Case("of-a-rank", T, TOP_K, E // RANKS, H=64, I=48)
 
 
 @pytest.fixture
@@ -27,18 +30,14 @@ def draw_ids(device: str) -> torch.Tensor:
     return ids.to(device)
 
 
-def make_leaves(device: str, dtype: torch.dtype) -> list:
-    """Hidden states, fp32 routing weights, and the weights of a rank's experts."""
-    local = E // RANKS
-    shapes = (T, H), (T, TOP_K), (local, 2 * INNER, H), (local, H, INNER)
-    leaves = [torch.randn(shape, device=device) / (shape[2] ** 0.5 if len(shape) == 3 else 1) for shape in shapes]
-    leaves[1].abs_()  # two of one token may be of the same expert, and are not to cancel
-    return [leaf.to(torch.float32 if leaf.shape == (T, TOP_K) else dtype).requires_grad_() for leaf in leaves]
+def make(device: str, dtype: torch.dtype) -> Inputs:
+    """Of the experts of a rank, with fp32 routing weights and ids over all ranks."""
+    return make_inputs(CASE, dtype, device, weights_dtype=torch.float32)._replace(top_k_index=draw_ids(device))
 
 
-def through_places(grouped_moe, exchange, capacity: int, ids, x, weights, up, down):
+def through_places(grouped_moe, exchange, capacity: int, x, ids, weights, up, down, *_):
     """The layer of ranks that all have the same experts."""
-    there = exchange.dispatch(x, weights, ids, E // RANKS, RANKS, capacity, None)
+    there = exchange.dispatch(x, weights, ids, CASE.E, RANKS, capacity, None)
     rows = grouped_moe.grouped_mm_experts(there.x, there.ids, there.weights, up, down)
     return exchange.combine(rows, there.plan, None)
 
@@ -46,17 +45,13 @@ def through_places(grouped_moe, exchange, capacity: int, ids, x, weights, up, do
 @pytest.mark.parametrize("capacity", [T, 12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_forward_and_gradients(grouped_moe, exchange, device, dtype, capacity):
-    ids, leaves, dout = draw_ids(device), make_leaves(device, dtype), torch.randn(T, H, device=device).to(dtype)
+    inputs, layer = make(device, dtype), partial(through_places, grouped_moe, exchange, capacity)
     with poisoned_allocations():
-        out = through_places(grouped_moe, exchange, capacity, ids, *leaves)
-        grads = torch.autograd.grad(out, leaves, dout)
-    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    found = kept(ids, E, RANKS, capacity)
-    own = torch.where(found < E, found % (E // RANKS), -1)  # as ranks number their experts
-    want = grouped_moe.reference.grouped_mm_experts(wide[0], own, *wide[1:])
-    assert_close("out", out, want.detach(), dtype)
-    for name, grad, right in zip(("x", "weights", "up", "down"), grads, torch.autograd.grad(want, wide, dout.double())):
-        assert_close(name, grad, right, dtype, inner_products=name == "weights")
+        got = run(grouped_moe, CASE, inputs, around=lambda _: layer)
+    found = kept(inputs.top_k_index, E, RANKS, capacity)
+    own = torch.where(found < E, found % CASE.E, -1)  # as ranks number their experts
+    want = run_reference(grouped_moe, CASE, inputs._replace(top_k_index=own))
+    assert_matches(got, want, dtype, torch.float32)
 
 
 def test_ops_are_what_is_called_directly(grouped_moe, exchange, device):
@@ -64,28 +59,28 @@ def test_ops_are_what_is_called_directly(grouped_moe, exchange, device):
 
     There is room for so many tokens that no kernel for few of them is taken.
     """
-    ids, leaves = draw_ids(device), make_leaves(device, torch.bfloat16)
+    layer = partial(through_places, grouped_moe, exchange, T, *with_leaves(make(device, torch.bfloat16)))
     with torch.no_grad():
-        out = through_places(grouped_moe, exchange, T, ids, *leaves)
+        out = layer()
         with Log() as called:
-            assert torch.equal(through_places(grouped_moe, exchange, T, ids, *leaves), out)
+            assert torch.equal(layer(), out)
     assert {"exchange_send", "exchange_receive", "combine_rows_forward"} <= called.names
-    assert torch.equal(through_places(grouped_moe, exchange, T, ids, *leaves), out)
+    assert torch.equal(layer(), out)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("capacity", [T, 12])
 def test_graph_replays_with_other_routing(grouped_moe, exchange, device, capacity):
     """Forward and backward in a CUDA graph, with room for all tokens and for fewer."""
-    ids, leaves, dout = draw_ids(device), make_leaves(device, torch.bfloat16), torch.randn(T, H, device=device)
+    inputs, layer = make(device, torch.bfloat16), partial(through_places, grouped_moe, exchange, capacity)
 
     def step():
-        out = through_places(grouped_moe, exchange, capacity, ids, *leaves)
-        return [out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+        out, grads = run(grouped_moe, CASE, inputs, around=lambda _: layer)
+        return [out, *grads.values()]
 
     graph, captured = graph_of(step)
     for _ in range(2):
-        ids.copy_(draw_ids(device))
+        inputs.top_k_index.copy_(draw_ids(device))
         graph.replay()
         for got, want in zip(captured, step()):
             assert torch.equal(got, want)

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from experts_modules import Ungated
 from fp8_training import hold_in_fp8
 
 pytest_plugins = ["driver_stub"]
@@ -48,16 +49,6 @@ def fp8():
         if parameter is not None:
             experts._parameters[name] = torch.nn.Parameter(torch.zeros_like(parameter, device="cpu"), False)
     return model
-
-
-class Ungated(torch.nn.Module):
-    """Experts that the fused block does not compute, so that its parts do."""
-
-    def __init__(self, experts=16, hidden=128, intermediate=96):
-        super().__init__()
-        self.num_experts, self.top_k, self.has_gate, self.act_fn = experts, 2, False, torch.nn.Tanh()
-        self.up_proj = torch.nn.Parameter(torch.zeros(experts, intermediate, hidden, dtype=BF16))
-        self.down_proj = torch.nn.Parameter(torch.zeros(experts, hidden, intermediate, dtype=BF16))
 
 
 def experts_of(model):

@@ -8,6 +8,7 @@ import torch
 from block import call, run_reference
 from cases import CASES, GPT_OSS, make_inputs
 from compare import assert_bitwise, assert_close
+from experts_modules import Ungated
 from native_op import CODED, CODED_CASES, FEW, ROUNDS, STEPS, WHOLE, decode, poison_scaled
 from operations import Log
 from pairs import Pairs, make_loras
@@ -312,22 +313,10 @@ def test_routes_as_triton_does(native, module, device, monkeypatch, experts, dra
             assert took[-1] is ours.takes_slots(slots, num_sms) is (slots <= 8192 * num_sms)
 
 
-class Experts(torch.nn.Module):
-    """As transformers lays them out."""
-
-    num_experts, top_k, has_gate = 13, 8, False  # no other test routes to 13: none has compiled these kernels before
-
-    def __init__(self, device, hidden=64, intermediate=32):
-        super().__init__()
-        self.act_fn = torch.nn.SiLU()
-        for name, *shape in (("up_proj", intermediate, hidden), ("down_proj", hidden, intermediate)):
-            weight = torch.randn(self.num_experts, *shape, device=device, dtype=torch.bfloat16)
-            self.register_parameter(name, torch.nn.Parameter(weight))
-
-
 def test_warm_up_compiles_what_routes_more_slots(native, grouped_moe, module, device):
     """More slots than the op takes: warm-up without them leaves their kernels out, with them it leaves nothing."""
-    experts, compiled = Experts(device), module("backends.triton.launch").COMPILED
+    experts = Ungated(13, 8, 64, 32, torch.nn.SiLU, device)  # no other test has compiled kernels that route to 13
+    compiled = module("backends.triton.launch").COMPILED
     tokens = 1024 * torch.cuda.get_device_properties(device).multi_processor_count + 1
     assert grouped_moe.warm_up(experts, (1000, tokens - 1), progress=False)
     assert grouped_moe.warm_up(experts, (1000, tokens), progress=False)

@@ -134,6 +134,19 @@ def make_custom(
     return experts
 
 
+class Ungated(torch.nn.Module):
+    """Experts without a gate, as transformers lays them out; the block has no such act_fn by default."""
+
+    has_gate = False
+
+    def __init__(self, experts=16, top_k=2, hidden=128, intermediate=96, act_fn=torch.nn.Tanh, device="cpu"):
+        super().__init__()
+        self.num_experts, self.top_k, self.act_fn = experts, top_k, act_fn()
+        for name, *shape in (("up_proj", intermediate, hidden), ("down_proj", hidden, intermediate)):
+            weight = torch.zeros(experts, *shape, device=device, dtype=torch.bfloat16)
+            self.register_parameter(name, torch.nn.Parameter(weight))
+
+
 def make_inputs(device: str) -> tuple:
     """hidden_states, top_k_index, top_k_weights, cotangent."""
     busy = torch.tensor([e for e in range(EXPERTS) if e != IDLE_EXPERT])

@@ -1,10 +1,11 @@
 """Whole calls: the public functions on a machine whose CPU counts as an accelerator."""
 
 import pytest
+import sorted_rows
 import torch
 from block import assert_matches, call, run, run_reference
 from cases import BY_ID, make_inputs
-from compare import assert_close
+from linears import BY_LINEAR
 from poison import LAYOUTS, poison_sentinels, poisoned_allocations
 
 pytestmark = pytest.mark.usefixtures("accelerated")
@@ -75,17 +76,14 @@ def test_experts(grouped_moe, case_id):
     assert torch.equal(call(grouped_moe, case, inputs), got.out)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_linear(grouped_moe, transposed):
-    """In two forms at the same addresses; the splits are a tensor, or a list."""
-    memory = torch.empty(2, 4096)
-    sizes, offsets = torch.tensor([5, 0, 20]), torch.tensor([0, 5, 5, 25])
-    for rows, k in ((30, 24), (40, 16)):
-        x = memory[0, : rows * k].view(rows, k).normal_()
-        weight = memory[1, : 3 * k * 24].view((3, k, 24) if transposed else (3, 24, k)).normal_()
-        x[25:] = float("nan")
-        want = grouped_moe.reference.grouped_linear(x.double(), weight.double(), offsets, transposed=transposed)
-        for splits in (sizes, sizes.tolist()):
+@pytest.mark.parametrize("name", ["plain", "transposed-bias-scales"])
+def test_linear(grouped_moe, name):
+    """With NaN all around; the splits are a tensor, or a list."""
+    linear = BY_LINEAR[name]
+    inputs = linear.make(torch.float32, "cpu")
+    with torch.enable_grad():
+        want = sorted_rows.run_reference(grouped_moe, linear, inputs)
+        for splits in (inputs.offsets, [*linear.sizes]):
             with poisoned_allocations():
-                got = grouped_moe.grouped_linear(x, weight, splits, transposed=transposed)
-            assert_close("y", got, want, torch.float32)
+                got = sorted_rows.run(grouped_moe, linear, inputs.poisoned(), splits=splits)
+            sorted_rows.assert_matches(got, want, torch.float32)

@@ -35,7 +35,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder 
 import compare  # noqa: E402
 from compare import UNIT_ROUNDOFF, norms, tolerances  # noqa: E402
 from machine import DEVICE, describe_machine, load_kernel, scrub, write  # noqa: E402
-from poison import dirty_allocator, poisoned_allocations  # noqa: E402
+from poison import dirty_allocator, guarded, poisoned_allocations  # noqa: E402
 from timing import capture  # noqa: E402
 
 # Many, as each layer compiles kernels of its own on a GPU, and so do an op's options: dtypes, strides, what is wanted.
@@ -69,13 +69,8 @@ def lay(tensor: Tensor, layout: str) -> Tensor:
     elif layout in ("apart", "strided"):
         shape[-1 if layout == "strided" else 0] *= 2
     fill = float("nan") if tensor.is_floating_point() else 99
-    count = torch.Size(shape).numel()
-    memory = torch.full((count + 2 * margin,), fill, dtype=tensor.dtype, device=tensor.device)
-    view = memory[margin : margin + count].view(shape)
-    if layout == "strided":
-        view = view[..., ::2]
-    elif layout == "apart":
-        view = view[::2]
+    view = guarded(tensor.new_full(shape, fill), fill, margin)
+    view = view[..., ::2] if layout == "strided" else view[::2] if layout == "apart" else view
     return view[..., : tensor.shape[-1]].copy_(tensor)
 
 

@@ -12,7 +12,7 @@ from experts_modules import Ungated
 from native_op import CODED, CODED_CASES, FEW, ROUNDS, STEPS, WHOLE, decode, poison_scaled
 from operations import Log
 from pairs import Pairs, make_loras
-from poison import poison_sentinels
+from poison import guarded, poison_sentinels
 from scaled import Blocks, with_scales
 from timing import graph_of
 
@@ -101,11 +101,6 @@ def strided(tensor: torch.Tensor, by: int = 8) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=tensor.dtype, device=tensor.device)[..., :-by].copy_(tensor)
 
 
-def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """As it is, but half of 16 bytes behind such a boundary."""
-    return tensor.new_empty(tensor.numel() + 4)[4:].view(tensor.shape).copy_(tensor)
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 def test_strides(native, grouped_moe, device, transposed, way):
     """Rows with room between them, also of weights that lie transposed, and biases, ids and weights of any."""
@@ -122,8 +117,8 @@ def test_strides(native, grouped_moe, device, transposed, way):
 @pytest.mark.parametrize("change", [
     lambda i: i._replace(gate_up_proj=i.gate_up_proj.mT.contiguous().mT),
     lambda i: i._replace(down_proj=i.down_proj.mT.contiguous().mT),
-    lambda i: i._replace(down_proj=shifted(i.down_proj)),
-    lambda i: i._replace(gate_up_proj=shifted(i.gate_up_proj)),
+    lambda i: i._replace(down_proj=guarded(i.down_proj, margin=4)),  # half of 16 bytes behind such a boundary
+    lambda i: i._replace(gate_up_proj=guarded(i.gate_up_proj, margin=4)),
     lambda i: i._replace(gate_up_proj=strided(i.gate_up_proj, by=4)),
     lambda i: i._replace(gate_up_proj_bias=None),
     lambda i: i._replace(hidden_states=i.hidden_states.float()),

@@ -214,7 +214,7 @@ def test_private_methods_that_modules_override():
     assert found == {*OVERRIDES}
 
 
-@pytest.mark.parametrize("version, keeps", [((3, 5), True), ((3, 9), True), ((3, 4), False), ((4, 0), False)])
+@pytest.mark.parametrize("version, keeps", [((3, 6), True), ((3, 9), True), ((3, 5), False), ((4, 0), False)])
 def test_versions_whose_variants_are_kept(module, monkeypatch, version, keeps):
     compat = module("common._compat")
     keeps_variants = compat.keeps_variants.__wrapped__

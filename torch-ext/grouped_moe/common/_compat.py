@@ -12,7 +12,7 @@ import torch
 
 # Versions of Triton whose compiled kernels `backends.triton.launch` can tell apart: by the dtype and the 16-byte
 # alignment of pointers, and by whether an int is 1, a multiple of 16 or needs 64 bits.
-_KNOWN_TRITON = ((3, 5), (3, 6), (3, 7), (3, 8), (3, 9))
+_KNOWN_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
 def triton_version() -> Tuple[int, ...]:
@@ -34,16 +34,12 @@ def keeps_variants(is_cuda: bool) -> bool:
 
 @lru_cache(maxsize=None)
 def has_gluon() -> bool:
-    """Whether the Gluon kernels for Hopper can be compiled.
-
-    Gluon is experimental: Triton 3.6 is the first version that has all of what they use. Without it Triton's kernels
-    run on Hopper.
-    """
+    """Whether there is Gluon, which is experimental. Without it Triton's kernels run on Hopper."""
     try:
         importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
     except ImportError:
         return False
-    return triton_version() >= (3, 6)
+    return True
 
 
 def reinterpret_method() -> Any:

@@ -53,10 +53,11 @@ def device_spec(device_type: str, index: int) -> DeviceSpec:
     properties = torch.cuda.get_device_properties(index)
     on_amd = torch.version.hip is not None
     capability = (0, 0) if on_amd else (properties.major, properties.minor)  # ROCm says 9.0 of an MI210
-    static = properties.shared_memory_per_block
+    # The clock of the memory is in kHz, its bus width in bits, and there are two transfers per clock.
+    clock, bus = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
     return DeviceSpec(
         num_sms=properties.multi_processor_count,
-        shared_memory=static if on_amd else getattr(properties, "shared_memory_per_block_optin", static),
+        shared_memory=properties.shared_memory_per_block if on_amd else properties.shared_memory_per_block_optin,
         warp_size=properties.warp_size,
         wide_tiles=capability in ((9, 0), (10, 0), (10, 3)),
         tf32=not on_amd or properties.gcnArchName.startswith("gfx94"),
@@ -64,14 +65,8 @@ def device_spec(device_type: str, index: int) -> DeviceSpec:
         float8=capability >= (8, 9),
         name=properties.name,
         capability=capability,
-        bandwidth=_bandwidth(properties),
+        bandwidth=2 * clock * bus // 8 // 10**6,
     )
-
-
-def _bandwidth(properties: object) -> int:
-    """GB/s of the memory, from its clock in kHz and its bus width in bits, two transfers per clock."""
-    clock, bus = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
-    return 2 * clock * bus // 8 // 10**6
 
 
 def _xpu_spec(index: int) -> DeviceSpec:
@@ -113,10 +108,7 @@ def launch_context(tensor: torch.Tensor) -> ContextManager[None]:
 
 
 def dot_precision(dtype: torch.dtype, spec: DeviceSpec) -> str:
-    """tf32 for fp32 where the device has it and PyTorch's own flag, by its new name or its old one, allows it."""
+    """tf32 for fp32 where the device has it and PyTorch's own flag, set by either of its names, allows it."""
     if dtype != torch.float32 or not spec.tf32:
         return "ieee"
-    matmul = torch.backends.cuda.matmul
-    # PyTorch raises when the old name is read after the new one was set.
-    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
-    return "tf32" if allowed else "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

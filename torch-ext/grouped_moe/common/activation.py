@@ -38,7 +38,7 @@ _KNOWN = {
 
 
 @torch.compiler.assume_constant_result
-def _known_fields(name: str) -> Optional[tuple]:
+def known_fields(name: str) -> Optional[tuple]:
     """The fields of a known activation; a plain tuple, as torch 2.11 takes no named one for a constant.
 
     With dynamic=True a compiler makes variables of numbers that are global, which two checkpoints cannot share.
@@ -51,7 +51,7 @@ def as_activation(activation: Union[str, Activation], gated: bool, interleaved: 
     if not isinstance(activation, (str, Activation)):
         raise TypeError(f"activation: expected a name or an Activation, got {type(activation).__name__}")
     name = activation if isinstance(activation, str) else activation.name
-    fields = _known_fields(name) if isinstance(name, str) else None
+    fields = known_fields(name) if isinstance(name, str) else None
     if fields is None:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATION_NAMES)}, got {name!r}")
     known = Activation(*fields)

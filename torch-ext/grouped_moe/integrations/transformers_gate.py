@@ -15,20 +15,20 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ..common import _compat
 from ..common import activation as formulas
-from ..common.activation import Activation
+from ..common.activation import Activation, known_fields
 
-# Class of a module's act_fn (torch.nn and transformers.activations) -> the activation it computes.
+# Class of a module's act_fn (torch.nn and transformers.activations) -> the name of the activation it computes.
 _ACTIVATIONS = {
-    "SiLU": Activation("silu"),
-    "SiLUActivation": Activation("silu"),
-    "QuickGELUActivation": Activation("silu", alpha=1.702),
-    "GELUActivation": Activation("gelu"),
-    "GELUTanh": Activation("gelu_tanh"),
-    "NewGELUActivation": Activation("gelu_tanh"),
-    "FastGELUActivation": Activation("gelu_tanh"),
-    "AccurateGELUActivation": Activation("gelu_tanh"),
-    "ReLU": Activation("relu"),
-    "ReLUSquaredActivation": Activation("relu2"),
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "QuickGELUActivation": "quick_gelu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "AccurateGELUActivation": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
 }
 
 # What experts modules call the limit and the alpha of their gates. A gate with soft caps is ours where these are None.
@@ -212,7 +212,7 @@ def _probe_gate(
     and wide enough to see constants at which it clamps, the largest number of fp16 among them. A gate that reads
     anything but its activation, limit and alpha, or computes anything else on them, is left to the module.
     """
-    act, fine = _ACTIVATIONS[act_name], torch.linspace(-3.0, 3.0, 41, dtype=torch.float64, device="cpu")
+    act, fine = Activation(*known_fields(act_name)), torch.linspace(-3.0, 3.0, 41, dtype=torch.float64, device="cpu")
     points = torch.cat((fine, 4.0 * fine, 1e3 * fine, 1e5 * fine))
     gate, up = (grid.reshape(1, -1) for grid in torch.meshgrid(points, points * 0.9 + 0.01, indexing="ij"))
     gate_up = torch.stack((gate, up), dim=-1).reshape(1, -1) if interleaved else torch.cat((gate, up), dim=-1)
@@ -232,20 +232,14 @@ def _probe_gate(
     return matches.index(True) if True in matches else None
 
 
-@torch.compiler.assume_constant_result
-def _fields_of(act_name: str) -> tuple:
-    """Of an activation in `_ACTIVATIONS`, as constants to a compiler."""
-    return tuple(_ACTIVATIONS[act_name])
-
-
 def _name_of(act_fn: object) -> Optional[str]:
-    """The key in `_ACTIVATIONS` of a module's act_fn, or None if it is not one of ours."""
+    """The name of the activation that a module's act_fn computes, or None if it is not one of ours."""
     if act_fn is None or act_fn is torch.nn.functional.silu:
-        return "SiLU"
+        return "silu"
     kind = type(act_fn)
     known = kind.__module__.startswith(("torch.nn.", "transformers.activations"))
     known = known and not _is_patched(act_fn) and _is_method_of(kind, kind.forward)
-    return kind.__name__ if known and kind.__name__ in _ACTIVATIONS else None
+    return _ACTIVATIONS.get(kind.__name__) if known else None
 
 
 def _is_patched(act_fn: torch.nn.Module) -> bool:
@@ -266,7 +260,7 @@ def fused_activation(experts: torch.nn.Module, interleaved: bool) -> Optional[Ac
     if any(getattr(act_fn, hooks, None) for hooks in _HOOKS):
         return None  # the fused block would not call them
     act_name = _name_of(act_fn)
-    act = None if act_name is None else Activation(*_fields_of(act_name))
+    act = None if act_name is None else Activation(*known_fields(act_name))
     if act is None or not getattr(experts, "has_gate", True):
         return act if act_fn is not None else None
     if "_apply_gate" in experts.__dict__:  # set on this very module, not by its class

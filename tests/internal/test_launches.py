@@ -128,7 +128,7 @@ def kind_of_gpu(request, load, monkeypatch):
     """The name of a GPU with kernels for rows of 8-bit floats."""
     spec = load("common.device").DeviceSpec(132, 232448, hopper=request.param == "hopper", float8=True, name="stub")
     monkeypatch.setattr(load("common.device"), "device_spec", lambda device_type, index: spec)
-    monkeypatch.setattr(load("backends.triton.codes"), "_reinterprets", lambda: True)
+    monkeypatch.setattr(load("backends.triton.codes"), "reinterpret_method", lambda: object)
     return request.param
 
 

@@ -42,6 +42,7 @@ def has_gluon() -> bool:
     return True
 
 
+@lru_cache(maxsize=None)
 def reinterpret_method() -> Any:
     """Gluon's function that sees a piece of shared memory as another dtype, or None.
 

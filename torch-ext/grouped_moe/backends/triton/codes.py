@@ -83,7 +83,7 @@ def gemm_takes_codes(
 
 def transposes_codes(weight: BlockScaled, rows: Rows, spec: DeviceSpec) -> bool:
     """Whether the kernel of a product with the transpose of a weight transposes its codes, else a copy is made."""
-    if not spec.hopper or not _reinterprets() or not transposing_pays(rows.num_rows, rows.num_groups, spec):
+    if not spec.hopper or reinterpret_method() is None or not transposing_pays(rows.num_rows, rows.num_groups, spec):
         return False
     return weight_layout(weight, True) is not None
 
@@ -143,10 +143,4 @@ def _kernels_take(weight: _Operand, k: int, spec: DeviceSpec, many_rows: bool) -
         return False
     if not spec.hopper:
         return spec.float8
-    return not many_rows and k % 16 == 0 and (not weight.has_pair or _reinterprets())
-
-
-@lru_cache(maxsize=None)
-def _reinterprets() -> bool:
-    """Whether Gluon's kernels can see shared memory as another dtype."""
-    return reinterpret_method() is not None
+    return not many_rows and k % 16 == 0 and (not weight.has_pair or reinterpret_method() is not None)

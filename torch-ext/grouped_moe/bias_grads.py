@@ -107,6 +107,5 @@ def grouped_dbias_dscales(
     dscales = _sums("dscales", dscales, (dy.shape[0],), "(rows,)", dy)
     _refuse_overlap(given, {"dy": dy, "bias_scales": bias_scales, "bias": bias, "splits": splits})
     with torch.no_grad():
-        scales = bias_scales.detach().contiguous()
-        _run(dy.detach(), scales, bias.detach(), splits, dbias, dscales, accumulate)
+        _run(dy, bias_scales.contiguous(), bias, splits, dbias, dscales, accumulate)
     return dbias, dscales

@@ -20,9 +20,8 @@ class GemmProblem(NamedTuple):
 
     layout: "nk" for a weight (E, N, K), "kn" for (E, K, N), where x and the weight can be read by descriptor; else
     None. transposed: whether the weight is (E, K, N). low_rank: the factor of the low-rank part. zero_rest: rows of no
-    group are written as 0. many_rows: more than ragged descriptors count. wide: tiles of 256 columns take less time
-    (`tuning.heuristic.wide_pays`), asked of plain weights alone. scales: which scale a weight's element has, None for
-    plain weights.
+    group are written as 0. wide: tiles of 256 columns take less time (`tuning.heuristic.wide_pays`), asked of plain
+    weights alone. scales: which scale a weight's element has, None for plain weights.
     """
 
     spec: DeviceSpec
@@ -36,7 +35,6 @@ class GemmProblem(NamedTuple):
     transposed: bool
     low_rank: FactorLayout
     zero_rest: bool
-    many_rows: bool
     wide: bool
     scales: Optional[ScaleLayout] = None
 
@@ -45,8 +43,8 @@ class BlockProblem(NamedTuple):
     """One of the two fused products of the experts block: the up-projection, or the dgrad of the down-projection.
 
     n: I. k: H. top_k: slots of a token where rows are routed, else 0. layout: of the weight as in `GemmProblem`, None
-    if it cannot be read by descriptor. transposed, low_rank, many_rows: as there. rows_by_tma: whether x or dout can be
-    read by descriptor. saves_preact: whether the up-projection also returns the pre-activation. scales: as there.
+    if it cannot be read by descriptor. transposed, low_rank: as there. rows_by_tma: whether x or dout can be read by
+    descriptor. saves_preact: whether the up-projection also returns the pre-activation. scales: as there.
     """
 
     spec: DeviceSpec
@@ -61,7 +59,6 @@ class BlockProblem(NamedTuple):
     transposed: bool
     low_rank: FactorLayout
     rows_by_tma: bool
-    many_rows: bool
     gated: bool
     interleaved: bool
     activation: Activation
@@ -85,7 +82,7 @@ class WgradProblem(NamedTuple):
     gathered: "lhs" or "rhs" for the operand that is read at the tokens of the rows, else None. rows_per_group: the
     class of the average (`tuning.heuristic.rows_per_group`). rows_by_tma: whether both operands can be read by
     descriptor. row_unit: 8 if that divides both row strides and 16 does not, else 1. out_by_tma: whether dw can be
-    written by descriptor. many_rows: as in `GemmProblem`.
+    written by descriptor.
     """
 
     spec: DeviceSpec
@@ -101,5 +98,4 @@ class WgradProblem(NamedTuple):
     rows_by_tma: bool
     row_unit: int
     out_by_tma: bool
-    many_rows: bool
     accumulate: bool

@@ -70,7 +70,7 @@ class Gemm(_Pipelined):
     def supports(cls, problem: GemmProblem) -> bool:
         """Tall tiles of operands that can be read by descriptor; results leave by a ragged one."""
         p = problem
-        return p.layout is not None and p.n % 8 == 0 and not p.many_rows and cls.choose(p) is not None
+        return p.layout is not None and p.n % 8 == 0 and cls.choose(p) is not None
 
     def __call__(self, x, weight, bias, scales, low_rank, y, rows) -> None:
         self.kernel(
@@ -109,7 +109,7 @@ def _fits(problem: BlockProblem) -> bool:
     """
     p = problem
     known_act, by_tma = p.gated or p.activation.name != "gelu", p.rows_by_tma and p.layout is not None
-    return known_act and by_tma and p.block_m == 128 and p.n % 8 == 0 and not p.many_rows
+    return known_act and by_tma and p.block_m == 128 and p.n % 8 == 0
 
 
 def _describe_halves(preact: Optional[Tensor], problem: BlockProblem, block: RaggedTmaBlock) -> Tuple[Any, Any]:
@@ -248,7 +248,7 @@ class Wgrad(Launcher):
     def supports(cls, problem: WgradProblem) -> bool:
         """Operands and results that descriptors take, one operand gathered at most. Tiles are 256 columns wide."""
         p = problem
-        return p.n > THIN and p.rows_by_tma and p.out_by_tma and not p.many_rows and cls.choose(p) is not None
+        return p.n > THIN and p.rows_by_tma and p.out_by_tma and cls.choose(p) is not None
 
     def __call__(self, lhs, rhs, out, rows) -> None:
         p = self.problem

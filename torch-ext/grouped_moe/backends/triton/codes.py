@@ -17,7 +17,8 @@ from ...common.device import DeviceSpec, spec_of
 from ...operands import LoRA, LowRank
 from ...rows import Rows
 from ...tuning.heuristic import choose_block_m, quantizing_pays, transposing_pays
-from .descriptors import has_many_rows, weight_layout
+from ..kernels.tiles import MAX_RAGGED_ROWS
+from .descriptors import weight_layout
 from .launch import ALIGNMENT
 from .quantize import BLOCK
 from .transpose import can_transpose
@@ -63,9 +64,8 @@ def takes_codes(
     up, down = block.up, block.down
     if not _is_for_codes(up, block_m, x.dtype) or not _is_for_codes(down, block_m, x.dtype):
         return False
-    operands = _operand(up, block.up_lora, contiguous), _operand(down, block.down_lora, contiguous)
-    kind = block.gated, block.interleaved, spec_of(x), has_many_rows(num_rows)
-    return _block_takes_codes(*operands, *kind, backward)
+    operands, spec = (_operand(up, block.up_lora, contiguous), _operand(down, block.down_lora, contiguous)), spec_of(x)
+    return _counts(num_rows, spec) and _block_takes_codes(*operands, block.gated, block.interleaved, spec, backward)
 
 
 def gemm_takes_codes(
@@ -78,7 +78,7 @@ def gemm_takes_codes(
     if not _is_for_codes(weight, rows.block_m, dtype):
         return False
     operand = _operand(weight, low_rank, contiguous=transposed)  # a transpose is copied where it has to be
-    return _gemm_takes_codes(operand, transposed, spec, has_many_rows(rows.num_rows))
+    return _counts(rows.num_rows, spec) and _gemm_takes_codes(operand, transposed, spec)
 
 
 def transposes_codes(weight: BlockScaled, rows: Rows, spec: DeviceSpec) -> bool:
@@ -86,6 +86,11 @@ def transposes_codes(weight: BlockScaled, rows: Rows, spec: DeviceSpec) -> bool:
     if not spec.hopper or reinterpret_method() is None or not transposing_pays(rows.num_rows, rows.num_groups, spec):
         return False
     return weight_layout(weight, True) is not None
+
+
+def _counts(num_rows: int, spec: DeviceSpec) -> bool:
+    """Whether kernels count so many rows: Hopper's do by ragged descriptors."""
+    return not spec.hopper or num_rows <= MAX_RAGGED_ROWS
 
 
 def _is_for_codes(weight: Weight, block_m: int, dtype: torch.dtype) -> bool:
@@ -107,33 +112,33 @@ def _operand(weight: BlockScaled, pair: Union[LoRA, LowRank, None], contiguous: 
 
 @lru_cache(maxsize=None)
 def _block_takes_codes(
-    up: _Operand, down: _Operand, gated: bool, interleaved: bool, spec: DeviceSpec, many_rows: bool, backward: bool
+    up: _Operand, down: _Operand, gated: bool, interleaved: bool, spec: DeviceSpec, backward: bool
 ) -> bool:
     """A backward rounds the gradients of gate and of up, which have to be of whole blocks."""
-    if not _up_proj_takes_codes(up, gated, interleaved, spec, many_rows) or (backward and down.k % BLOCK):
+    if not _up_proj_takes_codes(up, gated, interleaved, spec) or (backward and down.k % BLOCK):
         return False
     gemms = [(down, False), (down, True), (up, True)] if backward else [(down, False)]
-    return all(_gemm_takes_codes(weight, transposed, spec, many_rows) for weight, transposed in gemms)
+    return all(_gemm_takes_codes(weight, transposed, spec) for weight, transposed in gemms)
 
 
-def _up_proj_takes_codes(up: _Operand, gated: bool, interleaved: bool, spec: DeviceSpec, many_rows: bool) -> bool:
+def _up_proj_takes_codes(up: _Operand, gated: bool, interleaved: bool, spec: DeviceSpec) -> bool:
     """Hopper's kernel reads [gate | up] that have blocks of their own."""
     apart = up.n % (2 * BLOCK) == 0 if up.parts == 1 else up.parts == 2
     if interleaved or (spec.hopper and not (gated and apart)):
         return False
-    return up.by_tma and _kernels_take(up, up.k, spec, many_rows)
+    return up.by_tma and _kernels_take(up, up.k, spec)
 
 
 @lru_cache(maxsize=None)
-def _gemm_takes_codes(weight: _Operand, transposed: bool, spec: DeviceSpec, many_rows: bool) -> bool:
+def _gemm_takes_codes(weight: _Operand, transposed: bool, spec: DeviceSpec) -> bool:
     """A transpose may be a copy, so that it does not matter how the weight lies."""
     n, k = (weight.k, weight.n) if transposed else (weight.n, weight.k)
     if spec.hopper and (n % 8 or not weight.transposes):
         return False
-    return (weight.transposes if transposed else weight.by_tma) and _kernels_take(weight, k, spec, many_rows)
+    return (weight.transposes if transposed else weight.by_tma) and _kernels_take(weight, k, spec)
 
 
-def _kernels_take(weight: _Operand, k: int, spec: DeviceSpec, many_rows: bool) -> bool:
+def _kernels_take(weight: _Operand, k: int, spec: DeviceSpec) -> bool:
     """What all kernels ask for. k: the extent of the sum.
 
     Beside a low-rank pair K has several blocks: of one there would be no loop, and ptxas would spill registers. On
@@ -143,4 +148,4 @@ def _kernels_take(weight: _Operand, k: int, spec: DeviceSpec, many_rows: bool) -
         return False
     if not spec.hopper:
         return spec.float8
-    return not many_rows and k % 16 == 0 and (not weight.has_pair or reinterpret_method() is not None)
+    return k % 16 == 0 and (not weight.has_pair or reinterpret_method() is not None)

@@ -29,14 +29,9 @@ def tma_strides(tensor: Tensor) -> Optional[Tuple[int, ...]]:
     return None if any(stride <= 0 or stride % unit for stride in taken) else (*taken, 1)
 
 
-def takes_rows(x: Tensor, spec: DeviceSpec) -> bool:
-    """Whether rows x (rows, K) can be read by descriptor, and it pays."""
-    return spec.wide_tiles and x.element_size() == 2 and tma_strides(x) is not None
-
-
-def has_many_rows(num_rows: int) -> bool:
-    """Whether there are more rows than the ragged descriptors of Gluon's kernels count."""
-    return num_rows > MAX_RAGGED_ROWS
+def takes_rows(x: Tensor, num_rows: int, spec: DeviceSpec) -> bool:
+    """Whether x (rows, K), or (T, K) of so many routed rows, can be read by descriptor, and it pays."""
+    return spec.wide_tiles and x.element_size() == 2 and num_rows <= MAX_RAGGED_ROWS and tma_strides(x) is not None
 
 
 def weight_layout(weight: Weight, transposed: bool) -> Optional[str]:

@@ -14,7 +14,7 @@ from ..kernels.gemm import zero_ungrouped_kernel
 from ..problems import GemmProblem
 from ..table import launcher_of
 from .codes import gemm_takes_codes, transposes_codes
-from .descriptors import has_many_rows, takes_rows, weight_layout
+from .descriptors import takes_rows, weight_layout
 from .launch import Kernel
 from .quantize import QuantizedRows, quantize_rows
 from .scales import for_rows, scale_layout
@@ -52,12 +52,12 @@ def gemm(
     else:
         weight = for_rows(weight, rows.block_m, x.dtype)
         # Row tiles that stream weights do not earn back what descriptors cost.
-        by_tma = rows.block_m >= 64 and takes_rows(x, spec)
+        by_tma = rows.block_m >= 64 and takes_rows(x, num_rows, spec)
         layout = weight_layout(weight, transposed) if by_tma else None
     blocks = scale_layout(weight, transposed)
     problem = GemmProblem(
         spec, x.dtype, dot_precision(x.dtype, spec), rows.num_groups, rows.block_m, n, k, layout, transposed,
-        low_rank_layout(low_rank), zero_rest, has_many_rows(num_rows),
+        low_rank_layout(low_rank), zero_rest,
         blocks is None and spec.hopper and wide_pays(num_rows, rows.num_groups, n, k, spec), blocks,
     )  # fmt: skip
     launcher_of("quantized_gemm" if of_codes else "gemm", problem)(x, weight, bias, scales, low_rank, y, rows)

@@ -10,7 +10,7 @@ from ...rows import Rows, unit_rows
 from ...tuning.heuristic import THIN, rows_per_group
 from ..problems import WgradProblem
 from ..table import launcher_of
-from .descriptors import has_many_rows, takes_rows, tma_strides
+from .descriptors import takes_rows, tma_strides
 
 
 def wgrad(
@@ -26,17 +26,12 @@ def wgrad(
     if m < n if min(m, n) <= THIN else n_stride != 1 and m_stride == 1:
         out, m, n = out.transpose(1, 2), n, m
         lhs, rhs, lhs_of_tokens, rhs_of_tokens = rhs, lhs, rhs_of_tokens, lhs_of_tokens
-    lhs, rhs, spec = unit_rows(lhs), unit_rows(rhs), spec_of(lhs)
+    lhs, rhs, spec, num_rows = unit_rows(lhs), unit_rows(rhs), spec_of(lhs), rows.num_rows
     problem = WgradProblem(
         spec, lhs.dtype, out.dtype, dot_precision(lhs.dtype, spec), num_groups, m, n, rows.top_k,
-        "lhs" if lhs_of_tokens else "rhs" if rhs_of_tokens else None, rows_per_group(rows.num_rows, num_groups),
-        rows.num_rows > 0 and takes_rows(lhs, spec) and takes_rows(rhs, spec),
-        8 if math.gcd(lhs.stride(0), rhs.stride(0), 16) == 8 else 1, _takes_out(out),
-        has_many_rows(rows.num_rows), accumulate,
+        "lhs" if lhs_of_tokens else "rhs" if rhs_of_tokens else None, rows_per_group(num_rows, num_groups),
+        num_rows > 0 and takes_rows(lhs, num_rows, spec) and takes_rows(rhs, num_rows, spec),
+        8 if math.gcd(lhs.stride(0), rhs.stride(0), 16) == 8 else 1,
+        out.dtype != torch.float64 and tma_strides(out) is not None, accumulate,
     )  # fmt: skip
     launcher_of("wgrad", problem)(lhs, rhs, out, rows)
-
-
-def _takes_out(out: Tensor) -> bool:
-    """Whether a gradient can be written by descriptor."""
-    return out.stride(2) == 1 and out.dtype != torch.float64 and tma_strides(out) is not None

@@ -103,11 +103,10 @@ def test_which_kernels_hopper_takes(grouped_moe, load, monkeypatch, n, kind, tak
     activation = grouped_moe.Activation(kind.pop("activation"))
     block = load("block").Block(up, down, *[None] * 4, activation, **kind, recompute=False)
     in_place = load("rows").Rows(torch.empty(0), EXPERTS, ROWS, block_m=128)
-    ranks = load("operands").FactorLayout()
     found = [
-        launcher_of("up_proj", problem_of(block, x, up, ranks, in_place._replace(top_k=TOP_K), True, transposed)),
-        launcher_of("up_proj", problem_of(block, x, up, ranks, in_place, True, transposed)),
-        launcher_of("down_dgrad", problem_of(block, x, down, ranks, in_place, False, not transposed)),
+        launcher_of("up_proj", problem_of(block, x, up, None, in_place._replace(top_k=TOP_K), True, transposed)),
+        launcher_of("up_proj", problem_of(block, x, up, None, in_place, True, transposed)),
+        launcher_of("down_dgrad", problem_of(block, x, down, None, in_place, False, not transposed)),
     ]
     want = [hopper if take else other for hopper, other, take in zip(HOPPER, TRITON, taken)]
     assert [launcher.kernel.function.__name__ for launcher in found] == want

@@ -44,22 +44,6 @@ class LoRA(NamedTuple):
         return pad_rank(self.num_adapters * self.rank)
 
 
-class FactorLayout(NamedTuple):
-    """What kernels are compiled for of a factor (L, E, N, r): L, r and strides, which are 0 where an extent is 1."""
-
-    num_adapters: int = 0
-    rank: int = 0
-    strides: Tuple[int, ...] = (0, 0, 0, 0)
-
-    @property
-    def padded_rank(self) -> int:
-        """R; 0 without a factor."""
-        return pad_rank(self.num_adapters * self.rank)
-
-
-_NO_FACTOR = FactorLayout()
-
-
 class LowRank(NamedTuple):
     """The low-rank part of a product: for each adapter l, factor[l, e] times its columns of rows[r] is added to row r.
 
@@ -74,17 +58,6 @@ class LowRank(NamedTuple):
 def pad_rank(rank: int) -> int:
     """Up to the next multiple of 8."""
     return -(-rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
-
-
-def layout_of(factor: Tensor) -> FactorLayout:
-    """The layout of a factor (L, E, N, r)."""
-    shape, strides = factor.shape, factor.stride()
-    return FactorLayout(shape[0], shape[3], tuple([0 if n == 1 else step for n, step in zip(shape, strides)]))
-
-
-def low_rank_layout(low_rank: Optional[LowRank]) -> FactorLayout:
-    """The layout of its factor, or of none."""
-    return _NO_FACTOR if low_rank is None else layout_of(low_rank.factor)
 
 
 def _as_factor(factor: Tensor, num_experts: int) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from ..block_scaled import ScaleLayout
 from ..common.activation import Activation
 from ..common.device import DeviceSpec
-from ..operands import FactorLayout
 from .kernels.activation import Options
+from .kernels.low_rank import Factor
 
 
 class GemmProblem(NamedTuple):
@@ -33,7 +33,7 @@ class GemmProblem(NamedTuple):
     k: int
     layout: Optional[str]
     transposed: bool
-    low_rank: FactorLayout
+    low_rank: Factor
     zero_rest: bool
     wide: bool
     scales: Optional[ScaleLayout] = None
@@ -57,7 +57,7 @@ class BlockProblem(NamedTuple):
     top_k: int
     layout: Optional[str]
     transposed: bool
-    low_rank: FactorLayout
+    low_rank: Factor
     rows_by_tma: bool
     gated: bool
     interleaved: bool

@@ -8,7 +8,6 @@ from ..kernels.quantized import quantized_up_proj_kernel
 from ..problems import BlockProblem, GemmProblem
 from ..triton.launch import Launcher
 from ..triton.launchers import bias_and_strides
-from ..triton.low_rank import factor_of
 from ..triton.quantize import QuantizedRows
 from ..triton.scales import codes_and_scales, step_of
 
@@ -22,7 +21,7 @@ class Gemm(Launcher):
         p, step = problem, step_of(problem.scales, problem.k)
         config = quantized_config(p.spec) if of_codes else scaled_config("gemm", p.block_m, p.n, p.dtype, p.spec, step)
         product = ScaledProduct(p.n, p.k, *p.scales, p.precision, config.block_k, HALVES=1)
-        constants = {"ZERO_UNGROUPED": p.zero_rest, "PRODUCT": product, "FACTOR": factor_of(p.low_rank)}
+        constants = {"ZERO_UNGROUPED": p.zero_rest, "PRODUCT": product, "FACTOR": p.low_rank}
         super().__init__(p, config, scaled_gemm_kernel, constants, p.n, _OF_CODES if of_codes else _WIDENING)
 
     def __call__(self, x, weight, bias, scales, low_rank, y, rows) -> None:
@@ -43,7 +42,7 @@ class QuantizedGemm(Gemm):
 def _block_constants(problem: BlockProblem, columns: int, block_k: int, halves: int = 1) -> Dict[str, Any]:
     p = problem
     product = ScaledProduct(columns, p.k, *p.scales, p.precision, block_k, halves)
-    return {"TOP_K": p.top_k, "PRODUCT": product, "FACTOR": factor_of(p.low_rank), "OPTIONS": p.options}
+    return {"TOP_K": p.top_k, "PRODUCT": product, "FACTOR": p.low_rank, "OPTIONS": p.options}
 
 
 class UpProj(Launcher):

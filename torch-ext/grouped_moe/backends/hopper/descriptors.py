@@ -68,7 +68,7 @@ class RankBlocks:
         """rows, weights: the operands' blocks, which take the ring's room. layout: of the factor."""
         dtype, (block_m, room) = problem.dtype, rows.shape
         room = room * rows.dtype.itemsize // dtype.itemsize
-        columns = room if reinterpret is None else min(room, power_of_two(problem.low_rank.padded_rank, 16))
+        columns = room if reinterpret is None else min(room, power_of_two(problem.low_rank.R, 16))
         block = [*weights.shape]
         block[-2 if layout == "kn" else -1] = columns
         self.layout, self.rows, self.factor = layout, TmaBlock(dtype, block_m, columns), TmaBlock(dtype, *block)

@@ -44,7 +44,7 @@ class _Pipelined(Launcher):
     def product(problem: NamedTuple, config: GemmConfig, columns: int) -> Product:
         """How the product is made, as kernels take it. columns: of the result."""
         p, is_kn = problem, problem.layout == "kn"
-        ranks = p.low_rank.padded_rank
+        ranks = p.low_rank.R
         return Product(columns, p.k, ranks, is_kn, is_kn, config.block_n, config.block_k, RANKS_FIRST=False)
 
 
@@ -85,7 +85,7 @@ class QuantizedGemm(_Pipelined):
     def __init__(self, problem: GemmProblem):
         p, config = problem, HOPPER_TILES["quantized"]
         self.set_blocks(p, config, CODES, *config.weight_block(p.layout))
-        factor_layout = "kn" if p.low_rank.strides[2] == 1 else "nk"  # a backward's, the a of a LoRA, comes as "kn"
+        factor_layout = "kn" if p.low_rank.STRIDE_N == 1 else "nk"  # a backward's, the a of a LoRA, comes as "kn"
         factor_block = TmaBlock(CODES, 1, *config.weight_block(factor_layout))
         self.rank_blocks = RankBlocks(p, self.x_block, factor_block, factor_layout)
         self.y_block = RaggedTmaBlock(p.dtype, config.block_m // 2, 32 if p.zero_rest else 64)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...block import Block, Needs
-from ...operands import LowRank, low_rank_layout
+from ...operands import LowRank
 from ...rows import Rows
 from ..table import launcher_of
 from .activation_grad import activation_grad
@@ -37,8 +37,7 @@ def down_dgrad(
     dpreact = (preact if overwrite else torch.empty_like(preact)) if needs.beyond_x or needs.x else None
     if not isinstance(block.down, Tensor):
         block = block._replace(down=for_rows(block.down, rows.block_m, dout.dtype))
-    ranks = low_rank_layout(low_rank)
-    problem = problem_of(block, dout, block.down, ranks, rows, False, not block.transposed)
+    problem = problem_of(block, dout, block.down, low_rank, rows, False, not block.transposed)
     launcher = launcher_of("down_dgrad", problem)
     if num_rows and launcher.reads_sorted_rows and rows.top_k:
         dout = sort_rows(dout, rows)

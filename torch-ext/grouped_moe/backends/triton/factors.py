@@ -6,12 +6,11 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ...operands import FactorLayout, pad_rank
+from ...operands import pad_rank
 from ...rows import Rows
 from ..kernels.factors import copy_factors_kernel
 from ..kernels.low_rank import Factor
 from .launch import Kernel
-from .low_rank import factor_of
 
 _BLOCK_E, _BLOCK_NR = 32, 128  # experts, and numbers of each
 
@@ -60,7 +59,7 @@ def _copy(pairs: Sequence[Tuple[Tensor, Tensor]]) -> None:
         _, _, n, rank = target.shape
         blocks += -(-n * pad_rank(rank) // _BLOCK_NR)
         tensors += source, target
-        # To make a `FactorLayout` takes the host longer than to find the kernel.
+        # To make a `Factor` takes the host longer than to find the kernel.
         layouts.append((n, source.shape[3], source.stride(), rank, target.stride()))
     tensors += (None,) * (4 - len(tensors))
     _kernel(num_experts, *layouts)((blocks, -(-num_experts // _BLOCK_E), 1), *tensors)
@@ -82,4 +81,4 @@ def _kernel(num_experts: int, first: _Copied, second: Optional[_Copied] = None) 
 
 
 def _factor(rank: int, strides: Tuple[int, ...]) -> Factor:
-    return factor_of(FactorLayout(1, rank, (0, *strides[1:])))
+    return Factor(pad_rank(rank), 1, rank, 0, *strides[1:])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
-from ...operands import LowRank, low_rank_layout
+from ...operands import LowRank
 from ...rows import Rows
 from ...tuning.heuristic import wide_pays
 from ..kernels.gemm import zero_ungrouped_kernel
@@ -16,6 +16,7 @@ from ..table import launcher_of
 from .codes import gemm_takes_codes, transposes_codes
 from .descriptors import takes_rows, weight_layout
 from .launch import Kernel
+from .low_rank import factor_of
 from .quantize import QuantizedRows, quantize_rows
 from .scales import for_rows, scale_layout
 from .transpose import can_transpose, transpose_codes
@@ -57,7 +58,7 @@ def gemm(
     blocks = scale_layout(weight, transposed)
     problem = GemmProblem(
         spec, x.dtype, dot_precision(x.dtype, spec), rows.num_groups, rows.block_m, n, k, layout, transposed,
-        low_rank_layout(low_rank), zero_rest,
+        factor_of(low_rank and low_rank.factor), zero_rest,
         blocks is None and spec.hopper and wide_pays(num_rows, rows.num_groups, n, k, spec), blocks,
     )  # fmt: skip
     launcher_of("quantized_gemm" if of_codes else "gemm", problem)(x, weight, bias, scales, low_rank, y, rows)

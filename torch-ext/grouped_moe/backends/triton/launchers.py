@@ -11,7 +11,6 @@ from ..kernels.products import Product
 from ..problems import BlockProblem, GemmProblem, WgradProblem
 from .descriptors import describe
 from .launch import Launcher
-from .low_rank import factor_of
 from .scales import nk_strides
 
 
@@ -31,7 +30,7 @@ class Gemm(Launcher):
         p, self.by_tma = problem, problem.layout is not None
         config = gemm_config(p.block_m, p.n, p.dtype, p.spec, self.by_tma)
         product = Product(p.k, self.by_tma, p.layout == "kn", p.precision, config.block_k)
-        constants = {"N": p.n, "ZERO_UNGROUPED": p.zero_rest, "PRODUCT": product, "FACTOR": factor_of(p.low_rank)}
+        constants = {"N": p.n, "ZERO_UNGROUPED": p.zero_rest, "PRODUCT": product, "FACTOR": p.low_rank}
         super().__init__(p, config, grouped_gemm_kernel, constants, p.n, _path(self.by_tma))
 
     def __call__(self, x, weight, bias, scales, low_rank, y, rows) -> None:
@@ -54,7 +53,7 @@ def _weight_by_tma(problem: BlockProblem) -> bool:
 def _block_constants(problem: BlockProblem, block_k: int, by_tma: bool) -> Dict[str, Any]:
     p = problem
     product = Product(p.k, by_tma, by_tma and p.layout == "kn", p.precision, block_k)
-    return {"TOP_K": p.top_k, "PRODUCT": product, "FACTOR": factor_of(p.low_rank), "OPTIONS": p.options}
+    return {"TOP_K": p.top_k, "PRODUCT": product, "FACTOR": p.low_rank, "OPTIONS": p.options}
 
 
 class UpProj(Launcher):
@@ -91,7 +90,7 @@ class DownDgrad(Launcher):
 
     def __init__(self, problem: BlockProblem):
         p, self.by_tma = problem, _weight_by_tma(problem)
-        config = dgrad_config(p.block_m, p.n, p.dtype, p.spec, p.interleaved, self.by_tma, p.low_rank.rank > 0)
+        config = dgrad_config(p.block_m, p.n, p.dtype, p.spec, p.interleaved, self.by_tma, p.low_rank.RANK > 0)
         constants = _block_constants(p, config.block_k, self.by_tma)
         super().__init__(p, config, down_dgrad_kernel, constants, p.n, _path(self.by_tma))
 

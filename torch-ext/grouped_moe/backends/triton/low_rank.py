@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...common.device import DeviceSpec, dot_precision, spec_of
 from ...common.numbers import power_of_two
-from ...operands import FactorLayout, layout_of
+from ...operands import pad_rank
 from ...rows import Rows, max_tiles
 from ..kernels.low_rank import Factor, project_kernel
 from .launch import Kernel
@@ -17,6 +17,7 @@ from .quantize import BLOCK, QuantizedRows
 _MAX_COLUMNS = 128  # of a tile
 _TALL = 64  # rows of a tile from where on its products, not the latency of its loads, take the time
 _LONG_STEP = 512  # bytes of a row
+_NO_FACTOR = Factor(0, 0, 0, 0, 0, 0, 0)
 
 
 class _Problem(NamedTuple):
@@ -31,22 +32,29 @@ class _Problem(NamedTuple):
     num_groups: int
     block_m: int
     k: int
-    factor: FactorLayout
+    factor: Factor
     factor_dtype: torch.dtype
     top_k: int
     of_tokens: bool
     is_quantized: bool
 
 
-def factor_of(layout: FactorLayout) -> Factor:
-    """How a factor lies, as kernels take it: strides that are compile-time values keep its loads wide at any rank."""
-    return Factor(layout.padded_rank, layout.num_adapters, layout.rank, *layout.strides)
+def factor_of(factor: Optional[Tensor]) -> Factor:
+    """How a factor (L, E, N, r) lies, with strides that are 0 where an extent is 1; all is 0 without a factor.
+
+    Strides that are compile-time values keep its loads wide at any rank.
+    """
+    if factor is None:
+        return _NO_FACTOR
+    shape, strides = factor.shape, factor.stride()
+    strides = [0 if n == 1 else step for n, step in zip(shape, strides)]
+    return Factor(pad_rank(shape[0] * shape[3]), shape[0], shape[3], *strides)
 
 
 def _tile(problem: _Problem) -> tuple:
     """BLOCK_N, BLOCK_K, num_stages. Short tiles take few, long steps, and few columns, so that many run at once."""
     p, itemsize = problem, problem.dtype.itemsize
-    block_n = min(_MAX_COLUMNS, power_of_two(p.factor.padded_rank, 16))
+    block_n = min(_MAX_COLUMNS, power_of_two(p.factor.R, 16))
     if p.block_m < _TALL:
         block_n, stages = min(block_n, p.block_m), 3
         block_k = min(_LONG_STEP // itemsize, power_of_two(p.k, 16))
@@ -66,7 +74,7 @@ def _kernel(problem: _Problem) -> Kernel:
     p = problem
     block_n, block_k, stages = _tile(p)
     constants = {
-        "NUM_EXPERTS": p.num_groups, "K": p.k, "FACTOR": factor_of(p.factor), "TOP_K": p.top_k,
+        "NUM_EXPERTS": p.num_groups, "K": p.k, "FACTOR": p.factor, "TOP_K": p.top_k,
         "OF_TOKENS": p.of_tokens, "PRECISION": p.precision, "BLOCK_M": p.block_m, "BLOCK_N": block_n,
         "BLOCK_K": block_k,
     }  # fmt: skip
@@ -84,9 +92,9 @@ def project(
     ranks of all adapters side by side, 0 past the last one and, with `rows.adapters`, in those that are not of the
     row's adapter; and the same scaled, None without scales. Rows of no group are unwritten.
     """
-    layout, k, is_quantized = layout_of(factor), x.shape[1], isinstance(x, QuantizedRows)
+    layout, k, is_quantized = factor_of(factor), x.shape[1], isinstance(x, QuantizedRows)
     values, x_scales = x[:2] if is_quantized else (x, None)
-    z = values.new_empty(rows.num_rows, layout.padded_rank, dtype=x.dtype)
+    z = values.new_empty(rows.num_rows, layout.R, dtype=x.dtype)
     scaled = None if scales is None else torch.empty_like(z)
     if rows.num_rows:
         spec = spec_of(values)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ...common.device import DeviceSpec, spec_of
 from ...common.numbers import power_of_two
-from ...operands import FactorLayout, layout_of
 from ...rows import Rows, unit_rows
+from ..kernels.low_rank import Factor
 from ..kernels.low_rank_backward import project_backward_kernel, sum_projected_kernel
 from .launch import Kernel
 from .low_rank import factor_of, project
@@ -33,7 +33,7 @@ class _Problem(NamedTuple):
     num_groups: int
     block_m: int
     n: int
-    factor: FactorLayout
+    factor: Factor
     top_k: int
     of_tokens: bool
 
@@ -46,7 +46,7 @@ def _tile(problem: _Problem) -> Optional[Tuple[int, int]]:
     hits L2, so one pass pays only with 16 ranks or fewer. With more than 32, masks of columns would spill registers
     (Triton 3.8).
     """
-    p, block_r = problem, power_of_two(problem.factor.padded_rank, 16)
+    p, block_r = problem, power_of_two(problem.factor.R, 16)
     if p.block_m < _MANY_ROWS or p.dtype.itemsize > 2 or p.of_tokens and block_r > 16:
         return None
     for block_n in (512, 256, 128):
@@ -64,7 +64,7 @@ def _tile(problem: _Problem) -> Optional[Tuple[int, int]]:
 @lru_cache(maxsize=None)
 def _kernels(problem: _Problem) -> Optional[Tuple[Kernel, Kernel]]:
     """The kernel that makes both results, and the one that adds up its partial sums; None where there is no tile."""
-    p, tile, block_r = problem, _tile(problem), power_of_two(problem.factor.padded_rank, 16)
+    p, tile, block_r = problem, _tile(problem), power_of_two(problem.factor.R, 16)
     if tile is None:
         return None
     block_n, stages = tile
@@ -73,14 +73,14 @@ def _kernels(problem: _Problem) -> Optional[Tuple[Kernel, Kernel]]:
         "LEAST_CHUNK": _LEAST_CHUNK, "BLOCK_R": block_r,
     }  # fmt: skip
     constants = {
-        **both, "FACTOR": factor_of(p.factor), "TOP_K": p.top_k if p.of_tokens else 0, "BLOCK_M": _BLOCK_M,
+        **both, "FACTOR": p.factor, "TOP_K": p.top_k if p.of_tokens else 0, "BLOCK_M": _BLOCK_M,
         "BLOCK_N": block_n,
     }  # fmt: skip
     # On NVIDIA a load that waits for its row indices starts two iterations late.
     late = 2 if p.of_tokens and p.spec.warp_size == 32 else 0
     options = {"num_warps": 8 if block_n == 512 else 4, "num_stages": stages + late}
     sums = {
-        **both, "NUM_PARTIALS": -(-p.n // block_n), "R": p.factor.padded_rank, "RANK": p.factor.rank,
+        **both, "NUM_PARTIALS": -(-p.n // block_n), "R": p.factor.R, "RANK": p.factor.RANK,
         "TOP_K": p.top_k, "BLOCK_M": _SUM_ROWS, "BLOCK_N": _SUM_COLUMNS,
     }  # fmt: skip
     return Kernel(project_backward_kernel, constants, options), Kernel(sum_projected_kernel, sums)
@@ -98,7 +98,7 @@ def project_backward(
     """
     kernels = None
     if not isinstance(dy, QuantizedRows):
-        dy, spec, layout, n = unit_rows(dy), spec_of(dy), layout_of(factor), dy.shape[1]
+        dy, spec, layout, n = unit_rows(dy), spec_of(dy), factor_of(factor), dy.shape[1]
         top_k = rows.top_k if of_tokens or rows.adapters is not None else 0
         problem = _Problem(spec, dy.dtype, rows.num_groups, rows.block_m, n, layout, top_k, of_tokens)
         kernels = _kernels(problem)
@@ -106,7 +106,7 @@ def project_backward(
         if grad is not None:
             wgrad(dy, projected, rows, grad, lhs_of_tokens=of_tokens)
         return project(dy, factor, rows, scaling=scaling, of_tokens=of_tokens)[0]
-    (both, add_up), z = kernels, dy.new_empty(rows.num_rows, layout.padded_rank)
+    (both, add_up), z = kernels, dy.new_empty(rows.num_rows, layout.R)
     n_blocks, sum_blocks = -(-n // both.constants["BLOCK_N"]), -(-rows.num_rows // _SUM_ROWS)
     further = (rows.num_groups - 1) // 2
     partials, chunk_grads = dy.new_empty(n_blocks, *z.shape, dtype=torch.float32), None

@@ -7,12 +7,13 @@ from torch import Tensor
 from ...block import Block
 from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
-from ...operands import FactorLayout, LowRank, low_rank_layout
+from ...operands import LowRank
 from ...rows import Rows
 from ..problems import BlockProblem
 from ..table import launcher_of
 from .codes import takes_codes
 from .descriptors import takes_rows, weight_layout
+from .low_rank import factor_of
 from .quantize import QuantizedRows, empty_rows, quantize_rows
 from .scales import for_rows, scale_layout
 
@@ -34,14 +35,14 @@ def up_proj(
     if num_rows:
         if not of_codes and not isinstance(block.up, Tensor):
             block = block._replace(up=for_rows(block.up, rows.block_m, x.dtype))
-        problem = problem_of(block, x, block.up, low_rank_layout(low_rank), rows, save, block.transposed)
+        problem = problem_of(block, x, block.up, low_rank, rows, save, block.transposed)
         launcher = launcher_of("quantized_up_proj" if of_codes else "up_proj", problem)
         launcher(block, quantize_rows(x, rows) if of_codes else x, low_rank, scales, preact, act, rows)
     return preact, act
 
 
 def problem_of(
-    block: Block, x: Tensor, weight: Weight, low_rank: FactorLayout, rows: Rows, saves_preact: bool,
+    block: Block, x: Tensor, weight: Weight, low_rank: Optional[LowRank], rows: Rows, saves_preact: bool,
     transposed: bool,
 ) -> BlockProblem:  # fmt: skip
     """The problem of either fused product, x times the weight (E, N, K) or, transposed, (E, K, N)."""
@@ -49,7 +50,7 @@ def problem_of(
     tall = block_m >= 128  # shorter tiles, which stream weights, do not earn back what descriptors cost
     return BlockProblem(
         spec, dtype, dot_precision(dtype, spec), rows.num_groups, block_m, block.intermediate, x.shape[1], rows.top_k,
-        weight_layout(weight, transposed) if tall else None, transposed, low_rank,
+        weight_layout(weight, transposed) if tall else None, transposed, factor_of(low_rank and low_rank.factor),
         tall and scales is None and takes_rows(x, rows.num_rows, spec), block.gated, block.interleaved,
         block.activation, saves_preact, scales,
     )  # fmt: skip

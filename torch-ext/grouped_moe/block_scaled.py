@@ -15,23 +15,6 @@ _MULTIPLE = 16  # of blocks: steps of a product do not cross them
 _LARGEST = 448.0  # of the codes
 
 
-class ScaleLayout(NamedTuple):
-    """Which scale an element has, along the two dimensions of a product: rows of the weight, and K.
-
-    n_block, k_block: extents of a block. n_parts, k_parts: parts of the dimension, equally long, that have blocks of
-    their own: 2 for gate and up.
-    """
-
-    n_block: int
-    k_block: int
-    n_parts: int
-    k_parts: int
-
-    def swapped(self) -> "ScaleLayout":
-        """That of the transposed weight."""
-        return ScaleLayout(self.k_block, self.n_block, self.k_parts, self.n_parts)
-
-
 class BlockScaled(NamedTuple):
     """A weight (E, N, K) of 8-bit floats, each times the scale of its block: frozen, it takes no gradient.
 
@@ -60,11 +43,6 @@ class BlockScaled(NamedTuple):
         """(E, N, K)."""
         return self.data.shape
 
-    @property
-    def layout(self) -> ScaleLayout:
-        """Of a product along K."""
-        return ScaleLayout(*self.block, self.parts, 1)
-
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The plain weight, (E, N, K), in bf16, fp16, fp32 or fp64: products in fp32, or fp64. Else TypeError."""
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
@@ -79,10 +57,10 @@ class BlockScaled(NamedTuple):
 
     def _scales(self, scales: Tensor) -> Tensor:
         """The scale of each element."""
-        (_, n, k), layout = self.shape, self.layout
-        part = n // layout.n_parts
-        rows = scales.unflatten(1, (layout.n_parts, -1)).repeat_interleave(min(layout.n_block, part), 2)
-        return rows[:, :, :part].flatten(1, 2).repeat_interleave(min(layout.k_block, k), 2)[:, :, :k]
+        (_, n, k), (n_block, k_block) = self.shape, self.block
+        part = n // self.parts
+        rows = scales.unflatten(1, (self.parts, -1)).repeat_interleave(min(n_block, part), 2)
+        return rows[:, :, :part].flatten(1, 2).repeat_interleave(min(k_block, k), 2)[:, :, :k]
 
 
 Weight = Union[Tensor, BlockScaled]

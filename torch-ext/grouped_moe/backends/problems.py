@@ -8,10 +8,10 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from ..block_scaled import ScaleLayout
 from ..common.activation import Activation
 from ..common.device import DeviceSpec
 from .kernels.activation import Options
+from .kernels.block_scaled import ScaleBlocks
 from .kernels.low_rank import Factor
 
 
@@ -36,7 +36,7 @@ class GemmProblem(NamedTuple):
     low_rank: Factor
     zero_rest: bool
     wide: bool
-    scales: Optional[ScaleLayout] = None
+    scales: Optional[ScaleBlocks] = None
 
 
 class BlockProblem(NamedTuple):
@@ -63,7 +63,7 @@ class BlockProblem(NamedTuple):
     interleaved: bool
     activation: Activation
     saves_preact: bool
-    scales: Optional[ScaleLayout] = None
+    scales: Optional[ScaleBlocks] = None
 
     @property
     def width(self) -> int:

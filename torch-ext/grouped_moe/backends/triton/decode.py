@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...block import Block
-from ...block_scaled import ScaleLayout, parts_of
+from ...block_scaled import parts_of
 from ...common.activation import Activation
 from ...common.device import spec_of
 from ...common.numbers import power_of_two
@@ -15,13 +15,15 @@ from ...operands import LoRA
 from ...rows import unit_rows
 from ...tuning.heuristic import decode_pays
 from ..kernels.activation import Options
+from ..kernels.block_scaled import ScaleBlocks
 from ..kernels.decode import slot_down_proj_kernel, slot_up_proj_kernel
 from ..kernels.low_rank import slot_project_kernel
 from .launch import Kernel
 from .launchers import bias_and_strides
-from .scales import codes_and_scales, scale_blocks, scale_layout
+from .scales import codes_and_scales, scale_blocks
 
 _MAX_TOP_K = 32  # sums of all choices of a token lie in the registers of one program
+_NO_SCALES = ScaleBlocks(0, 0, 1, 1)
 _PROJECTED_RANKS = 2  # of a program: so few that a token's are all under way at once
 
 
@@ -51,8 +53,8 @@ class _Problem(NamedTuple):
     activation: Activation
     up_ranks: Tuple[int, int]
     down_ranks: Tuple[int, int]
-    up_scales: Optional[ScaleLayout]
-    down_scales: Optional[ScaleLayout]
+    up_scales: Optional[ScaleBlocks]
+    down_scales: Optional[ScaleBlocks]
 
 
 def _up_tile(k: int) -> Tuple[int, int, int]:
@@ -85,7 +87,7 @@ def _up_kernel(problem: _Problem) -> Kernel:
     block_k = _narrowed(block_k, problem.h)
     constants = {
         "NUM_EXPERTS": problem.num_experts, "K": problem.h, "TOP_K": problem.num_choices,
-        "SCALES": scale_blocks(problem.up_scales), **_rank_constants(problem.up_ranks),
+        "SCALES": problem.up_scales or _NO_SCALES, **_rank_constants(problem.up_ranks),
         "OPTIONS": Options(problem.i, problem.gated, problem.interleaved, *problem.activation), "BLOCK_N": block_n,
         "BLOCK_K": block_k,
     }  # fmt: skip
@@ -99,7 +101,7 @@ def _down_kernel(problem: _Problem) -> Kernel:
     block_k = _narrowed(block_k, problem.i)
     constants = {
         "NUM_EXPERTS": problem.num_experts, "N": problem.h, "K": problem.i, "TOP_K": problem.num_choices,
-        "TOP_K_POW2": choices, "SCALES": scale_blocks(problem.down_scales), **_rank_constants(problem.down_ranks),
+        "TOP_K_POW2": choices, "SCALES": problem.down_scales or _NO_SCALES, **_rank_constants(problem.down_ranks),
         "BLOCK_N": block_n, "BLOCK_K": block_k,
     }  # fmt: skip
     return Kernel(slot_down_proj_kernel, constants, {"num_warps": warps}, _describe(block_n, block_k, warps))
@@ -155,7 +157,7 @@ def decode(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor, adapte
     num_experts, up_lora, down_lora, spec = block.num_experts, block.up_lora, block.down_lora, spec_of(x)
     problem = _Problem(
         num_experts, top_k, h, i, block.gated, block.interleaved, block.activation, _ranks(up_lora),
-        _ranks(down_lora), scale_layout(block.up, False), scale_layout(block.down, False),
+        _ranks(down_lora), scale_blocks(block.up, False), scale_blocks(block.down, False),
     )  # fmt: skip
     up, stride_ue, stride_un, _, *up_scales = codes_and_scales(block.up, transposed, spec)
     down, stride_de, stride_dn, _, *down_scales = codes_and_scales(block.down, transposed, spec)

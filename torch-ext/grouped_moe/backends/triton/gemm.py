@@ -18,7 +18,7 @@ from .descriptors import takes_rows, weight_layout
 from .launch import Kernel
 from .low_rank import factor_of
 from .quantize import QuantizedRows, quantize_rows
-from .scales import for_rows, scale_layout
+from .scales import for_rows, scale_blocks
 from .transpose import can_transpose, transpose_codes
 
 _ZERO_PROGRAMS_PER_SM = 4
@@ -55,7 +55,7 @@ def gemm(
         # Row tiles that stream weights do not earn back what descriptors cost.
         by_tma = rows.block_m >= 64 and takes_rows(x, num_rows, spec)
         layout = weight_layout(weight, transposed) if by_tma else None
-    blocks = scale_layout(weight, transposed)
+    blocks = scale_blocks(weight, transposed)
     problem = GemmProblem(
         spec, x.dtype, dot_precision(x.dtype, spec), rows.num_groups, rows.block_m, n, k, layout, transposed,
         factor_of(low_rank and low_rank.factor), zero_rest,

@@ -6,7 +6,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ...block_scaled import BlockScaled, ScaleLayout, Weight
+from ...block_scaled import BlockScaled, Weight
 from ...common.device import DeviceSpec, spec_of
 from ..kernels.block_scaled import ScaleBlocks
 from ..kernels.dequantize import dequantize_kernel
@@ -28,34 +28,30 @@ def for_rows(weight: Weight, block_m: int, dtype: torch.dtype) -> Weight:
     plain = weight.data.new_empty(weight.shape, dtype=dtype)
     block_n, block_k = _DEQUANTIZED
     grid = -(-n // block_n), -(-k // block_k), num_experts
-    _dequantize_kernel(n, k, weight.layout)(grid, *codes_and_scales(weight, False, spec), plain)
+    _dequantize_kernel(n, k, scale_blocks(weight, False))(grid, *codes_and_scales(weight, False, spec), plain)
     return plain
 
 
 @lru_cache(maxsize=None)
-def _dequantize_kernel(n: int, k: int, scales: ScaleLayout) -> Kernel:
+def _dequantize_kernel(n: int, k: int, scales: ScaleBlocks) -> Kernel:
     block_n, block_k = _DEQUANTIZED
-    constants = {"N": n, "K": k, "SCALES": scale_blocks(scales), "BLOCK_N": block_n, "BLOCK_K": block_k}
+    constants = {"N": n, "K": k, "SCALES": scales, "BLOCK_N": block_n, "BLOCK_K": block_k}
     return Kernel(dequantize_kernel, constants)
 
 
-def scale_layout(weight: Weight, transposed: bool) -> Optional[ScaleLayout]:
+def scale_blocks(weight: Weight, transposed: bool) -> Optional[ScaleBlocks]:
     """Which scale an element of a weight (E, N, K) or, transposed, (E, K, N) has; None if it is plain."""
     if not isinstance(weight, BlockScaled):
         return None
-    return weight.layout.swapped() if transposed else weight.layout
+    (n_block, k_block), parts = weight.block, weight.parts
+    return ScaleBlocks(k_block, n_block, 1, parts) if transposed else ScaleBlocks(n_block, k_block, parts, 1)
 
 
-def scale_blocks(scales: Optional[ScaleLayout]) -> ScaleBlocks:
-    """Which scale an element has, as kernels take it."""
-    return ScaleBlocks(*scales) if scales else ScaleBlocks(0, 0, 1, 1)
-
-
-def step_of(scales: ScaleLayout, k: int) -> int:
+def step_of(scales: ScaleBlocks, k: int) -> int:
     """Columns of K that a step of a product can have at most: a power of two, within one block."""
-    if scales.k_block >= k // scales.k_parts:
+    if scales.K_BLOCK >= k // scales.K_PARTS:
         return 1 << 30
-    return scales.k_block & -scales.k_block
+    return scales.K_BLOCK & -scales.K_BLOCK
 
 
 def codes_and_scales(weight: Weight, transposed: bool, spec: DeviceSpec) -> Tuple[Any, ...]:

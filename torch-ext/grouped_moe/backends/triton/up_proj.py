@@ -15,7 +15,7 @@ from .codes import takes_codes
 from .descriptors import takes_rows, weight_layout
 from .low_rank import factor_of
 from .quantize import QuantizedRows, empty_rows, quantize_rows
-from .scales import for_rows, scale_layout
+from .scales import for_rows, scale_blocks
 
 
 def up_proj(
@@ -46,7 +46,7 @@ def problem_of(
     transposed: bool,
 ) -> BlockProblem:  # fmt: skip
     """The problem of either fused product, x times the weight (E, N, K) or, transposed, (E, K, N)."""
-    spec, dtype, block_m, scales = spec_of(x), x.dtype, rows.block_m, scale_layout(weight, transposed)
+    spec, dtype, block_m, scales = spec_of(x), x.dtype, rows.block_m, scale_blocks(weight, transposed)
     tall = block_m >= 128  # shorter tiles, which stream weights, do not earn back what descriptors cost
     return BlockProblem(
         spec, dtype, dot_precision(dtype, spec), rows.num_groups, block_m, block.intermediate, x.shape[1], rows.top_k,

@@ -157,7 +157,7 @@ def test_without_gluon_triton_launches(grouped_moe, stub, request):
     def kernel():
         compat.has_gluon.cache_clear()
         spec = device.DeviceSpec(132, 232448, hopper=compat.has_gluon())
-        shape = {"num_groups": 4, "block_m": 128, "n": 512, "k": 256, "layout": "nk", "transposed": False}
+        shape = {"num_groups": 4, "block_m": 128, "n": 512, "k": 256, "by_tma": True, "transposed": False}
         problem = stub.module("backends.problems").GemmProblem(
             spec, torch.bfloat16, "ieee", **shape, low_rank=stub.module("backends.triton.low_rank").factor_of(None),
             zero_rest=True, wide=False,

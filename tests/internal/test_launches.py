@@ -192,7 +192,7 @@ def test_what_hopper_packs(load, layout, adapters, rank, dtype, copied):
     if layout == "kn":
         factor = factor.mT.contiguous().mT
     low_rank = load("operands").LowRank(torch.empty(ROWS, padded, dtype=torch.float16), factor)
-    packed = load("backends.hopper.descriptors").pack(low_rank, layout)
+    packed = load("backends.hopper.descriptors").pack(low_rank, layout == "kn")
     assert (packed.data_ptr() != factor.data_ptr()) is copied and packed.is_contiguous()
     want = torch.nn.functional.pad(torch.cat(factor.half().unbind(), -1), (0, padded - adapters * rank))
     assert torch.equal(packed.mT if layout == "kn" else packed, want)

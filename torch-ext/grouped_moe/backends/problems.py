@@ -18,10 +18,10 @@ from .kernels.low_rank import Factor
 class GemmProblem(NamedTuple):
     """y[r] = W[e] x[r] + scales[r] bias[e].
 
-    layout: "nk" for a weight (E, N, K), "kn" for (E, K, N), where x and the weight can be read by descriptor; else
-    None. transposed: whether the weight is (E, K, N). low_rank: the factor of the low-rank part. zero_rest: rows of no
-    group are written as 0. wide: tiles of 256 columns take less time (`tuning.heuristic.wide_pays`), asked of plain
-    weights alone. scales: which scale a weight's element has, None for plain weights.
+    by_tma: whether x and the weight can be read by descriptor. transposed: whether the weight is (E, K, N). low_rank:
+    the factor of the low-rank part. zero_rest: rows of no group are written as 0. wide: tiles of 256 columns take less
+    time (`tuning.heuristic.wide_pays`), asked of plain weights alone. scales: which scale a weight's element has, None
+    for plain weights.
     """
 
     spec: DeviceSpec
@@ -31,7 +31,7 @@ class GemmProblem(NamedTuple):
     block_m: int
     n: int
     k: int
-    layout: Optional[str]
+    by_tma: bool
     transposed: bool
     low_rank: Factor
     zero_rest: bool
@@ -42,9 +42,9 @@ class GemmProblem(NamedTuple):
 class BlockProblem(NamedTuple):
     """One of the two fused products of the experts block: the up-projection, or the dgrad of the down-projection.
 
-    n: I. k: H. top_k: slots of a token where rows are routed, else 0. layout: of the weight as in `GemmProblem`, None
-    if it cannot be read by descriptor. transposed, low_rank: as there. rows_by_tma: whether x or dout can be read by
-    descriptor. saves_preact: whether the up-projection also returns the pre-activation. scales: as there.
+    n: I. k: H. top_k: slots of a token where rows are routed, else 0. weight_by_tma, rows_by_tma: whether the weight,
+    and x or dout, can be read by descriptor. transposed, low_rank, scales: as in `GemmProblem`. saves_preact: whether
+    the up-projection also returns the pre-activation.
     """
 
     spec: DeviceSpec
@@ -55,7 +55,7 @@ class BlockProblem(NamedTuple):
     n: int
     k: int
     top_k: int
-    layout: Optional[str]
+    weight_by_tma: bool
     transposed: bool
     low_rank: Factor
     rows_by_tma: bool

@@ -46,9 +46,9 @@ class GemmConfig:
         """Triton's options for a kernel of this tile."""
         return {"num_warps": self.num_warps, **({} if gluon else {"num_stages": self.num_stages})}
 
-    def weight_block(self, layout: str) -> Tuple[int, int]:
-        """The block of a weight that a step reads by descriptor. layout: "nk" for (E, N, K), "kn" for (E, K, N)."""
-        return (self.block_k, self.block_n) if layout == "kn" else (self.block_n, self.block_k)
+    def weight_block(self, transposed: bool) -> Tuple[int, int]:
+        """The block of a weight (E, N, K) or, transposed, (E, K, N) that a step reads by descriptor."""
+        return (self.block_k, self.block_n) if transposed else (self.block_n, self.block_k)
 
 
 def decode_pays(num_tokens: int, top_k: int, up: Tensor, down: Tensor, code_bytes: int = 4) -> bool:

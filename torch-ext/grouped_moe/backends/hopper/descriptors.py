@@ -64,14 +64,14 @@ class RankBlocks:
     rest of a wider block with zeros: H100, Qwen3, r = 16, 413 us for 380.
     """
 
-    def __init__(self, problem: NamedTuple, rows: TmaBlock, weights: TmaBlock, layout: str):
-        """rows, weights: the operands' blocks, which take the ring's room. layout: of the factor."""
+    def __init__(self, problem: NamedTuple, rows: TmaBlock, weights: TmaBlock, transposed: bool):
+        """rows, weights: the operands' blocks, which take the ring's room. transposed: as `pack` takes it."""
         dtype, (block_m, room) = problem.dtype, rows.shape
         room = room * rows.dtype.itemsize // dtype.itemsize
         columns = room if reinterpret is None else min(room, power_of_two(problem.low_rank.R, 16))
         block = [*weights.shape]
-        block[-2 if layout == "kn" else -1] = columns
-        self.layout, self.rows, self.factor = layout, TmaBlock(dtype, block_m, columns), TmaBlock(dtype, *block)
+        block[-2 if transposed else -1] = columns
+        self.transposed, self.rows, self.factor = transposed, TmaBlock(dtype, block_m, columns), TmaBlock(dtype, *block)
 
     def of(self, low_rank: Optional[LowRank]) -> Tuple[object, object]:
         """The descriptors of the rows and of the factor, None twice without a low-rank part.
@@ -80,26 +80,26 @@ class RankBlocks:
         """
         if low_rank is None:
             return None, None
-        factor = pack(low_rank, self.layout)
+        factor = pack(low_rank, self.transposed)
         halves = factor.unflatten(1, (2, -1)) if len(self.factor.shape) == 4 else factor
         return self.rows.of(low_rank.rows), self.factor.of(halves)
 
 
-def pack(low_rank: LowRank, layout: str) -> Tensor:
-    """The factor (E, N, R) or, of layout "kn", (E, R, N), as TMA takes it, in the dtype of the rows.
+def pack(low_rank: LowRank, transposed: bool) -> Tensor:
+    """The factor (E, N, R) or, transposed, (E, R, N), as TMA takes it, in the dtype of the rows.
 
     What is past the last adapter's rank is 0. It is not copied if it is so already.
     """
     rows, factor = low_rank
     (num_adapters, num_experts, n, rank), padded = factor.shape, rows.shape[1]
-    view, rank_dim = (factor.permute(1, 0, 3, 2), 1) if layout == "kn" else (factor.permute(1, 2, 0, 3), 2)
+    view, rank_dim = (factor.permute(1, 0, 3, 2), 1) if transposed else (factor.permute(1, 2, 0, 3), 2)
     if num_adapters == 1 and rank == padded:
         alone = view.squeeze(rank_dim)
         if factor.dtype == rows.dtype and tma_strides(alone) is not None:
             return alone
         return rows.new_empty(alone.shape).copy_(alone)
     ranks = num_adapters * rank
-    packed = rows.new_empty((num_experts, padded, n) if layout == "kn" else (num_experts, n, padded))
+    packed = rows.new_empty((num_experts, padded, n) if transposed else (num_experts, n, padded))
     packed.narrow(rank_dim, 0, ranks).unflatten(rank_dim, (num_adapters, rank)).copy_(view)
     packed.narrow(rank_dim, ranks, padded - ranks).zero_()
     return packed

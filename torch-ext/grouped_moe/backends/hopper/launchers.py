@@ -38,12 +38,12 @@ class _Pipelined(Launcher):
     def set_blocks(self, problem: NamedTuple, config: GemmConfig, dtype: torch.dtype, *weights: int) -> None:
         """Makes the blocks of a step, and of the low-rank part. weights: extents of an expert's block."""
         self.x_block, self.w_block = TmaBlock(dtype, config.block_m, config.block_k), TmaBlock(dtype, 1, *weights)
-        self.rank_blocks = RankBlocks(problem, self.x_block, self.w_block, problem.layout)
+        self.rank_blocks = RankBlocks(problem, self.x_block, self.w_block, problem.transposed)
 
     @staticmethod
     def product(problem: NamedTuple, config: GemmConfig, columns: int) -> Product:
         """How the product is made, as kernels take it. columns: of the result."""
-        p, is_kn = problem, problem.layout == "kn"
+        p, is_kn = problem, problem.transposed
         ranks = p.low_rank.R
         return Product(columns, p.k, ranks, is_kn, is_kn, config.block_n, config.block_k, RANKS_FIRST=False)
 
@@ -53,7 +53,7 @@ class Gemm(_Pipelined):
 
     def __init__(self, problem: GemmProblem):
         p, config = problem, self.choose(problem)
-        self.set_blocks(p, config, p.dtype, *config.weight_block(p.layout))
+        self.set_blocks(p, config, p.dtype, *config.weight_block(p.transposed))
         # The registers of a warp group hold the sums of 128 x 128 products: wider tiles are shared. Zeros take a
         # staging tile of their own.
         store_rows = min(config.block_m, 128 * 128 // config.block_n)
@@ -70,7 +70,7 @@ class Gemm(_Pipelined):
     def supports(cls, problem: GemmProblem) -> bool:
         """Tall tiles of operands that can be read by descriptor; results leave by a ragged one."""
         p = problem
-        return p.layout is not None and p.n % 8 == 0 and cls.choose(p) is not None
+        return p.by_tma and p.n % 8 == 0 and cls.choose(p) is not None
 
     def __call__(self, x, weight, bias, scales, low_rank, y, rows) -> None:
         self.kernel(
@@ -84,19 +84,19 @@ class QuantizedGemm(_Pipelined):
 
     def __init__(self, problem: GemmProblem):
         p, config = problem, HOPPER_TILES["quantized"]
-        self.set_blocks(p, config, CODES, *config.weight_block(p.layout))
-        factor_layout = "kn" if p.low_rank.STRIDE_N == 1 else "nk"  # a backward's, the a of a LoRA, comes as "kn"
-        factor_block = TmaBlock(CODES, 1, *config.weight_block(factor_layout))
-        self.rank_blocks = RankBlocks(p, self.x_block, factor_block, factor_layout)
+        self.set_blocks(p, config, CODES, *config.weight_block(p.transposed))
+        factor_transposed = p.low_rank.STRIDE_N == 1  # as that of a backward, the a of a LoRA
+        factor_block = TmaBlock(CODES, 1, *config.weight_block(factor_transposed))
+        self.rank_blocks = RankBlocks(p, self.x_block, factor_block, factor_transposed)
         self.y_block = RaggedTmaBlock(p.dtype, config.block_m // 2, 32 if p.zero_rest else 64)
-        product = self.product(p, config, p.n)._replace(FACTOR_KN=factor_layout == "kn", RANKS_FIRST=True)
+        product = self.product(p, config, p.n)._replace(FACTOR_KN=factor_transposed, RANKS_FIRST=True)
         constants = {"ZERO_UNGROUPED": p.zero_rest, "PRODUCT": product}
         super().__init__(p, config, hopper_quantized_gemm_kernel, constants, p.n, _PATH_OF_CODES)
 
     def __call__(self, x, weight, bias, scales, low_rank, y, rows) -> None:
         self.kernel(
             self.grid(x.shape[0]), self.x_block.of(x.codes), self.w_block.of(weight.data),
-            *self.rank_blocks.of(low_rank), x.scales, *scale_arguments(weight, self.problem.layout == "kn"),
+            *self.rank_blocks.of(low_rank), x.scales, *scale_arguments(weight, self.problem.transposed),
             *bias_and_strides(bias), scales, self.y_block.of_rows(y), rows.schedule, x.shape[0],
         )  # fmt: skip
 
@@ -108,7 +108,7 @@ def _fits(problem: BlockProblem) -> bool:
     hold, and the dgrad as much as they do.
     """
     p = problem
-    known_act, by_tma = p.gated or p.activation.name != "gelu", p.rows_by_tma and p.layout is not None
+    known_act, by_tma = p.gated or p.activation.name != "gelu", p.rows_by_tma and p.weight_by_tma
     return known_act and by_tma and p.block_m == 128 and p.n % 8 == 0
 
 
@@ -135,7 +135,7 @@ class UpProj(_Pipelined):
         # As many columns of gate as of up: of each half, or neighbours where they alternate or have no gate.
         halves = (2, config.block_n // 2, config.block_k)
         self.set_blocks(
-            p, config, p.dtype, *(halves if p.gated and not p.interleaved else config.weight_block(p.layout))
+            p, config, p.dtype, *(halves if p.gated and not p.interleaved else config.weight_block(p.transposed))
         )
         constants = {"PRODUCT": self.product(p, config, p.width), "OPTIONS": p.options}
         if p.top_k:
@@ -198,7 +198,7 @@ class DownDgrad(_Pipelined):
 
     def __init__(self, problem: BlockProblem):
         p, config = problem, HOPPER_TILES["down_dgrad"]
-        self.set_blocks(p, config, p.dtype, *config.weight_block(p.layout))
+        self.set_blocks(p, config, p.dtype, *config.weight_block(p.transposed))
         self.row_block = RaggedTmaBlock(p.dtype, config.block_m, _STORE_COLUMNS)
         constants = {"PRODUCT": self.product(p, config, p.n), "OPTIONS": p.options, "SLOTS": _SLOTS[p.gated]}
         super().__init__(p, config, hopper_down_dgrad_kernel, constants, p.n, _PATH)

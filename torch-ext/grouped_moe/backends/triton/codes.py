@@ -18,7 +18,7 @@ from ...operands import LoRA, LowRank
 from ...rows import Rows
 from ...tuning.heuristic import choose_block_m, quantizing_pays, transposing_pays
 from ..kernels.tiles import MAX_RAGGED_ROWS
-from .descriptors import weight_layout
+from .descriptors import takes_weight
 from .launch import ALIGNMENT
 from .quantize import BLOCK
 from .transpose import can_transpose
@@ -85,7 +85,7 @@ def transposes_codes(weight: BlockScaled, rows: Rows, spec: DeviceSpec) -> bool:
     """Whether the kernel of a product with the transpose of a weight transposes its codes, else a copy is made."""
     if not spec.hopper or reinterpret_method() is None or not transposing_pays(rows.num_rows, rows.num_groups, spec):
         return False
-    return weight_layout(weight, True) is not None
+    return takes_weight(weight)
 
 
 def _counts(num_rows: int, spec: DeviceSpec) -> bool:
@@ -106,7 +106,7 @@ def _is_for_codes(weight: Weight, block_m: int, dtype: torch.dtype) -> bool:
 def _operand(weight: BlockScaled, pair: Union[LoRA, LowRank, None], contiguous: bool) -> _Operand:
     """What of a weight and of a pair decides. contiguous: whether it counts as such."""
     _, n, k = weight.data.shape
-    by_tma = k % ALIGNMENT == 0 if contiguous else weight_layout(weight, False) is not None
+    by_tma = k % ALIGNMENT == 0 if contiguous else takes_weight(weight)
     return _Operand(n, k, weight.parts, by_tma, can_transpose(weight), pair is not None)
 
 

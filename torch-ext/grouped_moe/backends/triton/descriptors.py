@@ -34,15 +34,9 @@ def takes_rows(x: Tensor, num_rows: int, spec: DeviceSpec) -> bool:
     return spec.wide_tiles and x.element_size() == 2 and num_rows <= MAX_RAGGED_ROWS and tma_strides(x) is not None
 
 
-def weight_layout(weight: Weight, transposed: bool) -> Optional[str]:
-    """How a weight, or its codes, lie in memory for TMA: "nk" for (E, N, K), "kn" for (E, K, N), None if TMA does not
-    take them.
-
-    weight: (E, N, K) or, transposed, (E, K, N), of any strides.
-    """
-    if tma_strides(weight if isinstance(weight, Tensor) else weight.data) is None:
-        return None
-    return "kn" if transposed else "nk"
+def takes_weight(weight: Weight) -> bool:
+    """Whether a weight, or its codes, can be read by descriptor."""
+    return tma_strides(weight if isinstance(weight, Tensor) else weight.data) is not None
 
 
 class TmaDescriptor(TensorDescriptor):

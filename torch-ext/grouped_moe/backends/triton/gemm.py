@@ -14,7 +14,7 @@ from ..kernels.gemm import zero_ungrouped_kernel
 from ..problems import GemmProblem
 from ..table import launcher_of
 from .codes import gemm_takes_codes, transposes_codes
-from .descriptors import takes_rows, weight_layout
+from .descriptors import takes_rows, takes_weight
 from .launch import Kernel
 from .low_rank import factor_of
 from .quantize import QuantizedRows, quantize_rows
@@ -49,15 +49,14 @@ def gemm(
             weight, transposed = transpose_codes(weight), False
         if weight.parts > 1 and can_transpose(weight):  # they end where blocks do, and make no difference
             weight = weight._replace(parts=1)
-        layout = "kn" if transposed else "nk"
+        by_tma = True
     else:
         weight = for_rows(weight, rows.block_m, x.dtype)
         # Row tiles that stream weights do not earn back what descriptors cost.
-        by_tma = rows.block_m >= 64 and takes_rows(x, num_rows, spec)
-        layout = weight_layout(weight, transposed) if by_tma else None
+        by_tma = rows.block_m >= 64 and takes_rows(x, num_rows, spec) and takes_weight(weight)
     blocks = scale_blocks(weight, transposed)
     problem = GemmProblem(
-        spec, x.dtype, dot_precision(x.dtype, spec), rows.num_groups, rows.block_m, n, k, layout, transposed,
+        spec, x.dtype, dot_precision(x.dtype, spec), rows.num_groups, rows.block_m, n, k, by_tma, transposed,
         factor_of(low_rank and low_rank.factor), zero_rest,
         blocks is None and spec.hopper and wide_pays(num_rows, rows.num_groups, n, k, spec), blocks,
     )  # fmt: skip

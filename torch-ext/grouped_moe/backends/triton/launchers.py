@@ -27,16 +27,16 @@ class Gemm(Launcher):
     """By descriptor where both operands can be read so, else by pointer."""
 
     def __init__(self, problem: GemmProblem):
-        p, self.by_tma = problem, problem.layout is not None
+        p, self.by_tma = problem, problem.by_tma
         config = gemm_config(p.block_m, p.n, p.dtype, p.spec, self.by_tma)
-        product = Product(p.k, self.by_tma, p.layout == "kn", p.precision, config.block_k)
+        product = Product(p.k, self.by_tma, self.by_tma and p.transposed, p.precision, config.block_k)
         constants = {"N": p.n, "ZERO_UNGROUPED": p.zero_rest, "PRODUCT": product, "FACTOR": p.low_rank}
         super().__init__(p, config, grouped_gemm_kernel, constants, p.n, _path(self.by_tma))
 
     def __call__(self, x, weight, bias, scales, low_rank, y, rows) -> None:
         if self.by_tma:
             x_and_strides = describe(x, (self.config.block_m, self.config.block_k)), 0, 0
-            w_and_strides = describe(weight, (1, *self.config.weight_block(self.problem.layout))), 0, 0, 0
+            w_and_strides = describe(weight, (1, *self.config.weight_block(self.problem.transposed))), 0, 0, 0
         else:
             x_and_strides = x, *x.stride()
             w_and_strides = weight, *nk_strides(weight, self.problem.transposed)
@@ -47,12 +47,12 @@ class Gemm(Launcher):
 
 
 def _weight_by_tma(problem: BlockProblem) -> bool:
-    return problem.layout is not None and problem.spec.wide_tiles and problem.dtype.itemsize == 2
+    return problem.weight_by_tma and problem.spec.wide_tiles and problem.dtype.itemsize == 2
 
 
 def _block_constants(problem: BlockProblem, block_k: int, by_tma: bool) -> Dict[str, Any]:
     p = problem
-    product = Product(p.k, by_tma, by_tma and p.layout == "kn", p.precision, block_k)
+    product = Product(p.k, by_tma, by_tma and p.transposed, p.precision, block_k)
     return {"TOP_K": p.top_k, "PRODUCT": product, "FACTOR": p.low_rank, "OPTIONS": p.options}
 
 
@@ -79,10 +79,10 @@ class UpProj(Launcher):
     def _describe(self, up: Tensor):
         """A tile holds BLOCK_N columns of gate and as many of up: of each half, or neighbours if they alternate."""
         p, config = self.problem, self.config
-        if p.gated and not p.interleaved and p.layout == "nk":
+        if p.gated and not p.interleaved and not p.transposed:
             return describe(up.view(p.num_groups, 2, p.n, p.k), (1, 2, config.block_n, config.block_k))
         width = config.block_n * (2 if p.gated and p.interleaved else 1)
-        return describe(up, (1, config.block_k, width) if p.layout == "kn" else (1, width, config.block_k))
+        return describe(up, (1, config.block_k, width) if p.transposed else (1, width, config.block_k))
 
 
 class DownDgrad(Launcher):
@@ -97,7 +97,7 @@ class DownDgrad(Launcher):
     def __call__(self, block, dout, low_rank, scales, preact, dpreact, act, dots, rows) -> None:
         p = self.problem
         if self.by_tma:
-            weight = describe(block.down, (1, *self.config.weight_block(p.layout))), 0, 0, 0
+            weight = describe(block.down, (1, *self.config.weight_block(p.transposed))), 0, 0, 0
         else:
             weight = block.down, *nk_strides(block.down, p.transposed)
         self.kernel(

@@ -12,7 +12,7 @@ from ...rows import Rows
 from ..problems import BlockProblem
 from ..table import launcher_of
 from .codes import takes_codes
-from .descriptors import takes_rows, weight_layout
+from .descriptors import takes_rows, takes_weight
 from .low_rank import factor_of
 from .quantize import QuantizedRows, empty_rows, quantize_rows
 from .scales import for_rows, scale_blocks
@@ -50,7 +50,7 @@ def problem_of(
     tall = block_m >= 128  # shorter tiles, which stream weights, do not earn back what descriptors cost
     return BlockProblem(
         spec, dtype, dot_precision(dtype, spec), rows.num_groups, block_m, block.intermediate, x.shape[1], rows.top_k,
-        weight_layout(weight, transposed) if tall else None, transposed, factor_of(low_rank and low_rank.factor),
+        tall and takes_weight(weight), transposed, factor_of(low_rank and low_rank.factor),
         tall and scales is None and takes_rows(x, rows.num_rows, spec), block.gated, block.interleaved,
         block.activation, saves_preact, scales,
     )  # fmt: skip

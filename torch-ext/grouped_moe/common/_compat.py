@@ -55,15 +55,15 @@ def reinterpret_method() -> Any:
 
 
 @lru_cache(maxsize=None)
-def launch_options(capability: Tuple[int, int], on_amd: bool) -> dict:
-    """Options of all launches: dependent ones where the GPU has them.
+def launch_options(capability: Tuple[int, int]) -> dict:
+    """Options of all launches: dependent ones where the GPU has them. capability: as `DeviceSpec` has it.
 
     Triton documents neither option. All kernels wait as dependent launches ask for (`backends.kernels.dependent`);
     without the option a kernel starts when the one before it has ended. That multiplications and additions are fused is
     said, as Triton 3.9 warns where it is left open.
     """
     options = {"enable_fp_fusion": True}
-    return {**options, "launch_pdl": True} if capability >= (9, 0) and not on_amd else options
+    return {**options, "launch_pdl": True} if capability >= (9, 0) else options
 
 
 def keeps_graph() -> bool:

@@ -13,11 +13,11 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple
 
-import torch
 import triton
 from torch import Tensor
 
 from ...common import _compat
+from ...common.device import spec_of
 from ...rows import max_tiles
 from ...tuning.heuristic import GemmConfig
 from ..kernels.tiles import Tiling
@@ -117,14 +117,7 @@ class Kernel:
 
     def _named(self, first: Tensor) -> Dict[str, Any]:
         """The constexprs, and the options for the device of a tensor."""
-        return {**self.constants, **_options_of(first.device), **self.options}
-
-
-@lru_cache(maxsize=None)
-def _options_of(device: torch.device) -> Dict[str, Any]:
-    if device.type != "cuda":
-        return _compat.launch_options((0, 0), False)
-    return _compat.launch_options(torch.cuda.get_device_capability(device), torch.version.hip is not None)
+        return {**self.constants, **_compat.launch_options(spec_of(first).capability), **self.options}
 
 
 @lru_cache(maxsize=None)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .common import _compat
 from .common.autograd import needs_autograd, once_differentiable
 from .packed import PackedRow
 from .places import Plan, place_rows, receive, send, sum_places, take_slots
@@ -113,13 +112,6 @@ def combine(rows: Tensor, plan: Plan, group: dist.ProcessGroup) -> Tensor:
     """
     recorded = torch.compiler.is_compiling() or needs_autograd(rows)
     return (_Combine.apply if recorded else _combine)(rows, plan.source, plan.places, group)
-
-
-def check_counts(fits: Tensor) -> None:
-    """Fails, on an accelerator at the next sync, if a rank has sent TOO_MANY; not on ROCm, which has no assertions."""
-    if _compat.has_device_assertions():
-        message = "ep_max_tokens: another rank of the expert group has more tokens, and says how many"
-        _compat.assert_on_device(fits, message)
 
 
 class _OwnPart(torch.autograd.Function):

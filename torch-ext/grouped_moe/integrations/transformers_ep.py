@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import exchange
+from ..common import _compat
 from ..common.autograd import refuse_forward_mode
 from ..common.checks import check_capacity, check_choices, wrong_shape
 from ..common.numbers import MAX_DENOMINATOR, as_fraction
@@ -142,8 +143,9 @@ class FixedSizeExchange:
         arrived = exchange.dispatch(x, weights, ids, *sizes, group)
         if self.limits.capacity_factor is not None:
             self.experts.ep_dropped_slots.add_(arrived.plan.dropped.sum())
-        if self.limits.max_tokens is not None:
-            exchange.check_counts(arrived.fits)
+        if self.limits.max_tokens is not None and _compat.has_device_assertions():
+            message = "ep_max_tokens: another rank of the expert group has more tokens, and says how many"
+            _compat.assert_on_device(arrived.fits, message)
         loras = {name: self._own(take(given)) for name, given in self.experts.ep_loras.items()}
         rows = self.experts_forward(arrived.x, arrived.ids, arrived.weights, **loras)
         return exchange.combine(rows, arrived.plan, group)

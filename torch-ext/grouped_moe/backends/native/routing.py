@@ -13,16 +13,10 @@ from ..triton.routing import assert_room
 from .fakes import IS_BUILT
 
 _SLOTS_OF_SM = 8192  # in a launch whose blocks all run at once: 1024 threads, 8 slots of each
+# Up to where the GPU, an H100, takes at most 2.4 us less by the Triton backend's one launch, or three above 2048 slots,
+# and often more. Those take the host 7 to 40 us longer.
+_MAX_EXPERTS = 512
 _ROUTE, _SPLIT = (ops.route_rows.default, ops.split_rows.default) if IS_BUILT else (None, None)
-
-
-def routing_pays(num_experts: int) -> bool:
-    """Whether one native launch is better than the Triton backend's one, or three above 2048 slots.
-
-    Those take the host 7 to 40 us longer. The GPU, an H100, takes at most 2.4 us less by them with up to 512 experts,
-    and often more.
-    """
-    return num_experts <= 512
 
 
 def takes_slots(num_slots: int, num_sms: int) -> bool:
@@ -34,7 +28,7 @@ def route(
     top_k_index: Tensor, num_experts: int, dtype: torch.dtype, capacity: Optional[int] = None, quantizes: bool = False
 ) -> Rows:
     """As `route` of the Triton backend, which routes what one launch would be slower with or cannot do."""
-    if not routing_pays(num_experts):
+    if num_experts > _MAX_EXPERTS:
         return triton.route(top_k_index, num_experts, dtype, capacity, quantizes)
     ids = top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
     num_slots, block_m = ids.numel(), choose_block_m(ids.numel(), num_experts, dtype, quantizes)

@@ -5,7 +5,7 @@ from typing import Tuple
 
 import torch
 
-MAX_DENOMINATOR = 2**16  # of shares, which are fractions of integers: extents may be symbolic
+_MAX_DENOMINATOR = 2**16  # of shares, which are fractions of integers: extents may be symbolic
 
 
 def power_of_two(extent: int, least: int = 1) -> int:
@@ -16,7 +16,7 @@ def power_of_two(extent: int, least: int = 1) -> int:
 @torch.compiler.assume_constant_result  # a compiler cannot trace fractions
 def as_fraction(share: float) -> Tuple[int, int]:
     """(numerator, denominator) of the nearest fraction above 0 with such a denominator."""
-    fraction = max(Fraction(share).limit_denominator(MAX_DENOMINATOR), Fraction(1, MAX_DENOMINATOR))
+    fraction = max(Fraction(share).limit_denominator(_MAX_DENOMINATOR), Fraction(1, _MAX_DENOMINATOR))
     return fraction.numerator, fraction.denominator
 
 

@@ -13,7 +13,7 @@ from .. import exchange
 from ..common import _compat
 from ..common.autograd import refuse_forward_mode
 from ..common.checks import check_capacity, check_choices, wrong_shape
-from ..common.numbers import MAX_DENOMINATOR, as_fraction
+from ..common.numbers import as_fraction
 from ..operands import LoRA
 from ..places import TOO_MANY
 from .peft import take
@@ -54,8 +54,6 @@ class Limits(NamedTuple):
         places, of_tokens = numerator * min(top_k, ranks), denominator * ranks
         if places >= of_tokens:
             return max(1, tokens)
-        if places * MAX_DENOMINATOR < of_tokens:
-            places, of_tokens = 1, MAX_DENOMINATOR
         return max(1, -(-tokens * places // of_tokens))
 
 

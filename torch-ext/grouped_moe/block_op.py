@@ -20,7 +20,7 @@ from .tuning.heuristic import choose_block_m
 
 _TENSORS = "Tensor? act_scales, Tensor? bias_scales, Tensor? adapters"
 _NUM_KINDS = 5  # the last arguments: activation, parameters, flags, blocks, capacity
-_NUM_SCALES = 2  # before them: of weights, which take no gradient
+_NUM_FROZEN = 2 + _NUM_KINDS  # and before them the scales of weights, which take no gradient either
 _ARGUMENTS = f"Tensor x, Tensor index, {_TENSORS}, {BLOCK_SCHEMA}"
 
 
@@ -149,14 +149,12 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         x, index, act_scales, bias_scales, adapters, *weights = inputs[:-_NUM_KINDS]
-        kind = inputs[-_NUM_KINDS:]
-        needs_x, _, needs_act_scales, needs_bias_scales, _, *needs_weights = ctx.needs_input_grad[:-_NUM_KINDS]
-        needs_weights = needs_weights[:-_NUM_SCALES]
+        kind = ctx.kind = inputs[-_NUM_KINDS:]
+        needs_x, _, needs_act_scales, needs_bias_scales, _, *needs_weights = ctx.needs_input_grad[:-_NUM_FROZEN]
         needs = ctx.needs = Needs(needs_x, needs_act_scales, needs_bias_scales, *needs_weights)
         _, _, (_, _, _, recompute), *_ = kind
         out, preact, up_rows, down_rows, schedule, *maps = _run_forward(*inputs, needs.preact or needs.down_b)
         ctx.set_materialize_grads(False)
-        ctx.kind = kind
         mark_as_own(preact)
         reads_x = needs.up or needs.up_a or (recompute and needs.preact)
         maps = maps if index.dim() == 2 else (None, None)
@@ -178,7 +176,7 @@ class _Experts(torch.autograd.Function):
         overwrites = ctx.needs.preact and is_plain(dout) and take_over(preact)
         grads = (_run_backward_overwriting if overwrites else _run_backward)(*arguments)
         dx, d_act_scales, d_bias_scales, *dweights = where_needed(grads, ctx.needs)
-        return (dx, None, d_act_scales, d_bias_scales, None, *dweights) + (None,) * (_NUM_SCALES + _NUM_KINDS)
+        return (dx, None, d_act_scales, d_bias_scales, None, *dweights) + (None,) * _NUM_FROZEN
 
 
 experts_op = define_differentiable_op(

@@ -88,9 +88,8 @@ def backward(
             block, dout, rows, act_scales, preact, needs, more_dots=more_dots, overwrite=overwrite or block.recompute,
             low_rank=low_rank,
         )  # fmt: skip
-    owns_preact = overwrite and not block.recompute and preact is not None
     if dpreact is None:  # else it may be in the memory of preact
-        if owns_preact:
+        if overwrite:
             preact.untyped_storage().resize_(0)
         preact = None
     grads.update(_scale_and_bias_grads(kernels, block, dout, rows, act_scales, bias_scales, dots, more_dots, needs))
@@ -124,7 +123,7 @@ def backward(
         grads["up"] = torch.empty_like(block.up)
         kernels.wgrad(dpreact, x, rows, _as_nk(grads["up"], block), rhs_of_tokens=routed)
     del dpreact
-    if owns_preact and preact is not None:
+    if overwrite and preact is not None:
         preact.untyped_storage().resize_(0)
     del preact
     if needs.down:

@@ -158,10 +158,7 @@ def bias_grads(
         if dots is not None:
             dots[0, start:end] = grads @ bias[group].to(wide)
         if dbias is not None:
-            if scales is None:
-                total = grads.sum(0)
-            else:
-                total = scales_of(scales, rows, start, end).to(wide) @ grads
+            total = grads.sum(0) if scales is None else scales_of(scales, rows, start, end).to(wide) @ grads
             dbias[group] += total.to(dbias.dtype)
 
 

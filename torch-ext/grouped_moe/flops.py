@@ -4,7 +4,7 @@ Every slot counts as routed, and every row as one of a group: how many are is kn
 """
 
 from math import prod
-from typing import Callable, Dict, Optional, Sequence
+from typing import Optional, Sequence
 
 from torch.utils.flop_counter import register_flop_formula
 
@@ -55,20 +55,11 @@ def _accumulate_wgrad(dy: Shape, _x, _splits, _num_groups, dws: Sequence[Shape],
     return 2 * dy[0] * prod(dws[0][-2:]) if dws else 0
 
 
-_FORMULAS: Dict[str, Callable[..., int]] = {
-    "experts": _experts_forward,  # a counter sees these two in inference mode alone, else the ops that they call
-    "grouped_linear": _linear_forward,
-    "experts_inference": _experts_forward,
-    "experts_forward": _experts_forward,
-    "experts_backward": _experts_backward,
-    "experts_backward_overwriting": _experts_backward,
-    "grouped_linear_forward": _linear_forward,
-    "grouped_linear_backward": _linear_backward,
-    "accumulate_wgrad": _accumulate_wgrad,
-}
-
-
 def register_formulas() -> None:
     """Tells PyTorch's counter the formulas of all ops with products."""
-    for name, formula in _FORMULAS.items():
-        register_flop_formula(getattr(ops, name))(formula)
+    # It sees `experts` and `grouped_linear` in inference mode alone, else the ops that they call.
+    register_flop_formula([ops.experts, ops.experts_inference, ops.experts_forward])(_experts_forward)
+    register_flop_formula([ops.experts_backward, ops.experts_backward_overwriting])(_experts_backward)
+    register_flop_formula([ops.grouped_linear, ops.grouped_linear_forward])(_linear_forward)
+    register_flop_formula(ops.grouped_linear_backward)(_linear_backward)
+    register_flop_formula(ops.accumulate_wgrad)(_accumulate_wgrad)

@@ -64,9 +64,7 @@ def _forward(kernels, x, index, act_scales, bias_scales, adapters, *arguments_an
 
 def _forward_fake(x, index, act_scales, bias_scales, adapters, *arguments_and_save) -> Tuple[Optional[Tensor], ...]:
     *arguments, save = arguments_and_save
-    block, num_slots = make_block(*arguments), x.shape[0]
-    if index.dim() == 2:
-        num_slots = index.shape[0] * index.shape[1]
+    block, num_slots = make_block(*arguments), index.numel() if index.dim() == 2 else x.shape[0]
     num_rows = block.num_rows(num_slots)
     save_preact = save and not block.recompute
     widths = (  # of `Saved`

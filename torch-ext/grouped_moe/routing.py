@@ -52,8 +52,7 @@ def _route(kernels: ModuleType, top_k_index: Tensor, num_experts: int) -> Tuple[
 
 
 def _route_fake(top_k_index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor]:
-    num_slots = top_k_index.shape[0] * top_k_index.shape[1]
-    sizes = num_experts + 1, num_slots, num_slots
+    sizes = num_experts + 1, top_k_index.numel(), top_k_index.numel()
     return tuple(top_k_index.new_empty(size, dtype=torch.int32) for size in sizes)
 
 

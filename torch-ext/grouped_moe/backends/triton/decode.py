@@ -1,14 +1,13 @@
 """The forward of the experts block for a few tokens, without gradients: two launches that stream weights."""
 
 from functools import lru_cache
-from typing import NamedTuple, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ...block import Block
 from ...block_scaled import parts_of
-from ...common.activation import Activation
 from ...common.device import spec_of
 from ...common.numbers import power_of_two
 from ...operands import LoRA
@@ -38,25 +37,6 @@ def is_decode(block: Block, num_tokens: int, top_k: int) -> bool:
     return decode_pays(num_tokens, top_k, up, down)
 
 
-class _Problem(NamedTuple):
-    """What the kernels are compiled for. num_choices: top_k. up_ranks, down_ranks: adapters and rank of a LoRA.
-
-    up_scales, down_scales: which scale an element of a weight has, None for a plain one.
-    """
-
-    num_experts: int
-    num_choices: int
-    h: int
-    i: int
-    gated: bool
-    interleaved: bool
-    activation: Activation
-    up_ranks: Tuple[int, int]
-    down_ranks: Tuple[int, int]
-    up_scales: Optional[ScaleBlocks]
-    down_scales: Optional[ScaleBlocks]
-
-
 def _up_tile(k: int) -> Tuple[int, int, int]:
     """BLOCK_N, BLOCK_K, num_warps: long steps, but where they would leave a long tail."""
     return (4, 1024, 2) if k > 2048 and k % 2048 else (4, 2048, 4)
@@ -82,27 +62,30 @@ def _describe(block_n: int, block_k: int, warps: int) -> str:
 
 
 @lru_cache(maxsize=None)
-def _up_kernel(problem: _Problem) -> Kernel:
-    block_n, block_k, warps = _up_tile(problem.h)
-    block_k = _narrowed(block_k, problem.h)
+def _up_kernel(
+    num_experts: int, top_k: int, h: int, options: Options, ranks: Tuple[int, int], scales: Optional[ScaleBlocks]
+) -> Kernel:
+    """ranks: adapters and rank of a LoRA. scales: None for a plain weight."""
+    block_n, block_k, warps = _up_tile(h)
+    block_k = _narrowed(block_k, h)
     constants = {
-        "NUM_EXPERTS": problem.num_experts, "K": problem.h, "TOP_K": problem.num_choices,
-        "SCALES": problem.up_scales or _NO_SCALES, **_rank_constants(problem.up_ranks),
-        "OPTIONS": Options(problem.i, problem.gated, problem.interleaved, *problem.activation), "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
+        "NUM_EXPERTS": num_experts, "K": h, "TOP_K": top_k, "SCALES": scales or _NO_SCALES, **_rank_constants(ranks),
+        "OPTIONS": options, "BLOCK_N": block_n, "BLOCK_K": block_k,
     }  # fmt: skip
     return Kernel(slot_up_proj_kernel, constants, {"num_warps": warps}, _describe(block_n, block_k, warps))
 
 
 @lru_cache(maxsize=None)
-def _down_kernel(problem: _Problem) -> Kernel:
-    choices = power_of_two(problem.num_choices)
-    block_n, block_k, warps = _down_tile(problem.i, choices)
-    block_k = _narrowed(block_k, problem.i)
+def _down_kernel(
+    num_experts: int, top_k: int, h: int, i: int, ranks: Tuple[int, int], scales: Optional[ScaleBlocks]
+) -> Kernel:
+    """ranks, scales: as of `_up_kernel`."""
+    choices = power_of_two(top_k)
+    block_n, block_k, warps = _down_tile(i, choices)
+    block_k = _narrowed(block_k, i)
     constants = {
-        "NUM_EXPERTS": problem.num_experts, "N": problem.h, "K": problem.i, "TOP_K": problem.num_choices,
-        "TOP_K_POW2": choices, "SCALES": problem.down_scales or _NO_SCALES, **_rank_constants(problem.down_ranks),
-        "BLOCK_N": block_n, "BLOCK_K": block_k,
+        "NUM_EXPERTS": num_experts, "N": h, "K": i, "TOP_K": top_k, "TOP_K_POW2": choices,
+        "SCALES": scales or _NO_SCALES, **_rank_constants(ranks), "BLOCK_N": block_n, "BLOCK_K": block_k,
     }  # fmt: skip
     return Kernel(slot_down_proj_kernel, constants, {"num_warps": warps}, _describe(block_n, block_k, warps))
 
@@ -155,13 +138,11 @@ def decode(block: Block, x: Tensor, top_k_index: Tensor, weights: Tensor, adapte
     x, ids = unit_rows(x), top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
     (num_tokens, top_k), h, i, transposed = ids.shape, x.shape[1], block.intermediate, block.transposed
     num_experts, up_lora, down_lora, spec = block.num_experts, block.up_lora, block.down_lora, spec_of(x)
-    problem = _Problem(
-        num_experts, top_k, h, i, block.gated, block.interleaved, block.activation, _ranks(up_lora),
-        _ranks(down_lora), scale_blocks(block.up, False), scale_blocks(block.down, False),
-    )  # fmt: skip
+    options = Options(i, block.gated, block.interleaved, *block.activation)
+    up_kernel = _up_kernel(num_experts, top_k, h, options, _ranks(up_lora), scale_blocks(block.up, False))
+    down_kernel = _down_kernel(num_experts, top_k, h, i, _ranks(down_lora), scale_blocks(block.down, False))
     up, stride_ue, stride_un, _, *up_scales = codes_and_scales(block.up, transposed, spec)
     down, stride_de, stride_dn, _, *down_scales = codes_and_scales(block.down, transposed, spec)
-    up_kernel, down_kernel = _up_kernel(problem), _down_kernel(problem)
     act = x.new_empty(num_tokens * top_k, i)
     up_kernel(
         (-(-i // up_kernel.constants["BLOCK_N"]), num_tokens * top_k, 1), x, x.stride(0), ids, up, stride_ue, stride_un,

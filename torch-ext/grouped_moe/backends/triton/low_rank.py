@@ -1,7 +1,7 @@
 """Rows projected on the ranks of a LoRA."""
 
 from functools import lru_cache
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -20,25 +20,6 @@ _LONG_STEP = 512  # bytes of a row
 _NO_FACTOR = Factor(0, 0, 0, 0, 0, 0, 0)
 
 
-class _Problem(NamedTuple):
-    """What the kernel is compiled for: z (rows, R) of x (rows, k), or (T, k) with of_tokens.
-
-    dtype: of z. is_quantized: whether x is of codes.
-    """
-
-    spec: DeviceSpec
-    dtype: torch.dtype
-    precision: str
-    num_groups: int
-    block_m: int
-    k: int
-    factor: Factor
-    factor_dtype: torch.dtype
-    top_k: int
-    of_tokens: bool
-    is_quantized: bool
-
-
 def factor_of(factor: Optional[Tensor]) -> Factor:
     """How a factor (L, E, N, r) lies, with strides that are 0 where an extent is 1; all is 0 without a factor.
 
@@ -51,32 +32,30 @@ def factor_of(factor: Optional[Tensor]) -> Factor:
     return Factor(pad_rank(shape[0] * shape[3]), shape[0], shape[3], *strides)
 
 
-def _tile(problem: _Problem) -> tuple:
-    """BLOCK_N, BLOCK_K, num_stages. Short tiles take few, long steps, and few columns, so that many run at once."""
-    p, itemsize = problem, problem.dtype.itemsize
-    block_n = min(_MAX_COLUMNS, power_of_two(p.factor.R, 16))
-    if p.block_m < _TALL:
-        block_n, stages = min(block_n, p.block_m), 3
-        block_k = min(_LONG_STEP // itemsize, power_of_two(p.k, 16))
+@lru_cache(maxsize=None)
+def _kernel(
+    spec: DeviceSpec, dtype: torch.dtype, precision: str, num_groups: int, block_m: int, k: int, factor: Factor,
+    factor_dtype: torch.dtype, top_k: int, of_tokens: bool, is_quantized: bool,
+) -> Kernel:  # fmt: skip
+    """dtype: of z. k: columns of x. is_quantized: whether x is of codes.
+
+    Short tiles take few, long steps, and few columns, so that many run at once.
+    """
+    itemsize, block_n = dtype.itemsize, min(_MAX_COLUMNS, power_of_two(factor.R, 16))
+    if block_m < _TALL:
+        block_n, stages = min(block_n, block_m), 3
+        block_k = min(_LONG_STEP // itemsize, power_of_two(k, 16))
     else:
-        block_k, stages = (32, 2) if itemsize > 2 else (64, 2 if p.of_tokens else 4)
-    if p.is_quantized:  # a step has one scale for each row
+        block_k, stages = (32, 2) if itemsize > 2 else (64, 2 if of_tokens else 4)
+    if is_quantized:  # a step has one scale for each row
         block_k = min(block_k, BLOCK)
     # Of AMD's stages, one lies in registers.
-    buffer = block_k * (p.block_m * itemsize + block_n * p.factor_dtype.itemsize)
-    while (stages - (p.spec.warp_size == 64)) * buffer > p.spec.shared_memory and stages > 2:
+    buffer = block_k * (block_m * itemsize + block_n * factor_dtype.itemsize)
+    while (stages - (spec.warp_size == 64)) * buffer > spec.shared_memory and stages > 2:
         stages -= 1
-    return block_n, block_k, stages
-
-
-@lru_cache(maxsize=None)
-def _kernel(problem: _Problem) -> Kernel:
-    p = problem
-    block_n, block_k, stages = _tile(p)
     constants = {
-        "NUM_EXPERTS": p.num_groups, "K": p.k, "FACTOR": p.factor, "TOP_K": p.top_k,
-        "OF_TOKENS": p.of_tokens, "PRECISION": p.precision, "BLOCK_M": p.block_m, "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
+        "NUM_EXPERTS": num_groups, "K": k, "FACTOR": factor, "TOP_K": top_k, "OF_TOKENS": of_tokens,
+        "PRECISION": precision, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k,
     }  # fmt: skip
     return Kernel(project_kernel, constants, {"num_warps": 4, "num_stages": stages})
 
@@ -101,11 +80,10 @@ def project(
         if is_quantized and not spec.float8:
             values = values.view(torch.uint8)
         top_k = rows.top_k if of_tokens or rows.adapters is not None or scales is not None else 0
-        problem = _Problem(
+        kernel = _kernel(
             spec, x.dtype, dot_precision(x.dtype, spec), rows.num_groups, rows.block_m, k, layout, factor.dtype, top_k,
             of_tokens, is_quantized,
         )  # fmt: skip
-        kernel = _kernel(problem)
         tiles = max_tiles(rows.num_rows, rows.num_groups, rows.block_m)
         kernel(
             (tiles, -(-z.shape[1] // kernel.constants["BLOCK_N"]), 1), values, *values.stride(), x_scales, factor,

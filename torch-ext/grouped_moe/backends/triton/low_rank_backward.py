@@ -1,7 +1,7 @@
 """Rows of a gradient projected by the b of a LoRA, and the gradient of b, in one kernel where that is faster."""
 
 from functools import lru_cache
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -22,23 +22,9 @@ _LEAST_CHUNK = 512  # rows of a chunk, the last one of an expert apart
 _SUM_ROWS, _SUM_COLUMNS = 64, 128  # of a program that adds up partial sums
 
 
-class _Problem(NamedTuple):
-    """What the kernels are compiled for: dy (rows, n), or (T, n) with of_tokens.
-
-    top_k: of routed rows, if the tokens matter.
-    """
-
-    spec: DeviceSpec
-    dtype: torch.dtype
-    num_groups: int
-    block_m: int
-    n: int
-    factor: Factor
-    top_k: int
-    of_tokens: bool
-
-
-def _tile(problem: _Problem) -> Optional[Tuple[int, int]]:
+def _tile(
+    spec: DeviceSpec, dtype: torch.dtype, num_groups: int, block_m: int, n: int, block_r: int, of_tokens: bool
+) -> Optional[Tuple[int, int]]:
     """BLOCK_N, num_stages of the kernel that reads dy once for both results; None where one for each is faster.
 
     Nearly as many programs as processors are needed, and many rows for each. The kernel reads dy once less, and writes
@@ -46,42 +32,47 @@ def _tile(problem: _Problem) -> Optional[Tuple[int, int]]:
     hits L2, so one pass pays only with 16 ranks or fewer. With more than 32, masks of columns would spill registers
     (Triton 3.8).
     """
-    p, block_r = problem, power_of_two(problem.factor.R, 16)
-    if p.block_m < _MANY_ROWS or p.dtype.itemsize > 2 or p.of_tokens and block_r > 16:
+    if block_m < _MANY_ROWS or dtype.itemsize > 2 or of_tokens and block_r > 16:
         return None
     for block_n in (512, 256, 128):
-        num_programs = p.num_groups * -(-p.n // block_n)
+        num_programs = num_groups * -(-n // block_n)
         for stages in (3, 2):
             step = 2 * _BLOCK_M * (block_n + block_r)
             rest = block_r * (2 * block_n + 4 * _BLOCK_M)  # the factor, and results on their way to memory
-            fits = stages * step + rest <= p.spec.shared_memory
-            masks_columns = p.n % block_n > 0 and block_r > 32
-            if fits and not masks_columns and block_n >= 8 * block_r and 10 * num_programs >= 9 * p.spec.num_sms:
+            fits = stages * step + rest <= spec.shared_memory
+            masks_columns = n % block_n > 0 and block_r > 32
+            if fits and not masks_columns and block_n >= 8 * block_r and 10 * num_programs >= 9 * spec.num_sms:
                 return block_n, stages
     return None
 
 
 @lru_cache(maxsize=None)
-def _kernels(problem: _Problem) -> Optional[Tuple[Kernel, Kernel]]:
-    """The kernel that makes both results, and the one that adds up its partial sums; None where there is no tile."""
-    p, tile, block_r = problem, _tile(problem), power_of_two(problem.factor.R, 16)
+def _kernels(
+    spec: DeviceSpec, dtype: torch.dtype, num_groups: int, block_m: int, n: int, factor: Factor, top_k: int,
+    of_tokens: bool,
+) -> Optional[Tuple[Kernel, Kernel]]:  # fmt: skip
+    """The kernel that makes both results, and the one that adds up its partial sums; None where there is no tile.
+
+    dtype, n: of dy, and its columns. top_k: of routed rows, if the tokens matter.
+    """
+    block_r = power_of_two(factor.R, 16)
+    tile = _tile(spec, dtype, num_groups, block_m, n, block_r, of_tokens)
     if tile is None:
         return None
     block_n, stages = tile
     both = {
-        "NUM_EXPERTS": p.num_groups, "EXPERTS_POW2": power_of_two(p.num_groups), "N": p.n,
-        "LEAST_CHUNK": _LEAST_CHUNK, "BLOCK_R": block_r,
+        "NUM_EXPERTS": num_groups, "EXPERTS_POW2": power_of_two(num_groups), "N": n, "LEAST_CHUNK": _LEAST_CHUNK,
+        "BLOCK_R": block_r,
     }  # fmt: skip
     constants = {
-        **both, "FACTOR": p.factor, "TOP_K": p.top_k if p.of_tokens else 0, "BLOCK_M": _BLOCK_M,
-        "BLOCK_N": block_n,
+        **both, "FACTOR": factor, "TOP_K": top_k if of_tokens else 0, "BLOCK_M": _BLOCK_M, "BLOCK_N": block_n,
     }  # fmt: skip
     # On NVIDIA a load that waits for its row indices starts two iterations late.
-    late = 2 if p.of_tokens and p.spec.warp_size == 32 else 0
+    late = 2 if of_tokens and spec.warp_size == 32 else 0
     options = {"num_warps": 8 if block_n == 512 else 4, "num_stages": stages + late}
     sums = {
-        **both, "NUM_PARTIALS": -(-p.n // block_n), "R": p.factor.R, "RANK": p.factor.RANK,
-        "TOP_K": p.top_k, "BLOCK_M": _SUM_ROWS, "BLOCK_N": _SUM_COLUMNS,
+        **both, "NUM_PARTIALS": -(-n // block_n), "R": factor.R, "RANK": factor.RANK, "TOP_K": top_k,
+        "BLOCK_M": _SUM_ROWS, "BLOCK_N": _SUM_COLUMNS,
     }  # fmt: skip
     return Kernel(project_backward_kernel, constants, options), Kernel(sum_projected_kernel, sums)
 
@@ -100,8 +91,7 @@ def project_backward(
     if not isinstance(dy, QuantizedRows):
         dy, spec, layout, n = unit_rows(dy), spec_of(dy), factor_of(factor), dy.shape[1]
         top_k = rows.top_k if of_tokens or rows.adapters is not None else 0
-        problem = _Problem(spec, dy.dtype, rows.num_groups, rows.block_m, n, layout, top_k, of_tokens)
-        kernels = _kernels(problem)
+        kernels = _kernels(spec, dy.dtype, rows.num_groups, rows.block_m, n, layout, top_k, of_tokens)
     if kernels is None:
         if grad is not None:
             wgrad(dy, projected, rows, grad, lhs_of_tokens=of_tokens)

@@ -20,12 +20,10 @@ def can_transpose(weight: BlockScaled) -> bool:
 
 
 def transpose_codes(weight: BlockScaled) -> BlockScaled:
-    """The weight (E, K, N) of a weight (E, N, K), any strides: codes are contiguous, scales are a view.
+    """The weight (E, K, N) of a weight (E, N, K) that `can_transpose`: codes are contiguous, scales are a view.
 
-    Codes that lie so already, and begin at 16 bytes, are not copied. Raises ValueError unless `can_transpose`.
+    Codes that lie so already, and begin at 16 bytes, are not copied.
     """
-    if not can_transpose(weight):
-        raise ValueError(f"weight: expected blocks that fill each of {weight.parts} parts, got {weight.block}")
     data, scales, (block_n, block_k), _, products = weight
     codes = data.transpose(1, 2)
     if not codes.is_contiguous() or codes.data_ptr() % ALIGNMENT:  # descriptors do not take others

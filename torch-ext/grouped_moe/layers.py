@@ -1,6 +1,5 @@
 """Stateless Hub layers, for `kernels.kernelize` and `kernels.use_kernel_mapping`."""
 
-import torch
 from torch import Tensor, nn
 
 from .integrations.transformers import experts_forward
@@ -18,8 +17,8 @@ class GroupedMoeExperts(nn.Module):
     has_backward: bool = True
     can_torch_compile: bool = True
 
-    gate_up_proj: torch.Tensor  # (E, 2 I, H), or (E, H, 2 I) with is_transposed
-    down_proj: torch.Tensor  # (E, H, I), or (E, I, H) with is_transposed
+    gate_up_proj: Tensor  # (E, 2 I, H), or (E, H, 2 I) with is_transposed
+    down_proj: Tensor  # (E, H, I), or (E, I, H) with is_transposed
     num_experts: int
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

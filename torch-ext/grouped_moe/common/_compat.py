@@ -10,10 +10,6 @@ from typing import Any, Iterable, Tuple
 
 import torch
 
-# Versions of Triton whose compiled kernels `backends.triton.launch` can tell apart: by the dtype and the 16-byte
-# alignment of pointers, and by whether an int is 1, a multiple of 16 or needs 64 bits.
-_KNOWN_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
-
 
 def triton_version() -> Tuple[int, ...]:
     """(major, minor)"""
@@ -26,10 +22,11 @@ def triton_version() -> Tuple[int, ...]:
 def keeps_variants(is_cuda: bool) -> bool:
     """Whether compiled kernels may be kept by the facts that Triton compiles them for. is_cuda: of a launch's tensors.
 
-    What these facts are is known of some versions, on CUDA. Elsewhere each launch goes through `kernel[grid]`, which
-    takes the host two to three times as long.
+    On CUDA, with Triton 3.6 to 3.9, these are the dtype and the 16-byte alignment of pointers, and whether an int is 1,
+    a multiple of 16 or needs 64 bits. Elsewhere each launch goes through `kernel[grid]`, which takes the host two to
+    three times as long.
     """
-    return is_cuda and torch.version.cuda is not None and triton_version() in _KNOWN_TRITON
+    return is_cuda and torch.version.cuda is not None and (3, 6) <= triton_version() <= (3, 9)
 
 
 @lru_cache(maxsize=None)

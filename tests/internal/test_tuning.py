@@ -274,6 +274,15 @@ WRONG = [
 ]
 
 
+@pytest.mark.parametrize(
+    "capability, warp_size, late", [((8, 0), 32, 2), ((9, 0), 32, 2), ((0, 0), 32, 0), ((0, 0), 64, 0)]
+)
+def test_loads_that_wait_for_their_rows_are_late_on_nvidia(tuning, device_spec, capability, warp_size, late):
+    spec = device_spec(132, 232448, warp_size=warp_size, capability=capability)
+    gathered, in_place = (tuning.wgrad_config(2048, 768, 512, torch.bfloat16, spec, flag) for flag in (True, False))
+    assert gathered.num_stages - in_place.num_stages == late
+
+
 @pytest.mark.parametrize("content, message", WRONG, ids=[message for _, message in WRONG])
 def test_errors_name_file_and_key(files, tuning, device_spec, content, message):
     """Of its own file, and of the nearest one."""

@@ -44,6 +44,11 @@ class DeviceSpec:
     capability: tuple = (0, 0)
     bandwidth: int = 0
 
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether NVIDIA made it, as far as its capability is known."""
+        return self.capability > (0, 0)
+
 
 @lru_cache(maxsize=None)
 def device_spec(device_type: str, index: int) -> DeviceSpec:

@@ -83,7 +83,7 @@ def tiles_of(spec: DeviceSpec) -> Tiles:
     path = file_of(spec.name)
     if spec.name and path.is_file():
         return read_table(path).tiles
-    is_comparable = spec.name and any(spec.capability)
+    is_comparable = spec.name and spec.is_nvidia
     tables = [read_table(path) for path in sorted(CONFIGS.glob("*.json"))] if is_comparable else []
     tables = [table for table in tables if table.capability == tuple(spec.capability)]
     return min(tables, key=lambda table: _distance(spec, table)).tiles if tables else {}

@@ -268,7 +268,7 @@ def wgrad_config(
         kernel = "wgrad_thin"  # which no file has
     config = _fitted(kernel, rows, default, n, dtype, spec, m=m)
     # On NVIDIA a load that waits for its row indices starts two iterations late: so many stages buffer nothing.
-    return replace(config, num_stages=config.num_stages + 2) if gathered and spec.warp_size == 32 else config
+    return replace(config, num_stages=config.num_stages + 2) if gathered and spec.is_nvidia else config
 
 
 def hopper_wgrad_config(

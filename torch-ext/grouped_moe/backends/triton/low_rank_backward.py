@@ -68,7 +68,7 @@ def _kernels(
         **both, "FACTOR": factor, "TOP_K": top_k if of_tokens else 0, "BLOCK_M": _BLOCK_M, "BLOCK_N": block_n,
     }  # fmt: skip
     # On NVIDIA a load that waits for its row indices starts two iterations late.
-    late = 2 if of_tokens and spec.warp_size == 32 else 0
+    late = 2 if of_tokens and spec.is_nvidia else 0
     options = {"num_warps": 8 if block_n == 512 else 4, "num_stages": stages + late}
     sums = {
         **both, "NUM_PARTIALS": -(-n // block_n), "R": factor.R, "RANK": factor.RANK, "TOP_K": top_k,

@@ -81,6 +81,8 @@ def test_who_launches_dependently(load, capability, dependent):
         (72, {}, (True, True, True)), (64, {}, (False, True, False)), (56, {}, (False, False, False)),
         (132, {}, (False, False, False)), (136, {"gated": False}, (True, True, True)),
         (128, {"gated": False}, (False, True, True)), (120, {"gated": False}, (False, False, True)),
+        # As many rows as ragged descriptors count.
+        (136, {"num_rows": 2**30}, (True, True, True)), (136, {"num_rows": 2**30 + 1}, (False, False, False)),
     ],
     ids=str,
 )  # fmt: skip
@@ -89,15 +91,15 @@ def test_which_kernels_hopper_takes(grouped_moe, load, monkeypatch, n, kind, tak
     spec = load("common.device").DeviceSpec(132, 232448, hopper=True, name="stub")
     monkeypatch.setattr(load("common.device"), "device_spec", lambda device_type, index: spec)
     launcher_of, problem_of = load("backends.table").launcher_of, load("backends.triton.up_proj").problem_of
-    kind = {"gated": True, "interleaved": False, "transposed": False, "activation": "silu", **kind}
+    kind = {"gated": True, "interleaved": False, "transposed": False, "activation": "silu", "num_rows": ROWS, **kind}
     transposed, p = kind["transposed"], 2 * n if kind["gated"] else n
     shapes = (ROWS, HIDDEN), (EXPERTS, p, HIDDEN), (EXPERTS, HIDDEN, n)
     x, up, down = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
     if transposed:
         up, down = (weight.mT.contiguous() for weight in (up, down))
     activation = grouped_moe.Activation(kind.pop("activation"))
+    in_place = load("rows").Rows(torch.empty(0), EXPERTS, kind.pop("num_rows"), block_m=128)
     block = load("block").Block(up, down, *[None] * 4, activation, **kind, recompute=False)
-    in_place = load("rows").Rows(torch.empty(0), EXPERTS, ROWS, block_m=128)
     found = [
         launcher_of("up_proj", problem_of(block, x, up, None, in_place._replace(top_k=TOP_K), True, transposed)),
         launcher_of("up_proj", problem_of(block, x, up, None, in_place, True, transposed)),

@@ -165,8 +165,11 @@ def unpack_grads(
     """The gradients of a or b, as the name says, laid out like these, from packed ones; None for None."""
     grads, sources, targets = list(packed), [], []
     for i, (lora, grad) in enumerate(zip(loras, packed)):
-        factor = None if grad is None else getattr(lora, name)
-        if grad is None or grad.shape == factor.shape and factor.is_contiguous():
+        if grad is None:
+            continue
+        factor = getattr(lora, name)
+        if lora.num_adapters == 1 and factor.is_contiguous() and grad.shape == factor.shape[-3:]:
+            grads[i] = grad.view_as(factor)
             continue
         grads[i] = torch.empty_like(factor)
         sources.append(_by_adapter(grad, lora, name, is_shared=factor.shape[-3] != grad.shape[0]))

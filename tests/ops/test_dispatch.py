@@ -46,17 +46,19 @@ def test_no_gradient_makes_nothing_for_a_backward(grouped_moe, device, name):
 
 @by_operation
 def test_gradients_accumulate_and_inputs_stay(grouped_moe, device, name):
-    """Two uses of one leaf add up: gradients are fresh tensors, not views of a shared buffer."""
+    """Two uses of one leaf add up, and gradients of another cotangent leave earlier ones as they are."""
     operation = make_operation(grouped_moe, name, device)
-    once, before = (
-        operation.step(),
-        [tensor.detach().clone() for tensor in (*operation.leaves.values(), operation.dout)],
-    )
+    given = (*operation.leaves.values(), operation.dout)
+    before, once = [tensor.detach().clone() for tensor in given], operation.step()
+    copies = {key: tensor.clone() for key, tensor in once.items()}
+    operation._replace(dout=-operation.dout).step()
+    for key, tensor in once.items():
+        assert_bitwise(key, tensor, copies[key])
     for _ in range(2):
         operation.function(*operation.leaves.values()).backward(operation.dout)
     for key, leaf in operation.leaves.items():
-        assert_bitwise(key, leaf.grad, 2 * once[key])
-    for tensor, kept in zip((*operation.leaves.values(), operation.dout), before):
+        assert_bitwise(key, leaf.grad, 2 * copies[key])
+    for tensor, kept in zip(given, before):
         assert_bitwise("input", tensor.detach(), kept)
 
 

@@ -283,7 +283,8 @@ class Calls:
         for rank in MORE_RANKS:
             grad = {"projected": self.empty(num_rows, -(-rank // 8) * 8), "grad": self.empty(e, n, -(-rank // 8) * 8)}
             stored = 2 * [self.empty(1, n, rank, e, dtype=torch.float32).movedim(3, 1)]
-            kernels.unpack_grads(packed := kernels.pack_factors(stored, rows, self.dtype), stored)
+            packed = kernels.pack_factors(stored, rows, self.dtype)
+            kernels.unpack_grads([each[..., :rank] for each in packed], stored)
             for asked in ({}, grad):
                 kernels.project_backward(dy, packed[0], rows, scaling=1.0, **asked)
         kernels.wgrad(self.empty(num_rows, 24), x, rows, self.empty(e, 24, k))  # of a rank that 16 does not divide

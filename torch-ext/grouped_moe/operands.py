@@ -80,7 +80,7 @@ class Factors(NamedTuple):
 def read_factors(
     kernels: ModuleType, loras: Sequence[Optional[LoRA]], rows: Rows, dtype: torch.dtype
 ) -> List[Optional[Factors]]:
-    """Of at most two products, None for None. dtype: of the rows."""
+    """The factors of the LoRAs of at most two products, None for None. dtype: of the rows."""
     if not any(loras):
         return [None] * len(loras)
     views = [None if lora is None else [_as_factor(each, rows.num_groups) for each in lora[:2]] for lora in loras]

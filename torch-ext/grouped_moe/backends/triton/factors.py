@@ -36,11 +36,11 @@ def pack_factors(factors: Sequence[Optional[Tensor]], rows: Rows, dtype: torch.d
 def unpack_grads(packed: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Writes gradients of factors, of at most two products, from packed ones of the same shapes (L, E, N, r)."""
     pairs = []
-    for pair in zip(packed, grads):
-        if _has_experts_side_by_side(pair[1]):
-            pairs.append(pair)
+    for source, grad in zip(packed, grads):
+        if _has_experts_side_by_side(grad):
+            pairs.append((source, grad))
         else:
-            pair[1].copy_(pair[0])
+            grad.copy_(source)
     _copy(pairs)
 
 
@@ -54,9 +54,9 @@ def _copy(pairs: Sequence[Tuple[Tensor, Tensor]]) -> None:
     """Copies the first of each pair to the second, of one pair or two in one launch."""
     if not pairs:
         return
-    num_experts, blocks, tensors, layouts = pairs[0][0].shape[1], 0, [], []
+    blocks, tensors, layouts = 0, [], []
     for source, target in pairs:
-        _, _, n, rank = target.shape
+        _, num_experts, n, rank = target.shape
         blocks += -(-n * pad_rank(rank) // _BLOCK_NR)
         tensors += source, target
         # To make a `Factor` takes the host longer than to find the kernel.
@@ -71,14 +71,15 @@ _Copied = Tuple[int, int, Tuple[int, ...], int, Tuple[int, ...]]  # N, then rank
 @lru_cache(maxsize=None)
 def _kernel(num_experts: int, first: _Copied, second: Optional[_Copied] = None) -> Kernel:
     constants = {"NUM_EXPERTS": num_experts, "BLOCK_E": _BLOCK_E, "BLOCK_NR": _BLOCK_NR}
+    constants.update({"SECOND_N": 0, "SECOND_SOURCE": None, "SECOND_TARGET": None})
     for prefix, copied in (("", first), ("SECOND_", second)):
-        n, source, target = 0, None, None
         if copied is not None:
-            n, *ranks_and_strides = copied
-            source, target = _factor(*ranks_and_strides[:2]), _factor(*ranks_and_strides[2:])
-        constants.update({f"{prefix}N": n, f"{prefix}SOURCE": source, f"{prefix}TARGET": target})
+            n, rank, strides, target_rank, target_strides = copied
+            source, target = _factor(rank, strides), _factor(target_rank, target_strides)
+            constants.update({f"{prefix}N": n, f"{prefix}SOURCE": source, f"{prefix}TARGET": target})
     return Kernel(copy_factors_kernel, constants)
 
 
 def _factor(rank: int, strides: Tuple[int, ...]) -> Factor:
+    """Of one adapter."""
     return Factor(pad_rank(rank), 1, rank, 0, *strides[1:])

@@ -72,11 +72,9 @@ inline void check_launch(const char *op, cudaError_t error) {
   STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
 }
 
-inline int device_attribute(cudaDeviceAttr name, int32_t device) {
-  int value = 0;
-  check_launch("cudaDeviceGetAttribute", cudaDeviceGetAttribute(&value, name, device));
-  return value;
-}
-
 // The major compute capability. From 9 on devices have dependent launches and clusters.
-inline int capability_of(int32_t device) { return device_attribute(cudaDevAttrComputeCapabilityMajor, device); }
+inline int capability_of(int32_t device) {
+  int major = 0;
+  check_launch("cudaDeviceGetAttribute", cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major;
+}

@@ -12,11 +12,11 @@ namespace {
 // out of a call that is described but for act, z and out.
 Tensor decode(DecodeArgs a, const Tensor &x, bool by_slot) {
   const int32_t device = x.get_device_index(), dtype = dtype_code(x);
-  const int capability = capability_of(device), num_sms = device_attribute(cudaDevAttrMultiProcessorCount, device);
+  const int capability = capability_of(device);
   const OnDevice guard(device);
   const bool grouped = a.transposed || !by_slot;
   GroupedPlan plan;
-  if (grouped && !plan_grouped(a, by_slot, num_sms, capability, &plan)) return Tensor();
+  if (grouped && !plan_grouped(a, by_slot, capability, &plan)) return Tensor();
   const uint64_t slots = a.num_tokens * a.top_k, act_bytes = sizeof(uint16_t) * slots * a.intermediate;
   const uint64_t z_bytes = sizeof(float) * slots * std::max(a.up_lora.rank, a.down_lora.rank);
   const Scratch scratch(grouped ? plan.bytes : act_bytes + z_bytes);

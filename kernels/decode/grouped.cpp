@@ -58,10 +58,10 @@ bool divides_parts(const DecodeArgs &a) {
 
 }  // namespace
 
-bool plan_grouped(const DecodeArgs &args, bool by_slot, int num_sms, int capability, GroupedPlan *plan) {
+bool plan_grouped(const DecodeArgs &args, bool by_slot, int capability, GroupedPlan *plan) {
   const int slots = args.num_tokens * args.top_k, with_rows = std::min(slots, args.num_experts);
   if (!divides_parts(args) || !has_near_rows(args)) return false;
-  if (!by_slot && !plan_route(slots, args.num_experts, num_sms, capability, &plan->route)) return false;
+  if (!by_slot && !plan_route(slots, args.num_experts, capability, &plan->route)) return false;
   plan->by_slot = by_slot;
   // The last tile of an expert is not full.
   plan->max_tiles = by_slot ? slots : (slots + with_rows * (TILE_ROWS - 1)) / TILE_ROWS;

@@ -23,10 +23,10 @@ struct GroupedPlan {
   uint64_t bytes;
 };
 
-// The plan for a call that is complete but for act, z and out; false if it has too many slots, rows so far apart
-// that 32 bits do not count the pieces between them, or parts with scales of their own that a tile would straddle.
-// capability: the major one.
-bool plan_grouped(const DecodeArgs &args, bool by_slot, int num_sms, int capability, GroupedPlan *plan);
+// The plan for a call on the current device that is complete but for act, z and out; false if it has too many slots,
+// rows so far apart that 32 bits do not count the pieces between them, or parts with scales of their own that a tile
+// would straddle. capability: the major one.
+bool plan_grouped(const DecodeArgs &args, bool by_slot, int capability, GroupedPlan *plan);
 
 // As `decode_experts`, in three launches, one more for routing unless by slot, and one for each low-rank pair, with act
 // and z in scratch. S up to 65535.

@@ -21,8 +21,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route_rows_op(const Tensor &ids, int6
   a.wide_ids = id_type == ScalarType::Long;
   const OnDevice guard(device);
   RoutePlan plan;
-  const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount, device);
-  if (!plan_route(a.num_slots, a.num_experts, num_sms, capability_of(device), &plan))
+  if (!plan_route(a.num_slots, a.num_experts, capability_of(device), &plan))
     return {Tensor(), Tensor(), Tensor(), Tensor()};
   const int32_t int32 = aoti_torch_dtype_int32();
   const Scratch counts(sizeof(int) * plan.scratch(a.num_experts));

@@ -64,11 +64,20 @@ int largest_cluster() {
   return blocks;
 }
 
+// Those of the current device; 0, which is room for nothing, if it does not say.
+int count_multiprocessors() {
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
+    cudaGetLastError();  // nobody else is to find the error
+  return count;
+}
+
 }  // namespace
 
 // As measured on an H100: one block alone is fastest, then those of one cluster. Each block adds up the counts of all
 // blocks for every expert, so that with many experts fewer blocks of more warps and rounds win.
-bool plan_route(int num_slots, int num_experts, int num_sms, int capability, RoutePlan *plan) {
+bool plan_route(int num_slots, int num_experts, int capability, RoutePlan *plan) {
   constexpr int MAX_THREADS = MAX_WARPS * WARP;
   const int slots = max(num_slots, 1);
   const auto fits = [&](Reach reach, int threads, int rounds, int most_blocks) {
@@ -88,6 +97,7 @@ bool plan_route(int num_slots, int num_experts, int num_sms, int capability, Rou
       if (num_experts > 64 && fits(Reach::cluster, MAX_THREADS, 1, most_blocks)) return true;
     }
   }
+  const int num_sms = count_multiprocessors();
   if (fits(Reach::grid, 512, 1, min(num_sms, num_experts <= 64 ? 64 : 32))) return true;
   for (int rounds = 1; rounds <= most_rounds(Reach::grid); rounds *= 2) {
     const bool takes_all = num_experts <= 128 || rounds == most_rounds(Reach::grid);

@@ -34,7 +34,7 @@ constexpr int MAX_EXPERTS = 1024;
 
 // The plan for so many slots on the current device; false if they are too many to be routed in one launch. capability:
 // the major one.
-bool plan_route(int num_slots, int num_experts, int num_sms, int capability, RoutePlan *plan);
+bool plan_route(int num_slots, int num_experts, int capability, RoutePlan *plan);
 
 // Rows are sorted by expert and, within an expert, by slot. R is the number of slots that are no sentinels. Offsets and
 // tiles end at num_rows.

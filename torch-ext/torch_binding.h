@@ -10,9 +10,9 @@
 // The experts block for a few tokens, (T, H); an undefined tensor, None in Python, if the kernels are not for the call.
 // x: (T, H) bf16 or fp16. ids, weights: (T, top_k), int32 or int64 and bf16, fp16 or fp32, any strides; top_k up to 32,
 // T top_k up to 65535. up: (E, 2 I, H), or (E, I, H) if not gated; down: (E, H, I); or both with their last dimensions
-// exchanged; E up to 1024. x and both weights are contiguous along the dimension that is summed over, in rows that
-// begin at multiples of 16 bytes and have whole ones; plain weights may be so along the other one instead, if I is a
-// multiple of 8. Biases: in the dtype of x, any strides.
+// exchanged; E up to 1024, H and I up to 2^28. x and both weights are contiguous along the dimension that is summed
+// over, in rows that begin at multiples of 16 bytes and have whole ones; plain weights may be so along the other one
+// instead, if I is a multiple of 8. Biases: in the dtype of x, any strides.
 // kind: 32 times the activation, an index into the package's ACTIVATION_NAMES, plus 16 if dimensions are exchanged,
 // plus 8 if each slot reads the weights of its expert itself, plus 4 if both halves of up have blocks of their own,
 // plus 2 if gated, plus 1 if interleaved.

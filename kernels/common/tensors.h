@@ -51,11 +51,26 @@ class Scratch {
   void *memory_ = nullptr;
 };
 
-inline int32_t dtype_code(const Tensor &tensor) {
-  int32_t dtype;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-  return dtype;
-}
+// What kernels are told of a tensor, asked once. `scalar_type` of Tensor asks up to twenty times, and throws for dtypes
+// that the stable ABI has no name for.
+struct Operand {
+  void *data;
+  int64_t dim;
+  const int64_t *sizes, *strides;  // those of the tensor
+  int32_t dtype, device;
+
+  Operand(const Tensor &tensor) {
+    int64_t *all_sizes, *all_strides;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &all_sizes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &all_strides));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &device));
+    sizes = all_sizes;
+    strides = all_strides;
+  }
+};
 
 // An uninitialized, contiguous tensor of one or two dimensions.
 inline Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, int32_t device) {

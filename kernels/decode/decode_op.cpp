@@ -10,23 +10,22 @@
 namespace {
 
 // out of a call that is described but for act, z and out.
-Tensor decode(DecodeArgs a, const Tensor &x, bool by_slot) {
-  const int32_t device = x.get_device_index(), dtype = dtype_code(x);
-  const int capability = capability_of(device);
-  const OnDevice guard(device);
+Tensor decode(DecodeArgs a, const Operand &x, bool by_slot) {
+  const OnDevice guard(x.device);
+  const int capability = capability_of(x.device);
   const bool grouped = a.transposed || !by_slot;
   GroupedPlan plan;
   if (grouped && !plan_grouped(a, by_slot, capability, &plan)) return Tensor();
   const uint64_t slots = a.num_tokens * a.top_k, act_bytes = sizeof(uint16_t) * slots * a.intermediate;
   const uint64_t z_bytes = sizeof(float) * slots * std::max(a.up_lora.rank, a.down_lora.rank);
   const Scratch scratch(grouped ? plan.bytes : act_bytes + z_bytes);
-  Tensor out = empty({a.num_tokens, a.hidden}, dtype, device);
+  Tensor out = empty({a.num_tokens, a.hidden}, x.dtype, x.device);
   if (!grouped) {
     a.act = scratch.get();
     a.z = reinterpret_cast<float *>(static_cast<char *>(scratch.get()) + act_bytes);
   }
   a.out = out.data_ptr();
-  const cudaStream_t stream = current_stream(device);
+  const cudaStream_t stream = current_stream(x.device);
   const cudaError_t error = grouped ? grouped_experts(a, plan, scratch.get(), stream)
                                     : decode_experts(a, capability >= 9, stream);
   if (error == cudaErrorCooperativeLaunchTooLarge) {  // where others limit the multiprocessors of this process
@@ -44,9 +43,10 @@ Tensor decode_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weigh
                          const std::optional<Tensor> &down_scales, const std::optional<Tensor> &up_bias,
                          const std::optional<Tensor> &down_bias, double alpha, double limit, double up_offset) {
   DecodeArgs a{};
-  const bool taken = describe(x, ids, weights, up, down, kind, up_scales, down_scales, up_bias, down_bias, alpha, limit,
-                              up_offset, &a);
-  return taken ? decode(a, x, kind & 8) : Tensor();
+  const Operand rows(x);
+  const bool taken = describe(rows, ids, weights, up, down, kind, up_scales, down_scales, up_bias, down_bias, alpha,
+                              limit, up_offset, &a);
+  return taken ? decode(a, rows, kind & 8) : Tensor();
 }
 
 Tensor decode_lora_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weights, const Tensor &up,
@@ -57,10 +57,11 @@ Tensor decode_lora_experts_op(const Tensor &x, const Tensor &ids, const Tensor &
                               const std::optional<Tensor> &down_a, const std::optional<Tensor> &down_b,
                               double up_scaling, double down_scaling, const std::optional<Tensor> &adapters) {
   DecodeArgs a{};
-  const bool taken = describe(x, ids, weights, up, down, kind, up_scales, down_scales, up_bias, down_bias, alpha, limit,
-                              up_offset, &a) &&
-                     describe_loras(x, up_a, up_b, down_a, down_b, up_scaling, down_scaling, adapters, &a);
-  return taken ? decode(a, x, kind & 8) : Tensor();
+  const Operand rows(x);
+  const bool taken = describe(rows, ids, weights, up, down, kind, up_scales, down_scales, up_bias, down_bias, alpha,
+                              limit, up_offset, &a) &&
+                     describe_loras(rows, up_a, up_b, down_a, down_b, up_scaling, down_scaling, adapters, &a);
+  return taken ? decode(a, rows, kind & 8) : Tensor();
 }
 
 Tensor decode_plain_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weights, const Tensor &up,

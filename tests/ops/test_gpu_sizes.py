@@ -9,7 +9,7 @@ import sys
 import pytest
 import sorted_rows
 import torch
-from block import assert_matches, check, parts_of, random_inputs, run, run_reference
+from block import assert_matches, call, check, parts_of, random_inputs, run, run_reference
 from cases import RELU2, Case, make_ids, make_inputs
 from compare import assert_close
 from linears import Linear
@@ -112,6 +112,16 @@ def test_tiles_that_two_warp_groups_share(grouped_moe, device, transposed):
     with poisoned_allocations():
         got = sorted_rows.run(grouped_moe, linear, inputs.poisoned())
     sorted_rows.assert_matches(got, sorted_rows.run_reference(grouped_moe, linear, inputs), torch.bfloat16)
+
+
+def test_a_row_that_is_short_in_32_bits(grouped_moe, device):
+    """Of 2^32 columns more than weights have, by which an op counts its own."""
+    case = Case("short", T=1, top_k=2, E=8, H=64, I=48)
+    need_memory(9)
+    inputs = make_inputs(case, torch.bfloat16, device)
+    long = torch.empty(1, (1 << 32) + case.H, dtype=torch.bfloat16, device=device)
+    with torch.no_grad(), pytest.raises(ValueError, match="^gate_up_proj: expected shape"):
+        call(grouped_moe, case, inputs._replace(hidden_states=long))
 
 
 @pytest.fixture

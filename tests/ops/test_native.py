@@ -114,6 +114,11 @@ def test_strides(native, grouped_moe, device, transposed, way):
     assert_bitwise("strided", decode(native, grouped_moe, case, apart), want)
 
 
+def without_a_name(tensor: torch.Tensor) -> torch.Tensor:
+    """In a dtype that PyTorch 2.10's stable ABI does not know, of the same shape."""
+    return torch.zeros_like(tensor, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
 @pytest.mark.parametrize("change", [
     lambda i: i._replace(gate_up_proj=i.gate_up_proj.mT.contiguous().mT),
     lambda i: i._replace(down_proj=i.down_proj.mT.contiguous().mT),
@@ -124,10 +129,12 @@ def test_strides(native, grouped_moe, device, transposed, way):
     lambda i: i._replace(hidden_states=i.hidden_states.float()),
     lambda i: i._replace(top_k_weights=i.top_k_weights.double()),
     lambda i: i._replace(top_k_weights=i.top_k_weights[:, 1:]),
+    lambda i: i._replace(top_k_weights=without_a_name(i.top_k_weights)),
+    lambda i: i._replace(gate_up_proj=without_a_name(i.gate_up_proj)),
     lambda i: i._replace(top_k_index=i.top_k_index.short()),
     lambda i: i._replace(top_k_index=i.top_k_index.repeat(1, 5), top_k_weights=i.top_k_weights.repeat(1, 5)),
     lambda i: i.take(torch.zeros(0, dtype=torch.int64, device=i.dout.device)),
-], ids=range(12))  # fmt: skip
+], ids=range(14))  # fmt: skip
 @pytest.mark.parametrize("transposed", [False, True])
 def test_what_the_op_does_not_take(native, grouped_moe, device, change, transposed, way):
     case = STEPS._replace(transposed=transposed)
@@ -228,6 +235,9 @@ def test_what_is_handed_over(grouped_moe, device, taken):
                 call(grouped_moe, case, inputs._replace(**{name: sparse}))
     with pytest.raises(TypeError, match="^hidden_states: expected a tensor"):
         call(grouped_moe, FEW, inputs._replace(hidden_states=None))
+    for name in ("hidden_states", "top_k_index", "top_k_weights", "down_proj"):
+        with pytest.raises(TypeError, match=f"^{name}: expected .* got torch.float8_e8m0fnu"):
+            call(grouped_moe, FEW, inputs._replace(**{name: without_a_name(getattr(inputs, name))}))
 
 
 @pytest.mark.parametrize("case", [

@@ -197,6 +197,24 @@ def test_who_is_taken(native, grouped_moe, device, taken):
         assert taken == [(True, True)] * (tokens <= most)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_traced_by_torch_jit(grouped_moe, device, taken):
+    """A trace of few tokens is of the package's own op, which takes any number of them."""
+    inputs = make_inputs(FEW, torch.bfloat16, device)
+    few, many = (
+        (some.hidden_states, some.top_k_index, some.top_k_weights)
+        for some in (inputs, make_inputs(FEW._replace(T=3000), torch.bfloat16, device))
+    )
+
+    def function(x, ids, weights):
+        return call(grouped_moe, FEW, inputs._replace(hidden_states=x, top_k_index=ids, top_k_weights=weights))
+
+    traced = torch.jit.trace(function, few, check_trace=False)
+    assert taken == [(False, True)]
+    for tensors in (few, many):
+        assert_bitwise("traced", traced(*tensors), function(*tensors))
+
+
 @pytest.mark.parametrize("tokens, top_k", [(2, 3), (30, 3), (150, 1)])
 def test_scaled_weights_are_taken(grouped_moe, device, taken, tokens, top_k):
     """At once, and where the package's own op comes first; other blocks are handed over."""

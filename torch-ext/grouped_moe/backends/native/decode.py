@@ -128,7 +128,9 @@ def decode_directly(
 
     None if anything calls for more: other tokens, tensors, gradients, or somebody who traces, transforms or watches.
     """
-    if torch.compiler.is_compiling() or _compat.is_watched() or _compat.in_transform() or _compat.has_tangents():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return None
+    if _compat.is_watched() or _compat.in_transform() or _compat.has_tangents():
         return None
     up, down, up_bias, down_bias = experts
     scales = ()

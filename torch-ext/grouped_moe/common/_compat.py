@@ -91,8 +91,10 @@ def in_transform(if_unknown: bool = True) -> bool:
     Nothing public tells. Where this is not known calls go through their ops, which takes the host 15 us longer, a layer
     with a weight per group copies its weights, and gradient transforms end in PyTorch's own error.
     """
-    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
-    return if_unknown if peek is None else peek() is not None
+    try:
+        return torch._C._functorch.peek_interpreter_stack() is not None
+    except AttributeError:
+        return if_unknown
 
 
 def is_watched() -> bool:
@@ -100,8 +102,10 @@ def is_watched() -> bool:
 
     Nothing public tells. Where this is not known every call goes through the package's own ops.
     """
-    count = getattr(torch._C, "_len_torch_dispatch_stack", None)
-    return True if count is None else count() > 0
+    try:
+        return torch._C._len_torch_dispatch_stack() > 0
+    except AttributeError:
+        return True
 
 
 def is_recorded() -> bool:
@@ -110,12 +114,11 @@ def is_recorded() -> bool:
     Of the last there is a public test; the others have none. One name tells of the profilers of this thread, one of
     those that Python started for any. Where this is not known every call goes through its op.
     """
-    count = getattr(torch._C, "_len_torch_function_stack", None)
-    profiled = getattr(torch.autograd, "_profiler_enabled", None)
-    profiles = getattr(torch.autograd.profiler, "_is_profiler_enabled", None)
-    if count is None or profiled is None or profiles is None:
+    try:
+        modes, profiles = torch._C._len_torch_function_stack(), torch.autograd.profiler._is_profiler_enabled
+        return modes > 0 or profiles or torch.autograd._profiler_enabled() or torch.jit.is_tracing()
+    except AttributeError:
         return True
-    return count() > 0 or profiles or profiled() or torch.jit.is_tracing()
 
 
 def is_below_autograd() -> bool:
@@ -133,7 +136,10 @@ def has_tangents() -> bool:
 
     The level is private; asking five tensors takes as long as an allocation.
     """
-    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+    try:
+        return torch.autograd.forward_ad._current_level >= 0
+    except AttributeError:
+        return True
 
 
 def has_device_assertions() -> bool:

@@ -149,6 +149,7 @@ BAD = {
         (["weight", "bias"], [torch.float16, torch.bfloat16], "expected torch.float32 like x, got {value}$"),
         (["splits"], [torch.float32, torch.bool], "expected torch.int32 or torch.int64, got {value}$"),
         (["splits"], [[1.0, 2, 3], [True, 2, 3]], "expected a list of ints"),
+        (["splits"], [torch.nested.nested_tensor([torch.ones(1).long()])], "a dense tensor, got a nested one"),
         (["transposed"], NO_BOOLS, "expected True or False, got "),
     ],
     ("grouped_mlp", ValueError): [

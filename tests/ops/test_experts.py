@@ -13,6 +13,7 @@ from compare import assert_bitwise
 from marks import DTYPES, by_dtype, by_fp32_and_bf16, by_recompute
 from pairs import Pairs, factors, make_loras, with_factors
 from poison import LAYOUTS, is_sentinel, poison_sentinels, poisoned_allocations
+from torch.overrides import BaseTorchFunctionMode
 
 NAN, INF = float("nan"), float("inf")
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -66,6 +67,16 @@ def test_experts_block_from_its_parts(grouped_moe, device):
     check(grouped_moe, case, inputs, around=lambda _: parts_of(grouped_moe, case))
 
 
+def by_op(function):
+    """The function where a mode takes note of ops, so that the block is one."""
+
+    def call_noted(*tensors):
+        with BaseTorchFunctionMode():
+            return function(*tensors)
+
+    return call_noted
+
+
 WAYS = {  # arguments of `run`, of R and S
     "recompute": lambda *_: {"recompute": True},
     "checkpoint": lambda *_: {"around": checkpointed},
@@ -76,6 +87,7 @@ WAYS = {  # arguments of `run`, of R and S
     "capacity-of-all": lambda _, slots: {"capacity": slots},
     "capacity-of-more": lambda _, slots: {"capacity": slots + 1},
     "capacity-above-int32": lambda *_: {"capacity": 2**40},
+    "capacity-above-int64": lambda *_: {"around": by_op, "capacity": 2**64},
 }
 SOME = ["silu-bias", "gpt-oss", "relu2-not-gated", "silu-transposed", "silu-mostly-sentinels", "silu-recompute", "tall"]
 SOME += ["aligned-extents"]

@@ -96,6 +96,7 @@ def check_and_pack(
     parameters = [float(alpha), float(limit) if clamps else 0.0, float(up_offset), *scalings]
     flags = [int(flag) for flag in (block.gated, block.interleaved, block.transposed, block.recompute)]
     capacity = block.capacity if x.is_cpu or _compat.has_device_assertions() else None  # an overflow would go unseen
+    capacity = None if capacity is None else torch.sym_min(capacity, checks.MAX_SLOTS)  # ops take numbers of 64 bits
     return x, adapters, weights, (name, parameters, flags, [*up_block, *down_block], capacity)
 
 

@@ -32,10 +32,7 @@ def as_splits(splits: Splits, num_groups: int, rows: int, device: torch.device, 
     under CUDA graph capture, which would record the copy of this call's numbers.
     """
     tensor, shape, legend = splits, (num_groups,), "(G + 1,) offsets or (G,) sizes"
-    if isinstance(splits, Tensor):
-        if splits.shape == (num_groups + 1,):
-            shape = (num_groups + 1,)
-    elif isinstance(splits, GroupSizes):
+    if isinstance(splits, GroupSizes):
         tensor, legend = splits.sizes, "(G,)"
     elif isinstance(splits, GroupOffsets):
         tensor, shape, legend = splits.offsets, (num_groups + 1,), "(G + 1,)"
@@ -43,6 +40,8 @@ def as_splits(splits: Splits, num_groups: int, rows: int, device: torch.device, 
         return _from_list(splits, num_groups, rows, device)
     checks.check_tensor("splits", tensor)
     checks.check_index_dtype("splits", tensor)
+    if tensor is splits and tensor.shape == (num_groups + 1,):
+        shape = (num_groups + 1,)
     checks.check_shape("splits", tensor, shape, legend)
     checks.check_device("splits", tensor, device, owner)
     return tensor

@@ -313,6 +313,13 @@ def test_errors(grouped_moe, device):
     with pytest.raises(ValueError, match="^parts: expected an int that divides"):
         plain.quantize_blocks_((16, 16), 3)
     assert plain.weight.dtype == FLOAT and plain.weight.requires_grad
+    plain.register_buffer("weight_scale_inv", torch.ones(2))
+    weight_norm = nn.utils.parametrizations.weight_norm(grouped_moe.GroupedLinear(2, 32, 16))
+    for name, layer in (("weight_scale_inv", plain), ("weight", weight_norm)):
+        before = dict(layer.named_parameters())
+        with pytest.raises(ValueError, match=f"^{name}: expected a parameter, got what a parametrization, pruning or"):
+            layer.quantize_blocks_()
+        assert all(layer.get_parameter(name) is parameter for name, parameter in before.items())
 
 
 def test_sums_of_codes_are_refused(grouped_moe, device):

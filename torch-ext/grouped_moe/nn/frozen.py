@@ -33,6 +33,9 @@ def check_freezes(module: nn.Module, products: object) -> None:
         raise ValueError("single_grouped_weight: expected True, for a block-scaled weight of all groups, got False")
     if SCALES in module._parameters:
         raise RuntimeError("quantize_blocks_: the weight is block-scaled already")
+    for name in NAMES:
+        if hasattr(module, name) and name not in module._parameters:
+            raise ValueError(f"{name}: expected a parameter, got what a parametrization, pruning or others put there")
 
 
 def check_given(weight: object, bias: Optional[Tensor]) -> None:

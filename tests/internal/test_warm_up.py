@@ -39,11 +39,11 @@ def gpt_oss():
     return build("GptOss", 1, BF16, {"num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 256})
 
 
-def fp8():
+def fp8(**options):
     """Qwen3's experts in FP8."""
     pytest.importorskip("transformers.integrations.finegrained_fp8")
     model = qwen3()
-    hold_in_fp8(model)
+    hold_in_fp8(model, **options)
     experts = experts_of(model)
     for name, parameter in experts._parameters.items():
         if parameter is not None:
@@ -162,6 +162,43 @@ def test_experts_within_others(grouped_moe, compiles, change):
     change(model)
     count = grouped_moe.warm_up(model, (1, 64), backward=True, progress=False)
     assert count > 15 and grouped_moe.warm_up(qwen3(), (1, 64), backward=True, progress=False) == 0
+
+
+def test_scales_of_activations_say_nothing_of_inputs(grouped_moe, compiles):
+    """They are in fp32, as those of weights are."""
+    experts = experts_of(fp8(activation_scheme="static"))
+    assert grouped_moe.warm_up(experts, (1, 64), backward=True, progress=False) > 15
+    assert grouped_moe.warm_up(fp8(), (1, 64), backward=True, progress=False) == 0
+
+
+@pytest.mark.parametrize("kind", ["unknown", "fp8", "frozen"])
+def test_parametrized_layers_that_calls_refuse(grouped_moe, compiles, kind):
+    """For a step of their class, or because codes are computed."""
+
+    class Unknown(Ungated):
+        def _apply_router(self):
+            pass
+
+    frozen = grouped_moe.GroupedLinear(2, 64, 64).quantize_blocks_()
+    layer = {"unknown": Unknown, "fp8": lambda: experts_of(fp8()), "frozen": lambda: frozen}[kind]()
+    name = "weight" if layer is frozen else "down_proj"
+    torch.nn.utils.parametrize.register_parametrization(layer, name, torch.nn.Identity())
+    with pytest.raises(ValueError, match="_apply_router" if kind == "unknown" else f"^{name}: .*got a parametrization"):
+        grouped_moe.warm_up(layer, (1, 8), progress=False)
+
+
+@pytest.mark.parametrize("kind", ["experts", "model", "linear"])
+def test_parameters_that_are_sharded_by_fsdp(grouped_moe, compiles, two_ranks, kind):
+    """A forward has them whole, as they are between unshard and reshard."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = grouped_moe.GroupedLinear(8, 256, 384) if kind == "linear" else qwen3()
+    sharded = experts_of(model) if kind == "experts" else model
+    fully_shard(sharded, mesh=two_ranks)
+    with pytest.raises(ValueError, match="^target: expected whole parameters .*fully_shard.* call unshard"):
+        grouped_moe.warm_up(model, (1, 64), backward=True, progress=False)
+    sharded.unshard()
+    assert grouped_moe.warm_up(model, (1, 64), backward=True, progress=False) > 5
 
 
 def test_how_many_tokens_a_native_op_takes(compiles):

@@ -142,7 +142,7 @@ def _find_layers(target: nn.Module, top_k: Optional[int], trains: bool) -> Itera
     found, loras = False, loras_of(target)
     for name, module in target.named_modules():
         if isinstance(module, GroupedLinear):
-            weight, make = next(module.parameters()), partial(_linear_layer, module, target, top_k or 1, trains)
+            weight, make = next(module.parameters()), partial(_linear_layer, name, module, target, top_k or 1, trains)
         elif _is_experts(module):
             own = loras.get(module, {})
             weight, make = module.down_proj, partial(_experts_layer, name, module, target, top_k, trains, own)
@@ -157,14 +157,24 @@ def _find_layers(target: nn.Module, top_k: Optional[int], trains: bool) -> Itera
         raise ValueError(f"target: expected experts or GroupedLinear layers in it, got {type(target).__name__}")
 
 
+def _check_whole(name: str, is_whole: bool) -> None:
+    """Raises ValueError unless parameters are whole or, of DTensors that FSDP has not made, the parts of a rank."""
+    if not is_whole:
+        hint = "under fully_shard call unshard() of what it was applied to before, and reshard() after"
+        raise ValueError(f"target: expected whole parameters in {name!r}, as a forward has them, got parts; {hint}")
+
+
 def _twin(module: nn.Module, state: Dict[str, Any]) -> nn.Module:
     """A module of that state over the same memory, whose parameters have no hooks and gradients of their own.
 
     What parametrizations compute are parameters of it.
     """
-    twin = object.__new__(type_before_parametrizations(module))
+    kind, computed = type(module), {}
+    if is_parametrized(module):  # whose class is one of its own, derived from the one that it had before
+        kind = type(kind.__name__, (type_before_parametrizations(module),), {})
+        computed = {name: getattr(module, name) for name in module.parametrizations}
+    twin = object.__new__(kind)
     twin.__dict__.update(state)
-    computed = {name: getattr(module, name) for name in module.parametrizations} if is_parametrized(module) else {}
     twin._parameters = {
         name: None if parameter is None else parameter.detach().requires_grad_(parameter.requires_grad)
         for name, parameter in {**module._parameters, **computed}.items()
@@ -208,7 +218,7 @@ def _input_dtype(weight: Tensor, is_scaled: bool, *owners: nn.Module) -> torch.d
     if not is_scaled:
         return weight.dtype
     named = itertools.chain.from_iterable(owner.named_parameters() for owner in owners)
-    others = (p.dtype for name, p in named if not name.endswith("_scale_inv"))
+    others = (p.dtype for name, p in named if not name.endswith(("_scale_inv", "activation_scale")))
     return next((dtype for dtype in others if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
 
 
@@ -274,7 +284,8 @@ def _experts_layer(
     own_dtype = _input_dtype(module.down_proj, scaled, target)
     dtype = checks.autocast_dtype(up.device.type) or own_dtype
     e, h, i = up.shape[0], *down.shape[1:][:: -1 if transposed else 1]
-    p = up.shape[2 if transposed else 1]
+    p, up_h = up.shape[1:][:: -1 if transposed else 1]
+    _check_whole(name, (e, up_h) == (module.num_experts, h))
     products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, dtype, trains, scaled)
 
     def num_rows(num_slots: int) -> int:
@@ -325,8 +336,9 @@ def _sent_to_itself(x: Tensor, ids: Tensor, weights: Tensor, num_local: int) -> 
     return x, ids, weights
 
 
-def _linear_layer(module: GroupedLinear, target: nn.Module, top_k: int, trains: bool) -> _Layer:
+def _linear_layer(name: str, module: GroupedLinear, target: nn.Module, top_k: int, trains: bool) -> _Layer:
     """A layer of a linear module, with as many rows as tokens and top_k times as many."""
+    _check_whole(name, all(local_part(parameter) is parameter for parameter in module.parameters()))
     weight, n, k, groups = next(module.parameters()), module.out_features, module.in_features, module.num_groups
     own_dtype = _input_dtype(weight, module._scaled is not None, module, target)
     dtype = checks.autocast_dtype(weight.device.type) or own_dtype

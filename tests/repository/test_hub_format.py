@@ -101,6 +101,20 @@ print(json.dumps([kernel.__file__]))
     assert Path(file).is_relative_to(repository / "snapshots" / commit)
 
 
+def test_a_build_loads_again_from_another_commit(grouped_moe, tmp_path):
+    """Which changed another file: PyTorch and Python know the build already."""
+    variant = Path(grouped_moe.__file__).parent
+    copy = shutil.copytree(variant, tmp_path / variant.name)
+    code = """
+import json, pathlib, sys, kernels, torch
+first, second = (kernels.get_local_kernel(pathlib.Path(path)) for path in sys.argv[1:])
+x, w, splits = torch.randn(3, 8), torch.randn(2, 4, 8), torch.tensor([1, 2])
+assert torch.equal(*(kernel.grouped_linear(x, w, splits) for kernel in (first, second)))
+print(json.dumps([first.__file__, second.__file__]))
+"""
+    assert run_python(code, variant, copy) == [str(variant / "__init__.py"), str(copy / "__init__.py")]
+
+
 def test_cpu_variant_loads_and_runs_without_triton(built):
     code = """
 import importlib.abc, json, pathlib, sys, torch, kernels

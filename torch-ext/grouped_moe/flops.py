@@ -3,6 +3,7 @@
 Every slot counts as routed, and every row as one of a group: how many are is known on the device only.
 """
 
+from functools import lru_cache
 from math import prod
 from typing import Optional, Sequence
 
@@ -55,8 +56,9 @@ def _accumulate_wgrad(dy: Shape, _x, _splits, _num_groups, dws: Sequence[Shape],
     return 2 * dy[0] * prod(dws[0][-2:]) if dws else 0
 
 
+@lru_cache(maxsize=None)
 def register_formulas() -> None:
-    """Tells PyTorch's counter the formulas of all ops with products."""
+    """Tells PyTorch's counter the formulas of all ops with products: once, also where a build loads again."""
     # It sees `experts` and `grouped_linear` in inference mode alone, else the ops that they call.
     register_flop_formula([ops.experts, ops.experts_inference, ops.experts_forward])(_experts_forward)
     register_flop_formula([ops.experts_backward, ops.experts_backward_overwriting])(_experts_backward)

@@ -227,7 +227,25 @@ def test_tensors_without_data(grouped_moe, device, kind):
         assert a.device.type == ("meta" if kind == "meta" else b.device.type)
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+by_strict = pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+
+
+@by_strict
+def test_export_of_sizes_made_of_extents(grouped_moe, device, strict):
+    """A list of sizes may have symbolic ones."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, x, weight):
+            return grouped_moe.grouped_linear(x, weight, [x.shape[0] - 3, 0, 3])
+
+    x, weight = torch.randn(20, 8, device=device), torch.randn(3, 4, 8, device=device)
+    dynamic = {0: torch.export.Dim("rows", min=4, max=99)}, None
+    program = torch.export.export(Layer(), (x[:12], weight), dynamic_shapes=dynamic, strict=strict).module()
+    for rows in (12, 20, 4):
+        assert_bitwise(f"{rows} rows", program(x[:rows], weight), Layer()(x[:rows], weight))
+
+
+@by_strict
 def test_export_with_any_number_of_adapters(grouped_moe, device, strict):
     """A program is exported with two, and called with three."""
     case, inputs = make("silu", device)

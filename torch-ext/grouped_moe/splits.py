@@ -48,7 +48,7 @@ def as_splits(splits: Splits, num_groups: int, rows: int, device: torch.device, 
 
 
 def _from_list(sizes: Sequence[int], num_groups: int, rows: int, device: torch.device) -> Tensor:
-    if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
+    if not all(isinstance(size, (int, torch.SymInt)) and not isinstance(size, bool) for size in sizes):
         raise TypeError(f"splits: expected a list of ints, got {sizes!r}")
     if len(sizes) != num_groups:
         raise ValueError(f"splits: expected {num_groups} sizes, got {len(sizes)}")

@@ -6,53 +6,9 @@ import random
 import pytest
 import torch
 from experts_modules import Ungated
-from fp8_training import hold_in_fp8
+from layers_to_warm import BF16, experts_of, fp8, gpt_oss, qwen3
 
-pytest_plugins = ["driver_stub"]
-
-BF16 = torch.bfloat16
-
-
-@pytest.fixture
-def compiles(stub, monkeypatch):
-    """The stub, on which CPU tensors need kernels."""
-    monkeypatch.setattr(stub.module("warm_up"), "_needs_kernels", lambda tensor: True)
-    return stub
-
-
-def build(name, layers, dtype, sizes):
-    """A model of transformers, without its head. Memory of experts is as it was."""
-    transformers = pytest.importorskip("transformers")
-    small = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 64, "hidden_size": 256}
-    config = getattr(transformers, f"{name}Config")(**{"num_hidden_layers": layers, **small, **sizes})
-    config._experts_implementation = "eager"
-    return getattr(transformers, f"{name}Model")(config).to(dtype)
-
-
-def qwen3(layers=1, dtype=BF16, **sizes):
-    sizes = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 192, **sizes}
-    return build("Qwen3Moe", layers, dtype, sizes)
-
-
-def gpt_oss():
-    """Experts with biases, whose gate and up columns alternate."""
-    return build("GptOss", 1, BF16, {"num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 256})
-
-
-def fp8(**options):
-    """Qwen3's experts in FP8."""
-    pytest.importorskip("transformers.integrations.finegrained_fp8")
-    model = qwen3()
-    hold_in_fp8(model, **options)
-    experts = experts_of(model)
-    for name, parameter in experts._parameters.items():
-        if parameter is not None:
-            experts._parameters[name] = torch.nn.Parameter(torch.zeros_like(parameter, device="cpu"), False)
-    return model
-
-
-def experts_of(model):
-    return next(module for module in model.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts"))
+pytest_plugins = ["driver_stub", "layers_to_warm"]
 
 
 def call_experts(stub, model, tokens, top_k, backward, weights_dtype, share=None):
@@ -162,43 +118,6 @@ def test_experts_within_others(grouped_moe, compiles, change):
     change(model)
     count = grouped_moe.warm_up(model, (1, 64), backward=True, progress=False)
     assert count > 15 and grouped_moe.warm_up(qwen3(), (1, 64), backward=True, progress=False) == 0
-
-
-def test_scales_of_activations_say_nothing_of_inputs(grouped_moe, compiles):
-    """They are in fp32, as those of weights are."""
-    experts = experts_of(fp8(activation_scheme="static"))
-    assert grouped_moe.warm_up(experts, (1, 64), backward=True, progress=False) > 15
-    assert grouped_moe.warm_up(fp8(), (1, 64), backward=True, progress=False) == 0
-
-
-@pytest.mark.parametrize("kind", ["unknown", "fp8", "frozen"])
-def test_parametrized_layers_that_calls_refuse(grouped_moe, compiles, kind):
-    """For a step of their class, or because codes are computed."""
-
-    class Unknown(Ungated):
-        def _apply_router(self):
-            pass
-
-    frozen = grouped_moe.GroupedLinear(2, 64, 64).quantize_blocks_()
-    layer = {"unknown": Unknown, "fp8": lambda: experts_of(fp8()), "frozen": lambda: frozen}[kind]()
-    name = "weight" if layer is frozen else "down_proj"
-    torch.nn.utils.parametrize.register_parametrization(layer, name, torch.nn.Identity())
-    with pytest.raises(ValueError, match="_apply_router" if kind == "unknown" else f"^{name}: .*got a parametrization"):
-        grouped_moe.warm_up(layer, (1, 8), progress=False)
-
-
-@pytest.mark.parametrize("kind", ["experts", "model", "linear"])
-def test_parameters_that_are_sharded_by_fsdp(grouped_moe, compiles, two_ranks, kind):
-    """A forward has them whole, as they are between unshard and reshard."""
-    from torch.distributed.fsdp import fully_shard
-
-    model = grouped_moe.GroupedLinear(8, 256, 384) if kind == "linear" else qwen3()
-    sharded = experts_of(model) if kind == "experts" else model
-    fully_shard(sharded, mesh=two_ranks)
-    with pytest.raises(ValueError, match="^target: expected whole parameters .*fully_shard.* call unshard"):
-        grouped_moe.warm_up(model, (1, 64), backward=True, progress=False)
-    sharded.unshard()
-    assert grouped_moe.warm_up(model, (1, 64), backward=True, progress=False) > 5
 
 
 def test_how_many_tokens_a_native_op_takes(compiles):
@@ -336,11 +255,6 @@ def test_nothing_but_kernels_is_left(grouped_moe, compiles):
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_on_a_cpu_there_is_nothing_to_compile(grouped_moe):
-    assert grouped_moe.warm_up(Ungated(), backward=True) == 0
-    assert grouped_moe.warm_up(grouped_moe.GroupedLinear(2, 16, 16)) == 0
-
-
 @pytest.mark.parametrize("progress", [False, True])
 def test_progress(grouped_moe, compiles, capsys, progress):
     pytest.importorskip("tqdm")
@@ -373,34 +287,3 @@ def test_nothing_is_launched_before_all_is_compiled(grouped_moe, compiles, monke
         routing.assert_room(torch.tensor([2]), 1)  # which nobody wrote
     with pytest.raises(RuntimeError, match="capacity"):
         routing.assert_room(torch.tensor([2]), 1)
-
-
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        ({"target": "model"}, TypeError, "^target: expected a torch.nn.Module, got str"),
-        ({"target": torch.nn.Linear(2, 2)}, ValueError, "^target: expected experts or GroupedLinear .* got Linear"),
-        ({"target": Ungated().to("meta")}, ValueError, "^target: .*meta"),
-        ({"num_tokens": 4096}, TypeError, "^num_tokens: expected a pair of ints, got 4096"),
-        ({"num_tokens": (1, 2.0)}, TypeError, "^num_tokens: expected a pair of ints"),
-        ({"num_tokens": (1, 2, 3)}, ValueError, "^num_tokens: "),
-        ({"num_tokens": (0, 8)}, ValueError, "^num_tokens: .*1 or more, got \\(0, 8\\)"),
-        ({"num_tokens": (8, 4)}, ValueError, "^num_tokens: "),
-        ({"backward": 1}, TypeError, "^backward: expected True or False, got 1"),
-        ({"progress": None}, TypeError, "^progress: expected True or False, got None"),
-        ({"top_k": 2.0}, TypeError, "^top_k: expected an int or None, got float"),
-        ({"top_k": 0}, ValueError, "^top_k: expected at least 1, got 0"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments(grouped_moe, change, error, message):
-    with pytest.raises(error, match=message):
-        grouped_moe.warm_up(**{"target": Ungated(), **change})
-
-
-def test_an_unknown_top_k(grouped_moe, compiles):
-    experts = Ungated()
-    del experts.top_k
-    with pytest.raises(ValueError, match="^top_k: expected the number of experts of a token"):
-        grouped_moe.warm_up(experts, progress=False)
-    assert grouped_moe.warm_up(experts, (1, 2), top_k=2, progress=False) > 0

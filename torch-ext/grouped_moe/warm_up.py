@@ -85,10 +85,11 @@ def warm_up(
                 with torch.set_grad_enabled(trains):
                     layer.run(tokens)
 
-    with _CompilingThreads(progress) as threads:
-        with compiling_together(threads), torch.autograd.set_multithreading_enabled(False):
-            run_all()
-    run_all()
+    with torch.inference_mode(not backward), torch.autograd.set_detect_anomaly(False):
+        with _CompilingThreads(progress) as threads:
+            with compiling_together(threads), torch.autograd.set_multithreading_enabled(False):
+                run_all()
+        run_all()
     return len(COMPILED) - count
 
 

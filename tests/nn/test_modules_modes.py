@@ -38,6 +38,18 @@ def test_compiles_once(grouped_moe, device, place, how):
     assert counter.frame_count == {"marked": 1, "automatic": 2}[how]
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+@layers.by_two_places
+def test_traced_by_torch_jit(grouped_moe, device, place, frozen):
+    """PyTorch compares the trace with one that it makes without gradients."""
+    module, batch = make(grouped_moe, form_of(place), device)
+    if frozen and module.single_grouped_weight:
+        module.quantize_blocks_()
+    given = tuple(tensor for tensor in batch[:3] if tensor is not None)
+    assert_bitwise("traced", torch.jit.trace(module, given)(*given), module(*given))
+
+
 def offloaded(module, *args):
     with torch.autograd.graph.save_on_cpu():
         return module(*args)

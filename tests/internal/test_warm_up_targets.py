@@ -43,6 +43,11 @@ def test_parameters_that_are_sharded_by_fsdp(grouped_moe, compiles, two_ranks, k
     with pytest.raises(ValueError, match="^target: expected whole parameters .*fully_shard.* call unshard"):
         grouped_moe.warm_up(model, (1, 64), backward=True, progress=False)
     sharded.unshard()
+    if kind == "experts":
+        sharded.num_experts += 1
+        with pytest.raises(ValueError, match="^num_experts: expected 64 as in gate_up_proj, got 65"):
+            grouped_moe.warm_up(model, (1, 64), progress=False)
+        sharded.num_experts -= 1
     assert grouped_moe.warm_up(model, (1, 64), backward=True, progress=False) > 5
 
 

@@ -159,7 +159,7 @@ def _find_layers(target: nn.Module, top_k: Optional[int], trains: bool) -> Itera
 
 
 def _check_whole(name: str, is_whole: bool) -> None:
-    """Raises ValueError unless parameters are whole or, of DTensors that FSDP has not made, the parts of a rank."""
+    """Raises ValueError unless parameters are no DTensors or, of those that FSDP has not made, the parts of a rank."""
     if not is_whole:
         hint = "under fully_shard call unshard() of what it was applied to before, and reshard() after"
         raise ValueError(f"target: expected whole parameters in {name!r}, as a forward has them, got parts; {hint}")
@@ -286,7 +286,7 @@ def _experts_layer(
     dtype = checks.autocast_dtype(up.device.type) or own_dtype
     e, h, i = up.shape[0], *down.shape[1:][:: -1 if transposed else 1]
     p, up_h = up.shape[1:][:: -1 if transposed else 1]
-    _check_whole(name, (e, up_h) == (module.num_experts, h))
+    _check_whole(name, down is module.down_proj or (e, up_h) == (module.num_experts, h))
     products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, dtype, trains, scaled)
 
     def num_rows(num_slots: int) -> int:

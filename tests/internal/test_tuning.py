@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from tuned import A100, GPU, H200, TILE
 
+B200 = {"num_sms": 148, "shared_memory": 232448, "capability": (10, 0)}
 MI300 = {"num_sms": 304, "shared_memory": 65536, "warp_size": 64, "wide_tiles": False}
 NAME = "NVIDIA H200"
 HEAD = {"device": GPU, "capability": [9, 0], "num_sms": 132, "bandwidth": 4917}
@@ -217,6 +218,33 @@ def test_up_to_how_many_rows_codes_are_not_copied(tuning, device_spec, bandwidth
     """On average of a group: fewer where memory is faster. Unknown bandwidth counts as an H200's."""
     spec = device_spec(**{**H200, "bandwidth": bandwidth})
     assert tuning.transposing_pays(8 * rows, 8, spec) and not tuning.transposing_pays(8 * (rows + 1), 8, spec)
+
+
+@pytest.mark.parametrize(
+    "gpu, block_m, by_tma, tuned, columns, beside",
+    [
+        (B200, 128, True, None, 256, 128), (B200, 128, False, None, 128, 128), (B200, 64, False, None, 64, 64),
+        (H200, 128, True, None, 256, 128), (H200, 64, False, None, 128, 128), (A100, 128, False, None, 64, 64),
+        (B200, 64, False, 128, 128, 64), (H200, 64, False, 256, 256, 128), (B200, 64, False, 32, 32, 32),
+    ],
+)  # fmt: skip
+def test_a_low_rank_pair_limits_the_columns_of_the_dgrad(
+    files, package, device_spec, gpu, block_m, by_tma, tuned, columns, beside
+):
+    """Of the heuristic's tile and of a tuned one, for the launcher that adds the pair."""
+    spec, factor = device_spec(**gpu, name=GPU), package["backends.triton.low_rank"].factor_of
+    if tuned:
+        tile = {**TILE, "block_n": tuned}
+        write(files.file_of(GPU), {"down_dgrad": {str(block_m): tile}}, capability=list(gpu["capability"]))
+    activation, pair = package["common.activation"].Activation("silu"), torch.empty(1, 8, 768, 16)
+    for given, wanted in ((None, columns), (pair, beside)):
+        problem = package["backends.problems"].BlockProblem(
+            spec, torch.bfloat16, "ieee", 8, block_m, 768, 2048, 2, by_tma, False, factor(given), False, True, False,
+            activation, False,
+        )  # fmt: skip
+        launcher = package["backends.triton.launchers"].DownDgrad(problem)
+        assert launcher.by_tma is by_tma and launcher.config.block_n == wanted
+        assert launcher.config.tuned is bool(tuned) and launcher.n_tiles == 768 // wanted
 
 
 def test_a_null_of_either_hopper_tile_leaves_the_other(files, tuning, device_spec):

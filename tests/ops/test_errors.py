@@ -119,6 +119,7 @@ BAD = {
         (["hidden_states", "top_k_weights"], [torch.int64, torch.complex64, torch.float8_e4m3fn, torch.bool],
          "expected one of torch.bfloat16, torch.float16, torch.float32.*, got {value}$"),
         (NAMES[3:], [torch.bfloat16], "expected torch.float32 like hidden_states, got {value}$"),
+        (NAMES[3:5], [torch.float8_e4m3fn], "expected torch.float32 like .*, got {value}; .* BlockScaled$"),
         (["activation"], [None, torch.nn.SiLU(), torch.nn.functional.silu, ("silu", 1.0, None, 0.0)],
          "expected a name or an Activation, got {type}"),
         (["activation"], [Act(alpha="1")], "expected a number as alpha, got str"),
@@ -148,8 +149,10 @@ BAD = {
         (["x"], [torch.int64], "expected one of .*, got torch.int64$"),
         (["weight", "bias"], [torch.float16, torch.bfloat16], "expected torch.float32 like x, got {value}$"),
         (["splits"], [torch.float32, torch.bool], "expected torch.int32 or torch.int64, got {value}$"),
+        (["weight"], [torch.float8_e4m3fn], "expected torch.float32 like x, got {value}; .* BlockScaled$"),
         (["splits"], [[1.0, 2, 3], [True, 2, 3]], "expected a list of ints"),
         (["splits"], [torch.nested.nested_tensor([torch.ones(1).long()])], "a dense tensor, got a nested one"),
+        (["splits"], [None, 3], "expected GroupSizes, GroupOffsets, a tensor or a list of ints, got {type}$"),
         (["transposed"], NO_BOOLS, "expected True or False, got "),
     ],
     ("grouped_mlp", ValueError): [

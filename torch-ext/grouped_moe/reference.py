@@ -21,7 +21,7 @@ def activation(x: Tensor, name: str = "silu", alpha: float = 1.0) -> Tensor:
         return torch.nn.functional.relu(x)
     if name == "relu2":
         return torch.nn.functional.relu(x).square()
-    raise ValueError(f"name: unknown activation {name!r}")
+    raise ValueError(f"name: expected silu, gelu, gelu_tanh, relu or relu2, got {name!r}")
 
 
 def hidden(

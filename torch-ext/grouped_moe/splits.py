@@ -38,6 +38,9 @@ def as_splits(splits: Splits, num_groups: int, rows: int, device: torch.device, 
         tensor, shape, legend = splits.offsets, (num_groups + 1,), "(G + 1,)"
     elif isinstance(splits, (list, tuple)):
         return _from_list(splits, num_groups, rows, device)
+    elif not isinstance(splits, Tensor):
+        kinds = "GroupSizes, GroupOffsets, a tensor or a list of ints"
+        raise TypeError(f"splits: expected {kinds}, got {type(splits).__name__}")
     checks.check_tensor("splits", tensor)
     checks.check_index_dtype("splits", tensor)
     if tensor is splits and tensor.shape == (num_groups + 1,):

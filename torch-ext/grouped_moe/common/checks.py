@@ -54,6 +54,12 @@ def check_device(name: str, tensor: Tensor, device: torch.device, owner: str) ->
         raise ValueError(f"{name}: expected on {device} like {owner}, got {tensor.device}")
 
 
+def wrong_dtype(name: str, tensor: Tensor, dtype: torch.dtype, owner: str) -> TypeError:
+    """The error for a tensor of another dtype than the argument `owner`."""
+    hint = "; codes take their scales along in a BlockScaled" if tensor.dtype is torch.float8_e4m3fn else ""
+    return TypeError(f"{name}: expected {dtype} like {owner}, got {tensor.dtype}{hint}")
+
+
 def check_compute_dtype(name: str, tensor: Tensor) -> None:
     """Raises TypeError unless the kernels compute in the dtype of tensor: bf16, fp16, fp32; on CPU fp64, too.
 
@@ -138,7 +144,7 @@ def check_operand(
         raise ValueError(f"{name}: expected on {device} like {owner}, got {tensor.device}")
     if tensor.dtype is not dtype:
         if dtype is not None:
-            raise TypeError(f"{name}: expected {dtype} like {owner}, got {tensor.dtype}")
+            raise wrong_dtype(name, tensor, dtype, owner)
         check_compute_dtype(name, tensor)
 
 
@@ -222,7 +228,7 @@ def check_linear(x, weight, bias, bias_scales, transposed, scaled) -> None:
         raise ValueError(f"weight: expected N and K above 0, got {tuple(weight.shape)}")
     check_device("weight", weight, x.device, "x")
     if not scaled and weight.dtype is not x.dtype:
-        raise TypeError(f"weight: expected {x.dtype} like x, got {weight.dtype}")
+        raise wrong_dtype("weight", weight, x.dtype, "x")
     if bias is None and bias_scales is not None:
         raise ValueError("bias_scales: expected None without a bias, which they scale")
     if bias is not None:

@@ -135,4 +135,4 @@ def _wanted_dtype(name: str, given: Tensor, own: Tensor) -> Optional[str]:
         )
     if own.dtype == CODES:
         return f"codes in {CODES}, as the weight is block-scaled"
-    return f"a plain weight; quantize_blocks_() first makes it one of {CODES}" if given.dtype == CODES else None
+    return "a plain weight, or quantize_blocks_() of this layer before loading" if given.dtype == CODES else None

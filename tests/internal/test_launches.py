@@ -56,7 +56,7 @@ def test_native_backend_does_what_tritons_does(load):
 ])  # fmt: skip
 def test_scalings_that_native_ops_take(grouped_moe, load, scaling, taken):
     """All others are left to the checks, which refuse them."""
-    factors = load("backends.native.decode")._factors_of((None, grouped_moe.LoRA(None, None, scaling)))
+    factors = load("backends.native.decode")._factors_of(None, grouped_moe.LoRA(None, None, scaling))
     assert (factors is not None) is taken
 
 

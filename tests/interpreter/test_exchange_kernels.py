@@ -46,7 +46,7 @@ def test_exchange(module, kernels, tokens, top_k, num_local, ranks, capacity, hi
 def test_refusal(module, kernels):
     """A rank without room says so in all of its places, and any rank's are seen."""
     row, none = module("packed").PackedRow(8, torch.float32, 2, torch.float32), torch.zeros(0, 2, dtype=torch.int64)
-    rows = torch.zeros((700 * 3, row.starts[-1] // 8), dtype=torch.int64)
+    rows = torch.zeros((700 * 3, row.words), dtype=torch.int64)
     source = kernels.plan_exchange(none, 4, 2, 3)[0]
     refused = kernels.pack_rows(torch.zeros(0, 8), torch.zeros(0, 2), none, source, 4, 3, -1)
     assert kernels.unpack_rows(rows, row, 3, -1)[2] == 1

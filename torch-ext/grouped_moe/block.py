@@ -102,7 +102,7 @@ def check_and_pack(
 
 def _factors_of(*loras: Optional[LoRA]) -> List[Optional[Tensor]]:
     """The factors as arguments of ops, a and b of each."""
-    return [factor for lora in loras for factor in ((None, None) if lora is None else lora[:2])]
+    return [factor for lora in loras for factor in ((None, None) if lora is None else (lora.a, lora.b))]
 
 
 def make_block(

@@ -56,12 +56,12 @@ def _combine(rows, source, places, group) -> Tensor:
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
-        out = _dispatch(*args)
+        out = x, weights, ids, fits, source, places, dropped = _dispatch(*args)
         *_, ctx.group = args
         ctx.set_materialize_grads(False)  # else zeros for each of the outputs that have none
-        ctx.forms = [(part.shape, part.dtype) for part in out[:2]]
-        ctx.save_for_backward(out[-2])
-        ctx.mark_non_differentiable(*out[2:])
+        ctx.forms = [(part.shape, part.dtype) for part in (x, weights)]
+        ctx.save_for_backward(places)
+        ctx.mark_non_differentiable(ids, fits, source, places, dropped)
         return out
 
     @staticmethod

@@ -83,11 +83,10 @@ def read_factors(
     """The factors of the LoRAs of at most two products, None for None. dtype: of the rows."""
     if not any(loras):
         return [None] * len(loras)
-    views = [None if lora is None else [_as_factor(each, rows.num_groups) for each in lora[:2]] for lora in loras]
-    packed = kernels.pack_factors([view and view[1] for view in views], rows, dtype)
+    bs = kernels.pack_factors([lora and _as_factor(lora.b, rows.num_groups) for lora in loras], rows, dtype)
     return [
-        None if lora is None else Factors(view[0].transpose(2, 3), b, lora)
-        for lora, view, b in zip(loras, views, packed)
+        None if lora is None else Factors(_as_factor(lora.a, rows.num_groups).transpose(2, 3), b, lora)
+        for lora, b in zip(loras, bs)
     ]
 
 

@@ -24,6 +24,12 @@ class PackedRow(NamedTuple):
         weights, ids, row = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
         return weights, weights + ids, weights + ids + row
 
+    @property
+    def words(self) -> int:
+        """How many int64 a row takes."""
+        _, _, num_bytes = self.starts
+        return num_bytes // WORD
+
     def parts(self, rows: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Hidden states (places, H), routing weights and ids (places, top_k), as views of rows (places, words)."""
         weights, ids, _ = self.starts

@@ -5,7 +5,7 @@ from typing import NamedTuple, Tuple
 import torch
 from torch import Tensor
 
-from .packed import WORD, PackedRow
+from .packed import PackedRow
 from .permute import sum_rows
 from .registration import define_op
 
@@ -33,7 +33,7 @@ def _send(kernels, x, weights, ids, num_local, ranks, capacity, empty) -> Tuple[
 
 
 def _send_fake(x, weights, ids, num_local, ranks, capacity, empty):
-    words = PackedRow(x.shape[1], x.dtype, weights.shape[1], weights.dtype).starts[-1] // WORD
+    words = PackedRow(x.shape[1], x.dtype, weights.shape[1], weights.dtype).words
     plan = (ids.new_empty(shape, dtype=torch.int32) for shape in (ranks * capacity, ids.shape, ranks))
     return ids.new_empty((ranks * capacity, words), dtype=torch.int64), *plan
 

@@ -209,9 +209,12 @@ def _detached(lora: LoRA, num_own: Optional[int]) -> LoRA:
 
     The latter is what an exchange between ranks hands to the experts of a rank.
     """
-    factors = [factor.detach() if num_own is None else factor.detach()[:num_own].contiguous() for factor in lora[:2]]
-    factors = (new.requires_grad_(factor.requires_grad) for new, factor in zip(factors, lora[:2]))
-    return LoRA(*factors, lora.scaling)
+
+    def detach(factor: Tensor) -> Tensor:
+        own = factor.detach() if num_own is None else factor.detach()[:num_own].contiguous()
+        return own.requires_grad_(factor.requires_grad)
+
+    return LoRA(detach(lora.a), detach(lora.b), lora.scaling)
 
 
 def _input_dtype(weight: Tensor, is_scaled: bool, *owners: nn.Module) -> torch.dtype:
@@ -305,7 +308,7 @@ def _experts_layer(
         ids = torch.randint(e, (num_tokens, top_k), device=up.device, generator=generator)
         ids.view(-1)[num_rows(ids.numel()) :] = e  # sentinels, for which there is no room
         own = {each: _detached(lora, e if exchanged else None) for each, lora in loras.items()}
-        leaves = *twin._parameters.values(), *(factor for lora in own.values() for factor in lora[:2])
+        leaves = *twin._parameters.values(), *(factor for lora in own.values() for factor in (lora.a, lora.b))
         # In a model's first layer hidden states, and routing weights if the router is frozen, may need no gradient.
         needs = (False, True) if torch.is_grad_enabled() else (False,)
         for weights_dtype, x_needs, weights_need in itertools.product({own_dtype, dtype, torch.float32}, needs, needs):
@@ -317,7 +320,7 @@ def _experts_layer(
             out = experts_forward(twin, x, here, weights, share, **own)
             _differentiate(out, (x, weights, *leaves))
 
-    factors = [(each, factor) for each, lora in loras.items() for factor in lora[:2]]
+    factors = [(each, factor) for each, lora in loras.items() for factor in (lora.a, lora.b)]
     flags = type(module), gated, interleaved, transposed, getattr(module, "has_bias", False), activation, top_k, share
     flags += exchanged, _describe(factors)
     return _Layer((*flags, _describe(module.named_parameters())), choice, run)

@@ -151,7 +151,7 @@ class FixedSizeExchange:
     def _own(self, lora: LoRA) -> LoRA:
         """The pairs of this rank's experts."""
         batches = self.ep_mesh.size() // self.tp_mesh.size()
-        a, b = (exchange.own_part(factor, self.ep_mesh.get_group(), batches) for factor in lora[:2])
+        a, b = (exchange.own_part(factor, self.ep_mesh.get_group(), batches) for factor in (lora.a, lora.b))
         return LoRA(a, b, lora.scaling)
 
     def _capacity(self, x: Tensor, ids: Tensor, weights: Tensor) -> int:

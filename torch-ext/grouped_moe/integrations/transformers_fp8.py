@@ -77,15 +77,15 @@ def scaled_weight(experts: nn.Module, name: str) -> BlockScaled:
     n, k = data.shape[1:]
     parts = 2 if name == "gate_up_proj" else 1
     given = getattr(experts, "block_size", None)
-    block = (n // parts, k) if given is None else tuple(given)
-    extent, size = (k, block[1]) if name == "down_proj" else (n // parts, block[0])
+    n_block, k_block = block = (n // parts, k) if given is None else tuple(given)
+    extent, size = (k, k_block) if name == "down_proj" else (n // parts, n_block)
     whole = getattr(experts, "intermediate_dim", extent)
     if given is not None and extent != whole and extent % size:
         raise ValueError(
             f"{name}: expected tensor-parallel parts of whole blocks, got {extent} of {whole} for blocks of {size}; "
             "choose a tp_size that leaves whole blocks, or ep_size instead"
         )
-    if scales.shape[1] != parts * -(-n // parts // block[0]):  # blocks go on from gate to up
+    if scales.shape[1] != parts * -(-n // parts // n_block):  # blocks go on from gate to up
         parts, block = 1, (n, k) if given is None else block
     return BlockScaled(data, scales, block, parts)
 

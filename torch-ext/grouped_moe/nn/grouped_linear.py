@@ -370,12 +370,11 @@ class GroupedLinear(nn.Module):
         if not all(map(operator.is_, delayed.parameters, self._of("weight") + self._of("bias"))):
             reason = "the parameters are others than in the forward, as by functional_call"
             raise RuntimeError(f"backward_dw: {reason}; discard_delayed_wgrad() drops what is stored")
-        dy, x, splits, bias_scales = delayed[:4]
-        wanted = self._wanted()
-        if x is not None and wanted.weights:
+        dy, splits, wanted = delayed.dy, delayed.splits, self._wanted()
+        if delayed.x is not None and wanted.weights:
             to_main_grad = self.accumulate_into_main_grad
             targets = main_grads_of(wanted) if to_main_grad else self._grads(wanted.weights)
-            dummies = accumulate(wanted, targets, dy, x, splits)
+            dummies = accumulate(wanted, targets, dy, delayed.x, splits)
             if to_main_grad:
                 mark_added(wanted.weights)
             for weight, dummy in zip(wanted.weights, dummies):
@@ -383,7 +382,7 @@ class GroupedLinear(nn.Module):
                     weight.grad = dummy
         biases = self._of("bias")
         if delayed.wants_bias and any(bias.requires_grad for bias in biases):
-            dbias, _ = run_bias_backward(dy, splits, self.num_groups, None, bias_scales, True)
+            dbias, _ = run_bias_backward(dy, splits, self.num_groups, None, delayed.bias_scales, True)
             for bias, grad in zip(biases, self._by_parameter("bias", dbias)):
                 if bias.requires_grad:
                     bias.grad = grad.to(bias.dtype) if bias.grad is None else bias.grad.add_(grad)

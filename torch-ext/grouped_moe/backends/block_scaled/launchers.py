@@ -8,7 +8,7 @@ from ..kernels.quantized import quantized_up_proj_kernel
 from ..problems import BlockProblem, GemmProblem
 from ..triton.launch import Launcher
 from ..triton.launchers import bias_and_strides
-from ..triton.quantize import QuantizedRows
+from ..triton.quantize import values_and_scales
 from ..triton.scales import codes_and_scales, step_of
 
 _WIDENING, _OF_CODES = "Triton, weights widened in registers", "Triton, 8-bit rows and weights"
@@ -25,7 +25,7 @@ class Gemm(Launcher):
         super().__init__(p, config, scaled_gemm_kernel, constants, p.n, _OF_CODES if of_codes else _WIDENING)
 
     def __call__(self, x, weight, bias, scales, low_rank, y, rows) -> None:
-        p, (values, x_scales) = self.problem, x[:2] if isinstance(x, QuantizedRows) else (x, None)
+        p, (values, x_scales) = self.problem, values_and_scales(x)
         self.kernel(
             self.grid(x.shape[0]), values, *values.stride(), x_scales, *codes_and_scales(weight, p.transposed, p.spec),
             *bias_and_strides(bias), scales, *(low_rank or (None, None)), y, rows.schedule, x.shape[0],
@@ -75,7 +75,7 @@ class QuantizedUpProj(Launcher):
         p = self.problem
         self.kernel(
             self.grid(rows.num_rows), x.codes, x.scales, *codes_and_scales(block.up, False, p.spec),
-            *bias_and_strides(block.up_bias), *(low_rank or (None, None)), preact, *(act or (None, None))[:2], scales,
+            *bias_and_strides(block.up_bias), *(low_rank or (None, None)), preact, *values_and_scales(act), scales,
             rows.row_to_slot, rows.schedule,
         )  # fmt: skip
 

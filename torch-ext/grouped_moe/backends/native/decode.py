@@ -71,16 +71,16 @@ def _scales_of(weight: BlockScaled) -> Tensor:
     return scales.view(torch.uint8) if scales.dtype is torch.float8_e8m0fnu else scales
 
 
-def _factors_of(loras: Loras) -> Optional[Tuple[Tensor, ...]]:
+def _factors_of(*loras: Optional[LoRA]) -> Optional[Tuple[Tensor, ...]]:
     """The factors of the pairs that there are; None if one is no LoRA, or its scaling no plain number of fp32."""
     factors = ()
-    for lora in loras[:2]:
+    for lora in loras:
         if lora is not None:
             if not isinstance(lora, LoRA) or type(lora.scaling) not in (float, int):
                 return None
             if not abs(lora.scaling) <= _MAX_SCALING:
                 return None
-            factors += lora[:2]
+            factors += lora.a, lora.b
     return factors
 
 
@@ -140,7 +140,8 @@ def decode_directly(
     if up_bias is not None or down_bias is not None:
         tensors += tuple(bias for bias in (up_bias, down_bias) if bias is not None)
     if loras is not None:
-        factors, adapters = _factors_of(loras), loras[2]
+        up_lora, down_lora, adapters = loras
+        factors = _factors_of(up_lora, down_lora)
         if factors is None:
             return None
         tensors += factors if adapters is None else (*factors, adapters)

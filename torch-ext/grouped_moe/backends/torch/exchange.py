@@ -5,7 +5,7 @@ from typing import Tuple
 import torch
 from torch import Tensor
 
-from ...packed import WORD, PackedRow
+from ...packed import PackedRow
 
 
 def plan_exchange(ids: Tensor, num_local: int, ranks: int, capacity: int) -> Tuple[Tensor, Tensor, Tensor]:
@@ -30,7 +30,7 @@ def pack_rows(
 ) -> Tensor:
     """(places, words) int64: the `PackedRow` of each place's token. Tensors have any strides."""
     row = PackedRow(x.shape[1], x.dtype, weights.shape[1], weights.dtype)
-    rows = ids.new_zeros((source.shape[0], row.starts[-1] // WORD), dtype=torch.int64)
+    rows = ids.new_zeros((source.shape[0], row.words), dtype=torch.int64)
     filled = (source >= 0).nonzero().squeeze(1)
     tokens = source[filled]
     local = ids[tokens] - (filled // capacity * num_local)[:, None]

@@ -12,7 +12,7 @@ from ...rows import Rows
 from ..kernels.activation import Options
 from ..kernels.activation_grad import activation_grad_kernel
 from .launch import Kernel
-from .quantize import BLOCK, QuantizedRows, empty_rows
+from .quantize import BLOCK, QuantizedRows, empty_rows, values_and_scales
 
 _ROWS = 16  # of a program, which takes the activation's columns of one scale
 
@@ -38,8 +38,7 @@ def activation_grad(
         kernel = _kernel(rows.num_groups, n, block.gated, block.interleaved, block.activation)
         kernel(
             (-(-num_rows // _ROWS) * num_tiles, 1, 1), dact, scales, preact, dpreact,
-            *((None, None) if codes is None else (codes.codes, codes.scales)), act, dots, num_rows,
-            rows.row_to_slot, rows.schedule,
+            *values_and_scales(codes), act, dots, num_rows, rows.row_to_slot, rows.schedule,
         )  # fmt: skip
     return dpreact, codes, act, dots
 

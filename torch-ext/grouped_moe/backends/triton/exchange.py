@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import power_of_two
-from ...packed import WORD, PackedRow
+from ...packed import PackedRow
 from ...rows import unit_rows
 from ..kernels.exchange import pack_rows_kernel, plan_exchange_kernel, take_slots_kernel, unpack_rows_kernel
 from .launch import Kernel
@@ -26,10 +26,10 @@ def _plan_kernel(num_local: int, top_k: int) -> Kernel:
 
 
 @lru_cache(maxsize=None)
-def _pack_kernel(h: int, row: Optional[PackedRow], num_local: int, empty: int, row_bytes: int) -> Kernel:
+def _pack_kernel(h: int, row: Optional[PackedRow], num_local: int, empty: int, row_bytes: int = 0) -> Kernel:
     """row: None for rows of hidden states alone, of row_bytes."""
     top_k = 1 if row is None else row.top_k
-    weights_at, ids_at, _ = (0, 0, 0) if row is None else row.starts
+    weights_at, ids_at, row_bytes = (0, 0, row_bytes) if row is None else row.starts
     constants = {
         "H": h, "TOP_K": top_k, "TOP_K_POW2": power_of_two(top_k), "NUM_LOCAL": num_local, "EMPTY": empty,
         "WEIGHTS_AT": weights_at, "IDS_AT": ids_at, "ROW": row_bytes, "BLOCK_H": min(_MAX_BLOCK_H, power_of_two(h)),
@@ -71,9 +71,8 @@ def pack_rows(
     (places,).
     """
     x, row = unit_rows(x), PackedRow(x.shape[1], x.dtype, weights.shape[1], weights.dtype)
-    size = row.starts[-1]
-    rows = ids.new_empty(source.shape[0], size // WORD, dtype=torch.int64)
-    kernel = _pack_kernel(row.hidden, row, num_local, empty, size)
+    rows = ids.new_empty(source.shape[0], row.words, dtype=torch.int64)
+    kernel = _pack_kernel(row.hidden, row, num_local, empty)
     grid = source.shape[0], -(-row.hidden // kernel.constants["BLOCK_H"]), 1
     kernel(grid, x, x.stride(0), weights, ids, source, rows, capacity)
     return rows

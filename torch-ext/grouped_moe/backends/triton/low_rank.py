@@ -12,7 +12,7 @@ from ...operands import pad_rank
 from ...rows import Rows, max_tiles
 from ..kernels.low_rank import Factor, project_kernel
 from .launch import Kernel
-from .quantize import BLOCK, QuantizedRows
+from .quantize import BLOCK, QuantizedRows, values_and_scales
 
 _MAX_COLUMNS = 128  # of a tile
 _TALL = 64  # rows of a tile from where on its products, not the latency of its loads, take the time
@@ -72,7 +72,7 @@ def project(
     row's adapter; and the same scaled, None without scales. Rows of no group are unwritten.
     """
     layout, k, is_quantized = factor_of(factor), x.shape[1], isinstance(x, QuantizedRows)
-    values, x_scales = x[:2] if is_quantized else (x, None)
+    values, x_scales = values_and_scales(x)
     z = values.new_empty(rows.num_rows, layout.R, dtype=x.dtype)
     scaled = None if scales is None else torch.empty_like(z)
     if rows.num_rows:

@@ -1,7 +1,7 @@
 """Rows as 8-bit floats, and how rows become such."""
 
 from functools import lru_cache
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -31,6 +31,11 @@ class QuantizedRows(NamedTuple):
     def shape(self) -> torch.Size:
         """(rows, K)."""
         return self.codes.shape
+
+
+def values_and_scales(rows: Union[Tensor, QuantizedRows, None]) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    """Rows as arguments of a kernel: codes and their scales, or plain rows and None; None twice without rows."""
+    return (rows.codes, rows.scales) if isinstance(rows, QuantizedRows) else (rows, None)
 
 
 def empty_rows(num_rows: int, k: int, like: Tensor) -> QuantizedRows:

@@ -58,7 +58,8 @@ def assert_room(num_routed: Tensor, num_rows: int) -> None:
 def launches_of(num_slots: int) -> Tuple[bool, bool, bool]:
     """Which launches route so many slots: whether all three, whether the scan is one of few chunks, whether of one."""
     num_chunks = -(-num_slots // _CHUNK)
-    return num_slots > _FEW_SLOTS, num_chunks <= _SCAN_FEW[0], num_chunks <= 1
+    most, *_ = _SCAN_FEW
+    return num_slots > _FEW_SLOTS, num_chunks <= most, num_chunks <= 1
 
 
 def _place_slots(ids: Tensor, rows: Rows, num_routed: Optional[Tensor]) -> None:
@@ -70,9 +71,8 @@ def _place_slots(ids: Tensor, rows: Rows, num_routed: Optional[Tensor]) -> None:
     if all_three:
         counts, totals = (ids.new_empty(shape, dtype=torch.int32) for shape in ((num_chunks, num_experts), num_experts))
         _count_kernel(num_experts)((num_chunks, 1, 1), ids, counts, num_slots)
-        width = (_SCAN_FEW if few_chunks else _SCAN_MANY)[1]
         scan = _scan_kernel(num_experts, few_chunks)
-        scan((-(-num_experts // width), 1, 1), counts, totals, num_chunks)
+        scan((-(-num_experts // scan.constants["WIDTH"]), 1, 1), counts, totals, num_chunks)
     _place_kernel(num_experts, rows.block_m, one_chunk)(
         (num_chunks, 1, 1), ids, counts, totals, rows.schedule, rows.row_to_slot, rows.slot_to_row, num_routed,
         num_slots, rows.num_rows,

@@ -67,11 +67,11 @@ class Block(NamedTuple):
 def check_and_pack(
     owner: str, x: Tensor, block: Block, adapter_index: Optional[Tensor]
 ) -> Tuple[Tensor, Optional[Tensor], List[Optional[Tensor]], Tuple[Any, ...]]:
-    """What a public function was given as arguments of ops: x, the adapters, and `BLOCK_SCHEMA`.
+    """Checks what a public function was given, casts it as autocast does, and packs it into arguments of ops.
 
-    The last is in two parts, tensors and the rest. Scalings of LoRAs are among the activation's parameters. A limit of
-    0 stands for none: AOTInductor cannot load a program with an infinite one.
-    owner: what the function calls x. Casts as autocast does. Raises TypeError or ValueError that names the argument.
+    owner: what the function calls x. Returns x, adapter_index and `BLOCK_SCHEMA` in two parts, tensors and the rest.
+    Scalings of LoRAs are among the activation's parameters. A limit of 0 stands for none: AOTInductor cannot load a
+    program with an infinite one. Raises TypeError or ValueError that names the argument.
     """
     checks.check_tensor(owner, x)
     dtype = checks.autocast_dtype(device_type(x))

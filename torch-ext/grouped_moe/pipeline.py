@@ -1,8 +1,8 @@
-"""The experts block as straight lines, for sorted rows in place and for rows that are routed from tokens.
+"""Forward and backward of the experts block, step by step, for routed rows and for rows in place.
 
-`kernels` is a module of `backends`, which lists its functions. Rows that are routed (`rows.top_k` > 0) come from tokens
-and go back to them: x, dout and the gradient of x have one row per token, the scales one per slot, and all else one
-per row.
+`kernels` is a module of `backends`, which lists its functions. Routed rows (`rows.top_k` > 0) come from tokens and go
+back to them: x, dout and the gradient of x have one row per token, the scales one per slot, and all else one per row.
+Rows in place are sorted by expert already, so that all of these have one per row.
 """
 
 from types import ModuleType
@@ -64,8 +64,9 @@ def backward(
     """The gradients that are asked for. The gradient of the pre-activation leads to those of x and of the first weight.
 
     x: for the gradients of the first weight and of its LoRA, and for recomputing alone. overwrite: the gradient of the
-    pre-activation takes its place, and its memory is given back at the end. Each buffer goes before the next one comes,
-    and the gradients of weights, which stay, come last; those of b, which are small, with what reads the same rows.
+    pre-activation takes its place, and its memory is given back at the end. To keep the peak low, each buffer is freed
+    before the next one is made. Gradients of weights stay, so they are made last; those of b are small, and are made
+    where the same rows are read.
     """
     routed, transposed = rows.top_k > 0, block.transposed
     dout, x = unit_rows(dout), None if x is None else unit_rows(x)

@@ -2,7 +2,7 @@
 
 A differentiable op `name`, which callers, compilers and exporters see, is made of others: one that also returns what a
 backward needs, and those of the backward. The first decides whether autograd records the call. (By
-`torch.library.register_autograd` a recorded call takes the host 58 us, so registered 17.) Those others refuse to be
+`torch.library.register_autograd` a recorded call takes the host 58 us, this way 17.) Those others refuse to be
 differentiated: nothing but a decomposed program calls them where autograd would record it.
 
 Implementations are called with the backend of their first tensor, then the op's arguments, on the device of that

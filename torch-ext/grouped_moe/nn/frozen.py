@@ -48,7 +48,7 @@ def check_given(weight: object, bias: Optional[Tensor]) -> None:
 
 
 def register(module: nn.Module, weight: BlockScaled) -> Dict[str, Any]:
-    """Makes its tensors parameters of a module, and returns what makes it up besides them."""
+    """Makes its tensors parameters of a module, and returns its other fields."""
     options = weight._asdict()
     for name, field in zip(NAMES, _FIELDS):
         module.register_parameter(name, nn.Parameter(options.pop(field), False))
@@ -111,9 +111,9 @@ def from_integers(state: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def replace_misfits(state_dict: Dict[str, Any], prefix: str, module: nn.Module, errors: List[str]) -> None:
-    """Puts the module's own in place of what a copy into its weight would give other values, and says so in errors.
+    """Replaces entries that a copy into the module would change by the module's own, and adds an error for each.
 
-    That are codes for a plain weight, a plain weight for codes, and scales for ones of fewer digits.
+    They are codes for a plain weight, a plain weight for codes, and scales for ones of fewer digits.
     """
     for name in [*module._names["weight"], SCALES]:
         given, own = state_dict.get(prefix + name), module._parameters.get(name)

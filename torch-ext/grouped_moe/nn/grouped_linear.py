@@ -237,7 +237,9 @@ class GroupedLinear(nn.Module):
         return packed if detached else Pack.apply(packed, *parameters)
 
     def _watched(self, x: Tensor, used: Weight) -> List[nn.Parameter]:
-        """Weights that autograd sees one of and x's gradient depends on all of; none where a copy of them is used."""
+        """Weights whose changes autograd would miss: it sees those of the first one alone. None where x needs no
+        gradient, or a copy of them is used.
+        """
         if self.single_grouped_weight or torch.compiler.is_compiling() or not (x.requires_grad and is_plain(used)):
             return []
         weights = self._of("weight")

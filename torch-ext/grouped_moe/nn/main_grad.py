@@ -33,9 +33,9 @@ class MainGrad(NamedTuple):
 class Wanted(NamedTuple):
     """The weights of a layer that require a gradient, and their names.
 
-    groups: theirs, of num_groups; None if one weight is that of all groups. targets: where gradients go, by
-    `main_grads_of`; None where that is looked up in the backward, as Megatron-LM may replace buffers and reset flags
-    until then.
+    groups: the number of each one's group, below num_groups; None if one weight is that of all groups. targets: where
+    gradients go, by `main_grads_of`; None where that is looked up in the backward, as Megatron-LM may replace buffers
+    and reset flags until then.
     """
 
     names: List[str]

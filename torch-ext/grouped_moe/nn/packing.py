@@ -63,7 +63,7 @@ def for_pickle(weights: Sequence[Tensor]) -> Tuple[Optional[Tensor], List[nn.Par
 def unchanged(
     tensors: Sequence[Optional[Tensor]], name_of: Callable[[int], str] = "weight{}".format
 ) -> Callable[[], None]:
-    """A check that raises RuntimeError, as autograd's of what it saved, if a tensor was modified in place since now."""
+    """A check that raises RuntimeError if a tensor was modified in place after this call, as autograd's own does."""
     versions = [0 if tensor is None else _compat.version_of(tensor) for tensor in tensors]
 
     def check() -> None:
@@ -76,9 +76,9 @@ def unchanged(
 
 
 def watch(y: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """y, whose backward raises, whatever gradients it leads to, if a weight was modified in place since now.
+    """Makes the backward of y raise if a weight was modified in place after this call. Returns y.
 
-    Below autograd y has no backward of its own.
+    It raises whatever gradients are asked for. Below autograd y has no backward of its own.
     """
     if weights and y.grad_fn is not None:
         check = unchanged(weights)

@@ -16,7 +16,7 @@ from ..common.device import DeviceSpec
 from ..common.numbers import power_of_two
 from .files import tiles_of
 
-_MAX_SHARED_BYTES = 28 << 20  # of weights that slots read again, on average: in as much time slots are routed
+_MAX_SHARED_BYTES = 28 << 20  # of weights that are read again, on average, in the time that routing takes
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ _LONG_K = 4096  # from where on wide tiles can pay
 _QUANTIZED_ROWS = 16  # of an expert on average from where on 8-bit rows pay
 _TRANSPOSED_ROWS = 600  # of a group on average up to which an H200 does not copy codes
 _H200_BANDWIDTH = 4917  # GB/s
-THIN = 64  # columns of a weight gradient up to which it is one of streaming its other operand
+THIN = 64  # columns of a weight gradient up to which its time is that of reading its other operand
 
 
 # By product and rows, with weights that are widened in registers: the sums of one block of K take as many registers as

@@ -37,7 +37,8 @@ def plan_exchange_kernel(
     places: that place at the first of a token's slots for the rank, -2 - place at the others, -1 where there is no such
     place or the slot is a sentinel. dropped: the slots with an expert of the rank whose position is past the capacity.
     Grid: (ranks, chunks of tokens, at least 1). A program counts the rank's tokens of all earlier chunks, and then
-    places those of its own. Sentinels are those of the first rank; the last chunk sees what is dropped or free.
+    places those of its own. Those of rank 0 write the places of sentinels; those of the last chunk write what is
+    dropped, and -1 to places that stay free.
     """
     wait_for_stream()
     rank, ranks, chunk = tl.program_id(0), tl.num_programs(0), tl.program_id(1)

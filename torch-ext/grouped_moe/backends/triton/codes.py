@@ -65,7 +65,7 @@ def takes_codes(
     if not _is_for_codes(up, block_m, x.dtype) or not _is_for_codes(down, block_m, x.dtype):
         return False
     operands, spec = (_operand(up, block.up_lora, contiguous), _operand(down, block.down_lora, contiguous)), spec_of(x)
-    return _counts(num_rows, spec) and _block_takes_codes(*operands, block.gated, block.interleaved, spec, backward)
+    return _rows_fit(num_rows, spec) and _block_takes_codes(*operands, block.gated, block.interleaved, spec, backward)
 
 
 def gemm_takes_codes(
@@ -78,7 +78,7 @@ def gemm_takes_codes(
     if not _is_for_codes(weight, rows.block_m, dtype):
         return False
     operand = _operand(weight, low_rank, contiguous=transposed)  # a transpose is copied where it has to be
-    return _counts(rows.num_rows, spec) and _gemm_takes_codes(operand, transposed, spec)
+    return _rows_fit(rows.num_rows, spec) and _gemm_takes_codes(operand, transposed, spec)
 
 
 def transposes_codes(weight: BlockScaled, rows: Rows, spec: DeviceSpec) -> bool:
@@ -88,8 +88,8 @@ def transposes_codes(weight: BlockScaled, rows: Rows, spec: DeviceSpec) -> bool:
     return takes_weight(weight)
 
 
-def _counts(num_rows: int, spec: DeviceSpec) -> bool:
-    """Whether kernels count so many rows: Hopper's do by ragged descriptors."""
+def _rows_fit(num_rows: int, spec: DeviceSpec) -> bool:
+    """Whether kernels can read so many rows: Hopper's read them by ragged descriptors, which count up to a limit."""
     return not spec.hopper or num_rows <= MAX_RAGGED_ROWS
 
 

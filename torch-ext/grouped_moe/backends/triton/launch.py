@@ -36,7 +36,7 @@ _compiles_only: ContextVar[bool] = ContextVar("grouped_moe_compiles_only", defau
 
 @contextlib.contextmanager
 def compiling_together(executor: Executor) -> Iterator[None]:
-    """Within, launches run nothing: the executor compiles the variants that they lack, side by side, until the end.
+    """In this context launches run nothing; the executor compiles the variants that they lack, all before it ends.
 
     It holds for this thread alone, so backwards have to run in it (`torch.autograd.set_multithreading_enabled`). What
     kernels would have written stays unwritten. A variant that fails to compile does so again when it is launched.

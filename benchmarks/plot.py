@@ -243,6 +243,8 @@ def main() -> None:
     parser.add_argument("--gpu", default="h200", help="as in the names of the results (h200)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of results and figures")
     arguments = parser.parse_args()
+    if not any((arguments.results / result_name(name, arguments.gpu)).exists() for name in FIGURES):
+        parser.error(f"--gpu: expected one with results in {arguments.results}, got {arguments.gpu!r}")
     draw(arguments.results, arguments.gpu)
 
 

@@ -108,10 +108,11 @@ def run_tasks(benchmark: str, build: str, tasks: List[Task], arguments: argparse
     """
     results = {"benchmark": benchmark, "build": build, **describe_machine(), "cells": []}
     begun, only = time.monotonic(), arguments.only or [[]]
+    chosen = [task for task in tasks if any(all(word in task.name for word in words) for words in only)]
+    if not chosen:
+        sys.exit(f"--only: expected words of one name, such as {tasks[0].name!r}, got {only}")
     faulthandler.dump_traceback_later(arguments.budget + HANGING_SECONDS, exit=True, file=sys.__stderr__)
-    for task in tasks:
-        if not any(all(word in task.name for word in words) for words in only):
-            continue
+    for task in chosen:
         left = arguments.budget - (time.monotonic() - begun)
         try:
             if left <= 0:
@@ -150,6 +151,11 @@ def main(argv: Optional[Sequence[str]] = None) -> dict:
     if not set(arguments.names) <= set(BENCHMARKS):
         parser.error(f"expected {', '.join(BENCHMARKS)}, got {' '.join(arguments.names)}")
     if len(arguments.names) != 1:
+        given = {name for name, value in vars(arguments).items() if value != parser.get_default(name)}
+        if given := given - {"names", "smoke", "results"}:
+            parser.error(
+                f"expected one NAME with {', '.join(sorted(given))}, got {' '.join(arguments.names) or 'none'}"
+            )
         folder = arguments.results or (Path(tempfile.mkdtemp()) if arguments.smoke else RESULTS)
         sys.exit(run_each(arguments.names or BENCHMARKS, arguments.smoke, folder))
     (name,), kernel = arguments.names, load_kernel()

@@ -154,6 +154,15 @@ def test_a_failing_task_and_a_budget_that_is_over(tmp_path):
     assert all("past the budget" in cell["skipped"]["all"] for cell in late)
 
 
+def test_options_that_choose_nothing(capsys):
+    with pytest.raises(SystemExit, match="--only: expected words of one name, such as 'one', got .*'none'"):
+        run.run_tasks("", "", [run.Task("one", list)], options_of("--only", "none"))
+    for names in ([], ["layers", "decode"]):
+        with pytest.raises(SystemExit):
+            run.main([*names, "--smoke", "--rounds", "1", "--only", "T=12"])
+        assert f"expected one NAME with only, rounds, got {' '.join(names) or 'none'}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("rounds, seconds", [(1, math.inf), (25, 0.0)], ids=["planned", "cut-short"])
 @pytest.mark.parametrize("number", range(1, 8))
 def test_everyone_follows_everyone_equally_often(monkeypatch, number, rounds, seconds):

@@ -1,9 +1,9 @@
-"""Trains a small Qwen3-MoE with FSDP2 and expert parallelism, saves it, and lets it write.
+"""Trains a small Qwen3-MoE with FSDP2 and expert parallelism, saves it, and generates text with it.
 
     torchrun --standalone --nproc-per-node 2 examples/expert_parallel_training.py
 
 Every rank has a batch of its own and a part of the experts. Tokens go once to each rank that has one of their experts:
-`DistributedConfig(ep_implementation="grouped_moe")`. For writing the ranks share one batch. While the model is saved,
+`DistributedConfig(ep_implementation="grouped_moe")`. To generate, the ranks share one batch. While the model is saved,
 PyTorch warns that it gathers the experts in two steps, since both FSDP2 and expert parallelism shard them.
 """
 

@@ -13,9 +13,9 @@
 // exchanged; E up to 1024, H and I up to 2^28. x and both weights are contiguous along the dimension that is summed
 // over, in rows that begin at multiples of 16 bytes and have whole ones; plain weights may be so along the other one
 // instead, if I is a multiple of 8. Biases: in the dtype of x, any strides.
-// kind: 32 times the activation, an index into the package's ACTIVATION_NAMES, plus 16 if dimensions are exchanged,
-// plus 8 if each slot reads the weights of its expert itself, plus 4 if both halves of up have blocks of their own,
-// plus 2 if gated, plus 1 if interleaved.
+// kind: ACTIVATION times an index into the package's ACTIVATION_NAMES, plus EXCHANGED if dimensions are exchanged, plus
+// BY_SLOT if each slot reads the weights of its expert itself, plus HALVES_APART if both halves of up have blocks of
+// their own, plus GATED, plus INTERLEAVED: see `Kind` in kernels/decode/describe.h.
 // Slots that do not read weights themselves are sorted by expert, whose weights are read once for several of them.
 // limit: infinite for none.
 // Scales, of both weights or of none: (E, blocks of rows, blocks of the inner dimension), fp32, bf16 or the bytes of

@@ -46,7 +46,7 @@ Tensor decode_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weigh
   const Operand rows(x);
   const bool taken = describe(rows, ids, weights, up, down, kind, up_scales, down_scales, up_bias, down_bias, alpha,
                               limit, up_offset, &a);
-  return taken ? decode(a, rows, kind & 8) : Tensor();
+  return taken ? decode(a, rows, kind & Kind::BY_SLOT) : Tensor();
 }
 
 Tensor decode_lora_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weights, const Tensor &up,
@@ -61,7 +61,7 @@ Tensor decode_lora_experts_op(const Tensor &x, const Tensor &ids, const Tensor &
   const bool taken = describe(rows, ids, weights, up, down, kind, up_scales, down_scales, up_bias, down_bias, alpha,
                               limit, up_offset, &a) &&
                      describe_loras(rows, up_a, up_b, down_a, down_b, up_scaling, down_scaling, adapters, &a);
-  return taken ? decode(a, rows, kind & 8) : Tensor();
+  return taken ? decode(a, rows, kind & Kind::BY_SLOT) : Tensor();
 }
 
 Tensor decode_plain_experts_op(const Tensor &x, const Tensor &ids, const Tensor &weights, const Tensor &up,

@@ -206,16 +206,16 @@ bool describe(const Operand &x, const Operand &ids, const Operand &weights, cons
               int64_t kind, const std::optional<Operand> &up_scales, const std::optional<Operand> &down_scales,
               const std::optional<Operand> &up_bias, const std::optional<Operand> &down_bias, double alpha,
               double limit, double up_offset, DecodeArgs *a) {
-  a->gated = kind & 2;
-  a->interleaved = kind & 1;
-  a->activation = {static_cast<ActivationKind>(kind / 32), static_cast<float>(alpha), static_cast<float>(limit),
-                  static_cast<float>(up_offset)};
-  const bool scaled = up_scales.has_value(), exchanged = kind & 16;
+  a->gated = kind & Kind::GATED;
+  a->interleaved = kind & Kind::INTERLEAVED;
+  a->activation = {static_cast<ActivationKind>(kind / Kind::ACTIVATION), static_cast<float>(alpha),
+                  static_cast<float>(limit), static_cast<float>(up_offset)};
+  const bool scaled = up_scales.has_value(), exchanged = kind & Kind::EXCHANGED;
   if (scaled != down_scales.has_value() || (scaled && exchanged) || !describe_rows(x, ids, weights, a) ||
       !describe_experts(x, up, down, exchanged ? 2 : 1, scaled ? CODES : PIECE, a) ||
       !describe_biases(x, up_bias, down_bias, a))
     return false;
-  if (scaled && (!describe_scales(*up_scales, up, kind & 4 ? 2 : 1, &a->up_scales) ||
+  if (scaled && (!describe_scales(*up_scales, up, kind & Kind::HALVES_APART ? 2 : 1, &a->up_scales) ||
                  !describe_scales(*down_scales, down, 1, &a->down_scales)))
     return false;
   return true;

@@ -6,6 +6,11 @@
 #include "../common/tensors.h"
 #include "decode.h"
 
+// The bits of an op's kind: the package's `backends.native.decode` has the same.
+struct Kind {
+  static constexpr int64_t INTERLEAVED = 1, GATED = 2, HALVES_APART = 4, BY_SLOT = 8, EXCHANGED = 16, ACTIVATION = 32;
+};
+
 // All of a but low-rank pairs, act, z and out, which are 0, from the arguments of `decode_experts_op`; false if the
 // kernels are not for them.
 bool describe(const Operand &x, const Operand &ids, const Operand &weights, const Operand &up, const Operand &down,

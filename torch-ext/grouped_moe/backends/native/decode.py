@@ -27,7 +27,9 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _MAX_SCALING = torch.finfo(torch.float32).max
 _requires_grad = attrgetter("requires_grad")
 _NO_PARAMETERS, _NO_LORA = (1.0, None, 0.0), (None, None, 0.0)
-_CODES = {name: 32 * code for code, name in enumerate(ACTIVATION_NAMES)}
+# The bits of an op's `kind`, as kernels/decode/describe.h has them; activations are counted in steps of the last one.
+_INTERLEAVED, _GATED, _HALVES_APART, _BY_SLOT, _EXCHANGED, _ACTIVATION = (1 << bit for bit in range(6))
+_CODES = {name: _ACTIVATION * code for code, name in enumerate(ACTIVATION_NAMES)}
 # Their attributes take the host half a microsecond to find.
 _DECODE, _DECODE_PLAIN, _DECODE_LORA = (
     (ops.decode_experts.default, ops.decode_plain_experts.default, ops.decode_lora_experts.default)
@@ -94,23 +96,23 @@ def decode_experts(
     where it `groups_slots`.
     """
     (up, down, up_bias, down_bias), (activation, gated, interleaved, transposed) = experts, kind
-    code = _CODES[activation[0]] + 16 * transposed + 2 * gated + interleaved
+    name, alpha, limit, up_offset = activation
+    code = _CODES[name] + _EXCHANGED * transposed + _GATED * gated + _INTERLEAVED * interleaved
     up_scales = down_scales = None
     if isinstance(up, BlockScaled) or isinstance(down, BlockScaled):
         if not _takes_scales(up, down):
             return None
-        code += 4 * (up.parts == 2)
+        code += _HALVES_APART * (up.parts == 2)
         up_scales, down_scales = _scales_of(up), _scales_of(down)
         up, down = up.data, down.data
     num_tokens, top_k = ids.shape
     if decode_pays(num_tokens, top_k, up, down, _CODE_BYTES):
-        code += 8
+        code += _BY_SLOT
     elif not groups_slots(num_tokens, top_k, up.shape[0], up_scales is not None):
         return None
-    is_plain = up_scales is None and up_bias is None and down_bias is None and activation[1:] == _NO_PARAMETERS
-    if is_plain and loras is None:
+    is_plain = up_scales is None and up_bias is None and down_bias is None
+    if is_plain and loras is None and (alpha, limit, up_offset) == _NO_PARAMETERS:
         return _DECODE_PLAIN(x, ids, weights, up, down, code)
-    _, alpha, limit, up_offset = activation
     limit = inf if limit is None else limit
     given = x, ids, weights, up, down, code, up_scales, down_scales, up_bias, down_bias, alpha, limit, up_offset
     if loras is None:

@@ -368,7 +368,7 @@ def _main_grad_of(weight: Tensor) -> Tensor:
 
 
 def _run_linear(module: GroupedLinear, num_rows: int, weight: Tensor, dtype: torch.dtype) -> None:
-    """Runs it with splits of each kind, or trains it with scales of each dtype, in each way to keep gradients.
+    """Runs it with splits of each kind, or trains it with scales of each kind, in each way to keep gradients.
 
     dtype: of the rows.
     """
@@ -379,12 +379,12 @@ def _run_linear(module: GroupedLinear, num_rows: int, weight: Tensor, dtype: tor
     to_main_grad = trains and module.accumulate_into_main_grad
     # Without main_grad the first delayed gradient is written, others are added to it.
     overwrites = {False, hasattr(weight, "overwrite_main_grad")} if to_main_grad else range(1 + module.delay_wgrad)
-    scales_dtypes = {dtype, torch.float32} if module.scale_bias else {None}
-    for scales_dtype, overwrite, splits in itertools.product(scales_dtypes, overwrites, kinds):
+    scales_kinds = itertools.product({dtype, torch.float32}, {False, trains}) if module.scale_bias else [(None, False)]
+    for (scales_dtype, need), overwrite, splits in itertools.product(scales_kinds, overwrites, kinds):
         if to_main_grad:
             _give_main_grads(module, twin, overwrite)
         x = _random(weight, num_rows, module.in_features, dtype=dtype).requires_grad_(trains)
-        scales = None if scales_dtype is None else _random(weight, num_rows, dtype=scales_dtype).requires_grad_(trains)
+        scales = None if scales_dtype is None else _random(weight, num_rows, dtype=scales_dtype).requires_grad_(need)
         y = twin.forward(x, splits, scales)
         if trains:
             _differentiate(y, (x, scales, *twin._parameters.values()))

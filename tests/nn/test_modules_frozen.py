@@ -322,6 +322,17 @@ def test_errors(grouped_moe, device):
         assert all(layer.get_parameter(name) is parameter for name, parameter in before.items())
 
 
+def test_a_sharded_weight_is_not_quantized(grouped_moe, device, two_ranks):
+    from torch.distributed.fsdp import fully_shard
+
+    layer = grouped_moe.GroupedLinear(2, 32, 16, device=device)
+    fully_shard(layer, mesh=two_ranks)
+    before = layer.weight
+    with pytest.raises(ValueError, match="^weight: expected a whole tensor, got a DTensor; .*before .*fully_shard"):
+        layer.quantize_blocks_()
+    assert layer.weight is before
+
+
 def test_sums_of_codes_are_refused(grouped_moe, device):
     """peft adds adapters to the codes, as if these had no scales."""
     peft = pytest.importorskip("peft")

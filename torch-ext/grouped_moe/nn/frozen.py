@@ -36,6 +36,8 @@ def check_freezes(module: nn.Module, products: object) -> None:
     for name in NAMES:
         if hasattr(module, name) and name not in module._parameters:
             raise ValueError(f"{name}: expected a parameter, got what a parametrization, pruning or others put there")
+    if getattr(module.weight, "placements", None) is not None:
+        raise ValueError("weight: expected a whole tensor, got a DTensor; quantize it before you call fully_shard")
 
 
 def check_given(weight: object, bias: Optional[Tensor]) -> None:

@@ -35,6 +35,7 @@ NAME = "of these tests"  # so that no other test's limits change
         ({"ep_max_tokens": 2.0}, TypeError, "ep_max_tokens: expected an int or None, got float"),
         ({"ep_max_tokens": True}, TypeError, "ep_max_tokens: expected an int or None, got bool"),
         ({"ep_max_tokens": 0}, ValueError, "ep_max_tokens: expected above 0, got 0"),
+        ({"ep_max_tokens": 2**63}, ValueError, "ep_max_tokens: expected at most 2147483519, got 9223372036854775808"),
         ({"ep_capacity_factor": "1"}, TypeError, "ep_capacity_factor: expected a float or None, got str"),
         ({"ep_capacity_factor": 0.0}, ValueError, "ep_capacity_factor: expected above 0 and finite, got 0.0"),
         ({"ep_capacity_factor": float("nan")}, ValueError, "ep_capacity_factor: expected above 0 and finite, got nan"),

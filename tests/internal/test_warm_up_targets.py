@@ -61,6 +61,15 @@ def test_a_mode_of_the_callers_changes_nothing(grouped_moe, compiles, make, mode
     assert count > 5 and grouped_moe.warm_up(model, (1, 64), backward=True, progress=False) == 0
 
 
+def test_a_forward_that_others_put_there_is_not_run(grouped_moe, compiles):
+    """As accelerate does: it would compute with the module's own parameters, and change their main_grad."""
+    layer = grouped_moe.GroupedLinear(8, 256, 384, accumulate_into_main_grad=True)
+    forward, calls = layer.forward, []
+    layer.forward = lambda *args: calls.append(args) or forward(*args)
+    layer.weight.main_grad = torch.zeros(8, 384, 256)
+    assert grouped_moe.warm_up(layer, (1, 64), backward=True, progress=False) > 5 and not calls
+
+
 def test_parameters_that_are_made_in_inference_mode(grouped_moe, compiles):
     with torch.inference_mode():
         layer = grouped_moe.GroupedLinear(8, 256, 384)

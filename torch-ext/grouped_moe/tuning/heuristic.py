@@ -316,6 +316,18 @@ def scaled_config(
     return replace(config, num_warps=max(1, config.num_warps // 2)) if spec.warp_size == 64 else config
 
 
+def fitted_to_ranks(config: GemmConfig, k: int, parts: int, ranks: int, spec: DeviceSpec) -> GemmConfig:
+    """The tile of a Triton kernel with a low-rank part of so many ranks, 0 without one: of one stage if it may not fit.
+
+    Where each part of K is one step, no loop along K is left. Triton then pipelines the loop over tiles, with buffers
+    for a step of each part and for all ranks at once. Weights count as fp32 here, and as gate and up.
+    """
+    held = 4 * (config.block_m + 2 * config.block_n) * (parts * config.block_k + ranks)
+    if ranks and k <= parts * config.block_k and held > spec.shared_memory:
+        return replace(config, num_stages=1)
+    return config
+
+
 def _fitted(
     kernel: str, size: int, default: GemmConfig, n: int, dtype: torch.dtype, spec: DeviceSpec, weight_tiles: int = 1,
     m: int = 1024,

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...common import _compat
 from ...common.device import spec_of
 from ...rows import max_tiles
-from ...tuning.heuristic import GemmConfig
+from ...tuning.heuristic import GemmConfig, fitted_to_ranks
 from ..kernels.tiles import Tiling
 
 ALIGNMENT = 16  # bytes: the alignment of pointers that Triton compiles variants for
@@ -144,6 +144,10 @@ class Launcher:
     def __init__(
         self, problem: NamedTuple, config: GemmConfig, function: Any, constants: Dict[str, Any], columns: int, path: str
     ):
+        factor = getattr(problem, "low_rank", None)  # a weight gradient has none
+        if factor is not None and not self.gluon:
+            parts = 1 if problem.scales is None else problem.scales.K_PARTS
+            config = fitted_to_ranks(config, problem.k, parts, factor.R, problem.spec)
         self.problem, self.config = problem, config
         self.n_tiles = -(-columns // config.block_n)
         tiling = Tiling(problem.num_groups, self.n_tiles, config.block_m, config.group_m)

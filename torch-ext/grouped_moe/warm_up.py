@@ -159,7 +159,7 @@ def _find_layers(target: nn.Module, top_k: Optional[int], trains: bool) -> Itera
 
 
 def _check_whole(name: str, is_whole: bool) -> None:
-    """Raises ValueError unless parameters are no DTensors or, of those that FSDP has not made, the parts of a rank."""
+    """Raises ValueError unless parameters are as a forward has them: between forwards FSDP keeps a part of each."""
     if not is_whole:
         hint = "under fully_shard call unshard() of what it was applied to before, and reshard() after"
         raise ValueError(f"target: expected whole parameters in {name!r}, as a forward has them, got parts; {hint}")
@@ -209,12 +209,9 @@ def _detached(lora: LoRA, num_own: Optional[int]) -> LoRA:
 
     The latter is what an exchange between ranks hands to the experts of a rank.
     """
-
-    def detach(factor: Tensor) -> Tensor:
-        own = factor.detach() if num_own is None else factor.detach()[:num_own].contiguous()
-        return own.requires_grad_(factor.requires_grad)
-
-    return LoRA(detach(lora.a), detach(lora.b), lora.scaling)
+    own = [factor.detach()[:num_own] for factor in (lora.a, lora.b)]
+    a, b = own if num_own is None else [factor.contiguous() for factor in own]
+    return LoRA(a.requires_grad_(lora.a.requires_grad), b.requires_grad_(lora.b.requires_grad), lora.scaling)
 
 
 def _input_dtype(weight: Tensor, is_scaled: bool, *owners: nn.Module) -> torch.dtype:

@@ -15,11 +15,12 @@
 // instead, if I is a multiple of 8. Biases: in the dtype of x, any strides.
 // kind: ACTIVATION times an index into the package's ACTIVATION_NAMES, plus EXCHANGED if dimensions are exchanged, plus
 // BY_SLOT if each slot reads the weights of its expert itself, plus HALVES_APART if both halves of up have blocks of
-// their own, plus GATED, plus INTERLEAVED: see `Kind` in kernels/decode/describe.h.
+// their own, plus GATED, plus INTERLEAVED, plus UP_EXPONENTS and DOWN_EXPONENTS where scales are e8m0, for which the
+// stable ABI has no name: see `Kind` in kernels/decode/describe.h.
 // Slots that do not read weights themselves are sorted by expert, whose weights are read once for several of them.
 // limit: infinite for none.
-// Scales, of both weights or of none: (E, blocks of rows, blocks of the inner dimension), fp32, bf16 or the bytes of
-// e8m0, any strides. The weights are e4m3 codes then, each times the scale of its block of 128 x 128.
+// Scales, of both weights or of none: (E, blocks of rows, blocks of the inner dimension), fp32, bf16 or e8m0, any
+// strides. The weights are e4m3 codes then, each times the scale of its block of 128 x 128.
 torch::stable::Tensor decode_experts_op(
     const torch::stable::Tensor &x, const torch::stable::Tensor &ids, const torch::stable::Tensor &weights,
     const torch::stable::Tensor &up, const torch::stable::Tensor &down, int64_t kind,

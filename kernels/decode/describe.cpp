@@ -96,15 +96,15 @@ bool describe_experts(const Operand &x, const Operand &up, const Operand &down, 
 }
 
 // Of a weight (E, rows, K) in so many parts with blocks of their own.
-bool describe_scales(const Operand &scales, const Operand &weight, int64_t parts, Scales *s) {
+bool describe_scales(const Operand &scales, const Operand &weight, int64_t parts, bool exponents, Scales *s) {
   const auto blocks = [](int64_t extent) { return (extent + SCALE_BLOCK - 1) / SCALE_BLOCK; };
   const int64_t part_rows = weight.sizes[1] / parts;
-  if (scales.dtype == aoti_torch_dtype_float32())
-    s->type = ScaleType::float32;
-  else if (scales.dtype == aoti_torch_dtype_bfloat16())
-    s->type = ScaleType::bfloat16;
-  else if (scales.dtype == aoti_torch_dtype_uint8())  // exponents: the stable ABI has no name for their dtype
+  if (exponents && aoti_torch_dtype_element_size(scales.dtype) == 1)
     s->type = ScaleType::exponent;
+  else if (!exponents && scales.dtype == aoti_torch_dtype_float32())
+    s->type = ScaleType::float32;
+  else if (!exponents && scales.dtype == aoti_torch_dtype_bfloat16())
+    s->type = ScaleType::bfloat16;
   else
     return false;
   if (!has_shape(scales, {weight.sizes[0], parts * blocks(part_rows), blocks(weight.sizes[2])}) ||
@@ -215,8 +215,7 @@ bool describe(const Operand &x, const Operand &ids, const Operand &weights, cons
       !describe_experts(x, up, down, exchanged ? 2 : 1, scaled ? CODES : PIECE, a) ||
       !describe_biases(x, up_bias, down_bias, a))
     return false;
-  if (scaled && (!describe_scales(*up_scales, up, kind & Kind::HALVES_APART ? 2 : 1, &a->up_scales) ||
-                 !describe_scales(*down_scales, down, 1, &a->down_scales)))
-    return false;
-  return true;
+  const int64_t parts = kind & Kind::HALVES_APART ? 2 : 1;
+  return !scaled || (describe_scales(*up_scales, up, parts, kind & Kind::UP_EXPONENTS, &a->up_scales) &&
+                     describe_scales(*down_scales, down, 1, kind & Kind::DOWN_EXPONENTS, &a->down_scales));
 }

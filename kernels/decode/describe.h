@@ -8,7 +8,8 @@
 
 // The bits of an op's kind: the package's `backends.native.decode` has the same.
 struct Kind {
-  static constexpr int64_t INTERLEAVED = 1, GATED = 2, HALVES_APART = 4, BY_SLOT = 8, EXCHANGED = 16, ACTIVATION = 32;
+  static constexpr int64_t INTERLEAVED = 1, GATED = 2, HALVES_APART = 4, BY_SLOT = 8, EXCHANGED = 16;
+  static constexpr int64_t UP_EXPONENTS = 32, DOWN_EXPONENTS = 64, ACTIVATION = 128;
 };
 
 // All of a but low-rank pairs, act, z and out, which are 0, from the arguments of `decode_experts_op`; false if the

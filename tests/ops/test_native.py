@@ -85,10 +85,11 @@ def test_nan_codes(native, grouped_moe, device, name, code, way):
     lambda i: i._replace(down_proj=i.down_proj._replace(parts=2)),
     lambda i: i._replace(down_proj=i.down_proj._replace(scale_inv=i.down_proj.scale_inv[:, :1])),
     lambda i: i._replace(down_proj=i.down_proj._replace(scale_inv=i.down_proj.scale_inv.half())),
+    lambda i: i._replace(down_proj=i.down_proj._replace(scale_inv=i.down_proj.scale_inv.to(torch.uint8))),
     lambda i: i._replace(down_proj=i.down_proj._replace(data=i.down_proj.data.mT.contiguous().mT)),
     lambda i: i._replace(down_proj=i.down_proj._replace(data=i.down_proj.data.view(torch.float8_e5m2))),
     lambda i: i._replace(gate_up_proj=i.gate_up_proj._replace(data=strided(i.gate_up_proj.data))),
-], ids=range(8))  # fmt: skip
+], ids=range(9))  # fmt: skip
 def test_scaled_weights_the_op_does_not_take(native, grouped_moe, device, change, way):
     case, inputs, _ = with_scales(grouped_moe, CODED, make_inputs(CODED, torch.bfloat16, device), Blocks())
     assert decode(native, grouped_moe, case, inputs) is not None

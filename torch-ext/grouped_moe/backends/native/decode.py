@@ -28,7 +28,9 @@ _MAX_SCALING = torch.finfo(torch.float32).max
 _requires_grad = attrgetter("requires_grad")
 _NO_PARAMETERS, _NO_LORA = (1.0, None, 0.0), (None, None, 0.0)
 # The bits of an op's `kind`, as kernels/decode/describe.h has them; activations are counted in steps of the last one.
-_INTERLEAVED, _GATED, _HALVES_APART, _BY_SLOT, _EXCHANGED, _ACTIVATION = (1 << bit for bit in range(6))
+_INTERLEAVED, _GATED, _HALVES_APART, _BY_SLOT, _EXCHANGED, _UP_EXPONENTS, _DOWN_EXPONENTS, _ACTIVATION = (
+    1 << bit for bit in range(8)
+)
 _CODES = {name: _ACTIVATION * code for code, name in enumerate(ACTIVATION_NAMES)}
 # Their attributes take the host half a microsecond to find.
 _DECODE, _DECODE_PLAIN, _DECODE_LORA = (
@@ -63,14 +65,12 @@ def _takes_scales(up: Weight, down: Weight) -> bool:
         and down.parts == 1
         and up.products in PRODUCTS
         and down.products in PRODUCTS
-        and torch.uint8 not in (up.scale_inv.dtype, down.scale_inv.dtype)
     )
 
 
-def _scales_of(weight: BlockScaled) -> Tensor:
-    """Its scales, exponents as bytes: ops of the stable ABI do not take their dtype."""
-    scales = weight.scale_inv
-    return scales.view(torch.uint8) if scales.dtype is torch.float8_e8m0fnu else scales
+def _has_exponents(weight: BlockScaled) -> bool:
+    """As scales, which the op has to be told: its stable ABI has no name for their dtype."""
+    return weight.scale_inv.dtype is torch.float8_e8m0fnu
 
 
 def _factors_of(*loras: Optional[LoRA]) -> Optional[Tuple[Tensor, ...]]:
@@ -102,9 +102,9 @@ def decode_experts(
     if isinstance(up, BlockScaled) or isinstance(down, BlockScaled):
         if not _takes_scales(up, down):
             return None
+        code += _UP_EXPONENTS * _has_exponents(up) + _DOWN_EXPONENTS * _has_exponents(down)
         code += _HALVES_APART * (up.parts == 2)
-        up_scales, down_scales = _scales_of(up), _scales_of(down)
-        up, down = up.data, down.data
+        up, up_scales, down, down_scales = up.data, up.scale_inv, down.data, down.scale_inv
     num_tokens, top_k = ids.shape
     if decode_pays(num_tokens, top_k, up, down, _CODE_BYTES):
         code += _BY_SLOT

@@ -22,6 +22,8 @@ BLOCK_SCHEMA = (
     " int[]? blocks, SymInt? capacity"
 )
 
+_MAX_INT64 = 2**63 - 1
+
 
 class Block(NamedTuple):
     """The weights and the kind of an experts block. A weight may be `BlockScaled`, with transposed False.
@@ -96,7 +98,8 @@ def check_and_pack(
     parameters = [float(alpha), float(limit) if clamps else 0.0, float(up_offset), *scalings]
     flags = [int(flag) for flag in (block.gated, block.interleaved, block.transposed, block.recompute)]
     capacity = block.capacity if x.is_cpu or _compat.has_device_assertions() else None  # an overflow would go unseen
-    capacity = None if capacity is None else torch.sym_min(capacity, checks.MAX_SLOTS)  # ops take numbers of 64 bits
+    if isinstance(capacity, int) and capacity > _MAX_INT64:
+        capacity = None  # there is room for all slots, and ops hold no such number
     return x, adapters, weights, (name, parameters, flags, [*up_block, *down_block], capacity)
 
 

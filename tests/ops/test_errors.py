@@ -120,6 +120,7 @@ BAD = {
          "expected one of torch.bfloat16, torch.float16, torch.float32.*, got {value}$"),
         (NAMES[3:], [torch.bfloat16], "expected torch.float32 like hidden_states, got {value}$"),
         (NAMES[3:5], [torch.float8_e4m3fn], "expected torch.float32 like .*, got {value}; .* BlockScaled$"),
+        (NAMES[5:], [torch.float8_e4m3fn], "expected torch.float32 like .*, got {value}$"),
         (["activation"], [None, torch.nn.SiLU(), torch.nn.functional.silu, ("silu", 1.0, None, 0.0)],
          "expected a name or an Activation, got {type}"),
         (["activation"], [Act(alpha="1")], "expected a number as alpha, got str"),

@@ -56,7 +56,8 @@ def check_device(name: str, tensor: Tensor, device: torch.device, owner: str) ->
 
 def wrong_dtype(name: str, tensor: Tensor, dtype: torch.dtype, owner: str) -> TypeError:
     """The error for a tensor of another dtype than the argument `owner`."""
-    hint = "; codes take their scales along in a BlockScaled" if tensor.dtype is torch.float8_e4m3fn else ""
+    is_coded_weight = tensor.dtype is torch.float8_e4m3fn and tensor.dim() == 3  # biases have two dimensions
+    hint = "; codes take their scales along in a BlockScaled" if is_coded_weight else ""
     return TypeError(f"{name}: expected {dtype} like {owner}, got {tensor.dtype}{hint}")
 
 

@@ -85,6 +85,7 @@ def warm_up(
                 with torch.set_grad_enabled(trains):
                     layer.run(tokens)
 
+    # Whatever modes the caller is in. Outside inference mode `_twin` fails with parameters that were made in it.
     with torch.inference_mode(not backward), torch.autograd.set_detect_anomaly(False):
         with _CompilingThreads(progress) as threads:
             with compiling_together(threads), torch.autograd.set_multithreading_enabled(False):
@@ -286,7 +287,7 @@ def _experts_layer(
     dtype = checks.autocast_dtype(up.device.type) or own_dtype
     e, h, i = up.shape[0], *down.shape[1:][:: -1 if transposed else 1]
     p, up_h = up.shape[1:][:: -1 if transposed else 1]
-    _check_whole(name, down is module.down_proj or (e, up_h) == (module.num_experts, h))
+    _check_whole(name, down is module.down_proj or (e, up_h) == (module.num_experts, h))  # FSDP's are DTensors
     products = _products(e, ((h, i), (h, p), (p, h), (i, h)), up, dtype, trains, scaled)
 
     def num_rows(num_slots: int) -> int:

@@ -69,7 +69,7 @@ def _takes_scales(up: Weight, down: Weight) -> bool:
 
 
 def _has_exponents(weight: BlockScaled) -> bool:
-    """As scales, which the op has to be told: its stable ABI has no name for their dtype."""
+    """Whether its scales are in e8m0. The op has to be told: its stable ABI has no name for that dtype."""
     return weight.scale_inv.dtype is torch.float8_e8m0fnu
 
 

@@ -1,5 +1,6 @@
 """The CUDA build: compiles for every architecture, passes the builder's checks and loads, all without a GPU."""
 
+import importlib
 import json
 import os
 import re
@@ -197,3 +198,11 @@ def test_which_build_the_loader_takes(torch_version, device, platform, build):
         [parse_variant(name) for name in names], backend, cpu, SYSTEMS[system], version, True, None
     )
     assert taken[0].variant_str == build
+
+
+def test_bits_of_a_kind_are_those_of_python(grouped_moe):
+    """Two that changed places, as those of both weights' exponents, would send calls to Triton without an error."""
+    decode = importlib.import_module(f"{grouped_moe.__name__}.backends.native.decode")
+    header = (ROOT / "kernels" / "decode" / "describe.h").read_text(encoding="utf-8")
+    bits = {name: int(value) for name, value in re.findall(r"([A-Z_]+) = (\d+)", header)}
+    assert len(bits) == 8 and bits == {name: getattr(decode, f"_{name}") for name in bits}

@@ -146,7 +146,7 @@ def store_preact(gate, up, tile, column, output):
 
 
 @gluon.jit
-def quantizing_epilogue(gate, up, tile, output, OPTIONS: gl.constexpr):
+def store_quantized(gate, up, tile, output, OPTIONS: gl.constexpr):
     """Stores pre-activations as they are, if asked to, and the codes and the scales of the activation."""
     N: gl.constexpr = OPTIONS.N
     layout: gl.constexpr = gate.type.layout
@@ -171,6 +171,17 @@ def quantizing_epilogue(gate, up, tile, output, OPTIONS: gl.constexpr):
         tma_store(output.act_desc, ragged_coordinates(tile.row, tile.end, column), output.act_staging)
         scale_ptrs = output.act_scale_ptr + rows.to(gl.int64) * ((N + HALF - 1) // HALF) + tile.n_tile
         gl.store(scale_ptrs, scale, mask=rows < tile.end)
+
+
+@gluon.jit
+def quantizing_epilogue(gate, up, tile, output, OPTIONS: gl.constexpr):
+    """`store_quantized`, if a tile has rows in this half.
+
+    The branch keeps the arithmetic behind the arrivals that end the products. Within one block ptxas puts it before
+    them, and the other group, which waits for one of them, stands still.
+    """
+    if tile.row < tile.end:
+        store_quantized(gate, up, tile, output, OPTIONS)
 
 
 @gluon.jit

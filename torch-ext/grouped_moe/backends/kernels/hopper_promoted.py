@@ -111,12 +111,18 @@ def multiply_ranks(
 
 
 @gluon.jit
-def load_step_scales(scales, stride_k, k):
-    """The scales of step k: of rows, of the left half and of the right half of the columns."""
-    return (
-        gl.load(scales.rows + k), widen_scales(gl.load(scales.left + k * stride_k)),
-        widen_scales(gl.load(scales.right + k * stride_k)),
-    )  # fmt: skip
+def load_step_scales(scales):
+    """The scales of a step: of rows, of the left half and of the right half of the columns."""
+    return gl.load(scales.rows), widen_scales(gl.load(scales.left)), widen_scales(gl.load(scales.right))
+
+
+@gluon.jit
+def advance_scales(scales, steps, stride_k):
+    """Pointers to the scales of some steps on.
+
+    Addresses made of a step's number take registers beside these: ptxas takes those of the sums, once they are free.
+    """
+    return TileScales(scales.rows + steps, scales.left + steps * stride_k, scales.right + steps * stride_k)
 
 
 @gluon.jit
@@ -146,14 +152,16 @@ def multiply_promoted(
     # From the end of a product to the start of the next one a group only promotes. The rest it does while a product is
     # under way: it releases the slot before, loads the scales of the next step, and waits for the next slot.
     sums = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
-    of_rows, of_left, of_right = load_step_scales(scales, stride_k, 0)
+    of_rows, of_left, of_right = load_step_scales(scales)
+    left_scale, right_scale = of_rows * of_left, of_rows * of_right
     mbarrier.wait(ring.full.index(slot), phase)
     for k in range(STEPS):
         products = start_codes(sums, ring, slot, FIRST_ROW, 0)
         mbarrier.arrive(ring.empty.index(previous_slot(slot, STAGES)), count=1, pred=k > 0)
-        next_rows, next_left, next_right = load_step_scales(scales, stride_k, gl.minimum(k + 1, STEPS - 1))
+        scales = advance_scales(scales, gl.where(k + 1 < STEPS, 1, 0), stride_k)
+        of_rows, of_left, of_right = load_step_scales(scales)
         sums = warpgroup_mma_wait(num_outstanding=0, deps=(products,))
-        left += sums * (of_rows * of_left)[:, None]
+        left += sums * left_scale[:, None]
         # Nothing is under way. A product that began before the promotion ends would need other registers, and spill.
         sums, left = warpgroup_mma_wait(num_outstanding=0, deps=(sums, left))
         thread_barrier()  # products of warps that start together take less time: 0.96 (H100, DeepSeek)
@@ -163,8 +171,8 @@ def multiply_promoted(
             mbarrier.wait(lead_barrier, lead_phase, pred=k + 1 == STEPS - STAGES // 2)
         mbarrier.wait(ring.full.index(slot), phase, pred=k + 1 < STEPS)
         sums = warpgroup_mma_wait(num_outstanding=0, deps=(products,))
-        right += sums * (of_rows * of_right)[:, None]
-        of_rows, of_left, of_right = next_rows, next_left, next_right
+        right += sums * right_scale[:, None]
+        left_scale, right_scale = of_rows * of_left, of_rows * of_right
     mbarrier.arrive(ring.empty.index(previous_slot(slot, STAGES)), count=1)
     if lead_barrier is not None and GROUP == 0:
         mbarrier.arrive(lead_barrier, count=1)

@@ -34,6 +34,7 @@ import timing
 import torch
 from machine import ROOT, first_line, load_kernel
 from torch import Tensor
+from triton.runtime import driver
 from workload import LAYERS, Cell, Layer, draw_ids
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -296,7 +297,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="of the search, for a kernel and size (6)")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="that compile")
     parser.add_argument("--quick", action="store_true", help="one layer, few row counts, one step, no linear layers")
-    return parser.parse_args()
+    arguments, names = parser.parse_args(), [layer.name for layer in LAYERS]
+    for word in arguments.layers or ():
+        if not any(word in name for name in names):
+            parser.error(f"--layers: expected words of {', '.join(names)}, got {word!r}")
+    return arguments
 
 
 def main() -> int:
@@ -304,7 +309,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("tune.py: no GPU that torch.cuda sees: nothing to tune", file=sys.stderr)
         return 1
-    package, target = compile_check.Package(load_kernel()), compile_check.driver.active.get_current_target()
+    package, target = compile_check.Package(load_kernel()), driver.active.get_current_target()
     files, spec = package["tuning.files"], package["common.device"].device_spec("cuda", torch.cuda.current_device())
     if not spec.bandwidth:
         print("tune.py: expected a GPU whose driver tells the memory's clock and width", file=sys.stderr)

@@ -3,15 +3,20 @@
 That is read from the texts and the binary that Triton keeps.
 """
 
+import contextlib
 import math
 import re
 import struct
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Callable, Iterator
+from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -30,6 +35,27 @@ class NamedDriver:
 
     def get_current_stream(self, device: str) -> int:
         return 0
+
+
+@contextlib.contextmanager
+def compiling_for(package, gpu: GPUTarget, spec, collect: Callable) -> Iterator[None]:
+    """Within, a launch compiles for a GPU, hands the result to `collect` and runs nothing."""
+    run, compat = JITFunction.run, package["common._compat"]
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        collect(self, run(self, *args, grid=grid, warmup=True, **kwargs))
+
+    previous = driver._active
+    driver.set_active(NamedDriver(gpu))
+    try:
+        with (
+            mock.patch.object(JITFunction, "run", compile_only),
+            mock.patch.object(package["common.device"], "device_spec", lambda device_type, index: spec),
+            mock.patch.object(compat, "assert_on_device", lambda *_: None),  # no kernel ran that would have counted
+        ):
+            yield
+    finally:
+        driver._active = previous
 
 
 def resource_usage(kernel) -> tuple:

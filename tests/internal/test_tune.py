@@ -75,6 +75,14 @@ def test_tune_says_that_there_is_no_gpu(monkeypatch, capsys):
     assert "no GPU" in capsys.readouterr().err
 
 
+def test_tune_refuses_words_of_no_layer(monkeypatch, capsys):
+    """Ahead of all that takes a GPU; nothing would be tuned."""
+    monkeypatch.setattr(sys, "argv", ["tune.py", "--layers", "Qwen3", "Mixtrel"])
+    with pytest.raises(SystemExit) as ended:
+        tune.main()
+    assert ended.value.code == 2 and "--layers: expected words of Qwen3-30B" in capsys.readouterr().err
+
+
 WITHOUT_TILES = {"hopper_gathered_up_proj_kernel", "hopper_down_dgrad_kernel"}  # of choice
 
 

@@ -75,12 +75,24 @@ def test_waits_for_stream(target, ptx, waits):
     ({"spilled": 32, "num_warps": 8}, ""),
     ({"code": (128 << 10) + 16}, "code"),
     ({"target": "sm100", "code": (128 << 10) + 16}, ""),  # not seen there
+    ({"layer": "odd", "spilled": 376}, ""),  # known to spill
+    ({"layer": "odd", "spilled": 384}, "spills"),
+    ({"target": "sm100", "kernel": "quantized_gemm_kernel", "spilled": 128}, ""),
+    ({"kernel": "quantized_gemm_kernel", "spilled": 128}, "spills"),
 ])  # fmt: skip
 def test_problems(changes, problem):
     row = compile_check.Row("sm90", "layer", "bf16", 128, "kernel", 12, 3, 168, 232448, 64, 128 << 10)
     kernel = SimpleNamespace(asm={"ptx": "griddepcontrol.wait;"})
     found = compile_check.problem_of(dataclasses.replace(row, **changes), kernel)
     assert found.startswith(problem) and bool(found) is bool(problem)
+
+
+@pytest.mark.parametrize("option", ["targets", "dtypes", "layers", "tokens"])
+def test_refuses_what_it_does_not_know(monkeypatch, capsys, option):
+    monkeypatch.setattr(sys, "argv", ["compile_check.py", f"--{option}", "sm42"])
+    with pytest.raises(SystemExit) as ended:
+        compile_check.main()
+    assert ended.value.code == 2 and f"argument --{option}: invalid " in capsys.readouterr().err
 
 
 def test_code_bytes():

@@ -25,6 +25,8 @@ CASES = {
     "interleaved": ("gpt-oss", Blocks((32, 16))),
     "exponents": ("silu-mostly-sentinels", Blocks((16, 16), dtype=E8M0)),
     "bf16-scales": ("silu", Blocks((16, 16), dtype=BF16)),
+    "exponents-up": ("silu", Blocks((16, 16), dtype=E8M0, down_dtype=FP32)),
+    "exponents-down": ("silu", Blocks((16, 16), dtype=FP32, down_dtype=E8M0)),
     "views": ("silu-bias", Blocks((16, 32), views=True)),
     "up-alone": ("silu", Blocks((16, 32), kept=("down_proj",))),
     "down-alone": ("silu-recompute", Blocks((16, 32), kept=("gate_up_proj",))),

@@ -19,7 +19,9 @@ from timing import graph_of
 pytestmark = pytest.mark.gpu
 # Rows of 16 bytes, as the op asks for.
 ALIGNED = [case for case in CASES if case.H % 8 == 0 and case.I % 8 == 0]
-BLOCKS = [Blocks(), Blocks(apart=True), Blocks(dtype=torch.float8_e8m0fnu), Blocks(dtype=torch.bfloat16, apart=True)]
+FP32, E8M0 = torch.float32, torch.float8_e8m0fnu
+BLOCKS = [Blocks(), Blocks(apart=True), Blocks(dtype=E8M0), Blocks(dtype=torch.bfloat16, apart=True)]
+BLOCKS += [Blocks(dtype=E8M0, down_dtype=FP32), Blocks(dtype=FP32, down_dtype=E8M0)]
 
 
 @pytest.mark.parametrize("case", [*ALIGNED, STEPS, WHOLE, *ROUNDS], ids=lambda case: case.id)

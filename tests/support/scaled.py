@@ -13,7 +13,7 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 class Blocks(NamedTuple):
     """How weights are scaled. block: None for one scale per expert. apart: gate and up have blocks of their own.
 
-    kept: of the weights, which stay plain. views: data lies as (E, K, N).
+    kept: of the weights, which stay plain. views: data lies as (E, K, N). down_dtype: of down's scales, if another.
     """
 
     block: Optional[Tuple[int, int]] = (128, 128)
@@ -21,6 +21,7 @@ class Blocks(NamedTuple):
     dtype: torch.dtype = torch.float32
     kept: Tuple[str, ...] = ()
     views: bool = False
+    down_dtype: Optional[torch.dtype] = None
 
 
 def scale(grouped_moe, weight: Tensor, blocks: Blocks, gated: bool = False):
@@ -40,14 +41,14 @@ def scale(grouped_moe, weight: Tensor, blocks: Blocks, gated: bool = False):
 
 def with_scales(grouped_moe, case: Case, inputs: Inputs, blocks: Blocks) -> Tuple[Case, Inputs, Inputs]:
     """The case, not transposed, with scaled weights, and the inputs of the reference with the same weights in fp64."""
-    given, wide = {}, {}
-    for name in WEIGHTS:
+    given, wide, of_down = {}, {}, blocks._replace(dtype=blocks.down_dtype or blocks.dtype)
+    for name, own in zip(WEIGHTS, (blocks, of_down)):
         weight = getattr(inputs, name)
         weight = weight.mT.contiguous() if case.transposed else weight
         given[name], wide[name] = weight, weight.double()
         if name not in blocks.kept:
             halves = name == "gate_up_proj" and case.gated and not case.interleaved
-            given[name] = scale(grouped_moe, weight, blocks, halves)
+            given[name] = scale(grouped_moe, weight, own, halves)
             wide[name] = given[name].dequantize(torch.float64)
     return case._replace(transposed=False), inputs._replace(**given), inputs._replace(**wide)
 

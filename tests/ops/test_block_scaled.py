@@ -239,6 +239,7 @@ def test_errors(grouped_moe):
     raises(ValueError, "weight.scale_inv: expected shape", linear(scaled._replace(block=(32, 16))))
     raises(ValueError, "weight.block: expected multiples of 16", linear(scaled._replace(block=(8, 16))))
     raises(TypeError, "weight.block: expected two ints", linear(scaled._replace(block=16)))
+    raises(ValueError, "weight.block: expected multiples of 16 below 2", linear(scaled._replace(block=(64, 1 << 63))))
     raises(ValueError, "weight.parts: expected an int that divides", linear(scaled._replace(parts=3)))
     raises(ValueError, "transposed: expected False", linear(scaled, transposed=True))
     asks = scaled.scale_inv.clone().requires_grad_()

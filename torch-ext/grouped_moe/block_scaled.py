@@ -102,8 +102,9 @@ def _checked_block(name: str, parts_name: str, block: object, parts: object, n: 
     if not isinstance(block, (tuple, list)) or len(block) != 2 or not all(type(extent) is int for extent in block):
         raise TypeError(f"{name}: expected two ints, got {block!r}")
     for extent, whole in zip(block, (n // parts, k)):
-        if extent < 1 or (extent % _MULTIPLE and extent < whole):
-            raise ValueError(f"{name}: expected multiples of {_MULTIPLE}, or what spans the weight, got {tuple(block)}")
+        if not 0 < extent < 1 << 63 or (extent % _MULTIPLE and extent < whole):
+            wanted = f"multiples of {_MULTIPLE} below 2^63, or what spans the weight"
+            raise ValueError(f"{name}: expected {wanted}, got {tuple(block)}")
     return tuple(block)
 
 

@@ -120,7 +120,8 @@ def check_scaled(name: str, weight: object, x: Tensor, owner: str, transposed: b
         checks.check_tensor(f"{name}.{field}", tensor)
         checks.check_device(f"{name}.{field}", tensor, x.device, owner)
         if tensor.requires_grad:
-            raise ValueError(f"{name}.{field}: expected a frozen tensor, got one that requires a gradient")
+            hint = "requires_grad_(False) freezes it"
+            raise ValueError(f"{name}.{field}: expected a frozen tensor, got one that requires a gradient; {hint}")
     if transposed:
         raise ValueError(f"transposed: expected False with a BlockScaled {name}, whose data may be a view (E, N, K)")
     if data.dtype is not CODES:

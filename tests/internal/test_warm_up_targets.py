@@ -104,6 +104,15 @@ def test_wrong_arguments(grouped_moe, change, error, message):
         grouped_moe.warm_up(**{"target": Ungated(), **change})
 
 
+def test_experts_that_lie_otherwise(grouped_moe, compiles):
+    """As llama4's, which keep their own code: they are no target, and in a model they are left out."""
+    experts, other = Ungated(), Ungated()
+    other.up_proj = torch.nn.Parameter(other.up_proj.detach().mT.contiguous())
+    with pytest.raises(ValueError, match="^target: expected experts or GroupedLinear layers in it, got Ungated"):
+        grouped_moe.warm_up(other, progress=False)
+    assert grouped_moe.warm_up(torch.nn.Sequential(other, experts), (1, 2), top_k=2, progress=False) > 0
+
+
 def test_an_unknown_top_k(grouped_moe, compiles):
     experts = Ungated()
     del experts.top_k

@@ -187,8 +187,7 @@ def _twin(module: nn.Module, state: Dict[str, Any]) -> nn.Module:
 def _random(like: Tensor, *shape: int, dtype: Optional[torch.dtype] = None) -> Tensor:
     """Random numbers. The generators of others stay as they are."""
     generator = torch.Generator(like.device).manual_seed(0)
-    tensor = torch.rand(shape, generator=generator, device=like.device, dtype=torch.float32)
-    return tensor.to(dtype or like.dtype)
+    return torch.rand(shape, generator=generator, device=like.device, dtype=torch.float32).to(dtype or like.dtype)
 
 
 def _differentiate(out: Tensor, inputs: Sequence[Optional[Tensor]]) -> None:
@@ -242,15 +241,16 @@ def _products(
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether its attributes are those of a transformers experts module.
+    """Whether its attributes are those of a transformers experts module, with weights that lie as these say.
 
     Wrappers, as of torch.compile and of peft's modules_to_save, have those of a module within by a method of theirs.
     """
-    if type(module).__getattr__ is not nn.Module.__getattr__:
+    if type(module).__getattr__ is not nn.Module.__getattr__ or not hasattr(module, "num_experts"):
         return False
     names = ("down_proj", "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj")
-    tensors = [getattr(module, name, None) for name in names]
-    return hasattr(module, "num_experts") and all(isinstance(t, Tensor) and t.dim() == 3 for t in tensors)
+    down, up = tensors = [getattr(module, name, None) for name in names]
+    h = 1 if getattr(module, "is_transposed", False) else 2  # of up; llama4's lies otherwise than it says
+    return all(isinstance(t, Tensor) and t.dim() == 3 for t in tensors) and up.shape[h] == down.shape[-h]
 
 
 def _top_k_of(name: str, module: nn.Module, target: nn.Module) -> int:

@@ -266,6 +266,26 @@ def test_export_with_any_number_of_adapters(grouped_moe, device, strict):
         assert_bitwise("out", program(*given), Block()(*given))
 
 
+@by_strict
+def test_export_with_any_number_of_choices(grouped_moe, device, strict):
+    """And of tokens: the building blocks tell them apart by a symbolic top_k."""
+
+    class Blocks(torch.nn.Module):
+        def forward(self, x, ids, weights):
+            routing = grouped_moe.route(ids, 4)
+            return grouped_moe.combine_rows(grouped_moe.gather_rows(x, routing).sin(), weights, routing)
+
+    def arguments(tokens, top_k):
+        ids, weights = torch.randint(-1, 5, (tokens, top_k)), torch.rand(tokens, top_k)
+        return torch.randn(tokens, 8, device=device), ids.to(device), weights.to(device)
+
+    tokens, top_k = torch.export.Dim("tokens", min=2), torch.export.Dim("top_k", min=2)
+    dynamic = {0: tokens}, {0: tokens, 1: top_k}, {0: tokens, 1: top_k}
+    program = torch.export.export(Blocks(), arguments(6, 3), dynamic_shapes=dynamic, strict=strict).module()
+    given = arguments(9, 2)
+    assert_bitwise("out", program(*given), Blocks()(*given))
+
+
 LOADS_RELU = """
 import torch
 x, block = torch.ones(2, device="{device}"), torch.nn.ReLU()

@@ -12,7 +12,7 @@ from .registration import define_differentiable_op, define_op
 from .routing import Routing, rows_of
 
 # In the schema of ops: the arguments of `rows_of`.
-_ROUTING = "Tensor expert_offsets, Tensor row_to_slot, Tensor slot_to_row, int top_k"
+_ROUTING = "Tensor expert_offsets, Tensor row_to_slot, Tensor slot_to_row, SymInt top_k"
 
 
 def _gather(kernels: ModuleType, x: Tensor, *routing: object) -> Tensor:

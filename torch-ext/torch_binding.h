@@ -7,7 +7,8 @@
 #include <optional>
 #include <tuple>
 
-// The experts block for a few tokens, (T, H); an undefined tensor, None in Python, if the kernels are not for the call.
+// The experts block for a few tokens, (T, H); an undefined tensor, None in Python, if the kernels are not for the call
+// or, as those of all ops are, if there is no memory for it.
 // x: (T, H) bf16 or fp16. ids, weights: (T, top_k), int32 or int64 and bf16, fp16 or fp32, any strides; top_k up to 32,
 // T top_k up to 65535. up: (E, 2 I, H), or (E, I, H) if not gated; down: (E, H, I); or both with their last dimensions
 // exchanged; E up to 1024, H and I up to 2^28. x and both weights are contiguous along the dimension that is summed

@@ -34,11 +34,15 @@ class OnDevice {
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
 
-// Memory for kernels of the current stream of the current device, from PyTorch's allocator.
+// PyTorch's allocator refused. Ops that catch it hand the call over: the stable ABI would make a RuntimeError of it,
+// PyTorch itself raises its OutOfMemoryError.
+struct NoMemory {};
+
+// Memory for kernels of the current stream of the current device, from PyTorch's allocator. May throw `NoMemory`.
 class Scratch {
  public:
   explicit Scratch(uint64_t bytes) {
-    if (bytes) TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &memory_));
+    if (bytes && aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &memory_) != AOTI_TORCH_SUCCESS) throw NoMemory();
   }
   ~Scratch() {
     if (memory_) aoti_torch_cuda_caching_allocator_raw_delete(memory_);
@@ -72,12 +76,13 @@ struct Operand {
   }
 };
 
-// An uninitialized, contiguous tensor of one or two dimensions.
+// An uninitialized, contiguous tensor of one or two dimensions. May throw `NoMemory`.
 inline Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, int32_t device) {
   const int64_t strides[] = {*(sizes.end() - 1), 1};
   AtenTensorHandle made;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides + 2 - sizes.size(), dtype,
-                                                  aoti_torch_device_type_cuda(), device, &made));
+  if (aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides + 2 - sizes.size(), dtype,
+                               aoti_torch_device_type_cuda(), device, &made) != AOTI_TORCH_SUCCESS)
+    throw NoMemory();
   return Tensor(made);
 }
 

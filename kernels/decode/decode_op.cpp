@@ -10,7 +10,7 @@
 namespace {
 
 // out of a call that is described but for act, z and out.
-Tensor decode(DecodeArgs a, const Operand &x, bool by_slot) {
+Tensor decode(DecodeArgs a, const Operand &x, bool by_slot) try {
   const OnDevice guard(x.device);
   const int capability = capability_of(x.device);
   const bool grouped = a.transposed || !by_slot;
@@ -34,6 +34,8 @@ Tensor decode(DecodeArgs a, const Operand &x, bool by_slot) {
   }
   check_launch("decode_experts", error);
   return out;
+} catch (const NoMemory &) {
+  return Tensor();
 }
 
 }  // namespace

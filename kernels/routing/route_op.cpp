@@ -5,7 +5,7 @@
 using torch::headeronly::ScalarType;
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> route_rows_op(const Tensor &ids, int64_t num_experts, int64_t num_rows,
-                                                         int64_t block_m, int64_t schedule_size) {
+                                                         int64_t block_m, int64_t schedule_size) try {
   const ScalarType id_type = ids.scalar_type();
   STD_TORCH_CHECK(ids.is_contiguous() && (id_type == ScalarType::Long || id_type == ScalarType::Int),
                   "route_rows: expected contiguous ids, int32 or int64");
@@ -42,4 +42,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route_rows_op(const Tensor &ids, int6
   }
   check_launch("route_rows", error);
   return {schedule, row_to_slot, slot_to_row, num_routed};
+} catch (const NoMemory &) {
+  return {Tensor(), Tensor(), Tensor(), Tensor()};
 }

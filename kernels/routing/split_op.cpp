@@ -6,7 +6,7 @@
 using torch::headeronly::ScalarType;
 
 Tensor split_rows_op(const Tensor &splits, int64_t num_groups, int64_t num_rows, int64_t block_m,
-                     int64_t schedule_size) {
+                     int64_t schedule_size) try {
   const ScalarType type = splits.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Long || type == ScalarType::Int, "split_rows: expected splits of int32 or int64");
   STD_TORCH_CHECK(num_groups >= 1 && num_groups <= MAX_EXPERTS && block_m >= 1 && num_rows >= 0 &&
@@ -27,4 +27,6 @@ Tensor split_rows_op(const Tensor &splits, int64_t num_groups, int64_t num_rows,
   a.wide = type == ScalarType::Long;
   check_launch("split_rows", schedule_rows(a, capability_of(device) >= 9, current_stream(device)));
   return schedule;
+} catch (const NoMemory &) {
+  return Tensor();
 }

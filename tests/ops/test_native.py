@@ -12,7 +12,7 @@ from experts_modules import Ungated
 from native_op import CODED, CODED_CASES, FEW, ROUNDS, STEPS, WHOLE, decode, poison_scaled
 from operations import Log
 from pairs import Pairs, make_loras
-from poison import guarded, poison_sentinels
+from poison import guarded, no_memory, poison_sentinels
 from scaled import Blocks, with_scales
 from timing import graph_of
 
@@ -282,6 +282,23 @@ def test_compiled_and_captured(grouped_moe, device, case, pairs, taken):
         loras["adapter_index"].copy_(loras["adapter_index"].flip(0))
     graph.replay()
     assert_bitwise("replayed", out.clone(), call(grouped_moe, case, inputs, **loras))
+
+
+def test_without_memory(native, grouped_moe, module, device):
+    """The error is PyTorch's own, which the stable ABI has no type for."""
+    inputs, ids = make_inputs(FEW, torch.bfloat16, device), torch.zeros(64, 2, dtype=torch.int64, device=device)
+    splits, routing = torch.zeros(8, dtype=torch.int64, device=device), module("backends.native.routing")
+    calls = (
+        lambda: call(grouped_moe, FEW, inputs),
+        lambda: routing.route(ids, 8, torch.bfloat16),
+        lambda: routing.split_rows(splits, 8, 100, torch.bfloat16),
+    )
+    with no_memory(device):
+        for each in calls:
+            with pytest.raises(torch.OutOfMemoryError):
+                each()
+    for each in calls:
+        each()
 
 
 # On both sides of what a block, clusters of 8 and of 16 blocks, and grids of one, two, four and eight rounds take.

@@ -101,3 +101,19 @@ def dirty_allocator(device: str, floats: int = 1 << 20) -> None:
     """Fills and frees memory of many sizes, so that the next torch.empty finds NaN in it."""
     blocks = [torch.full((floats >> shift,), float("nan"), device=device) for shift in range(0, 20)]
     del blocks
+
+
+@contextlib.contextmanager
+def no_memory(device):
+    """Neither of the GPU nor in PyTorch's cache."""
+    taken = []
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.0)
+    try:
+        for size in (1 << 21, 1 << 9):  # large blocks and small ones have caches of their own
+            with contextlib.suppress(torch.OutOfMemoryError):
+                while True:
+                    taken.append(torch.empty(size, dtype=torch.uint8, device=device))
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -48,4 +48,6 @@ def split_rows(splits: Tensor, num_groups: int, num_rows: int, dtype: torch.dtyp
     if splits.shape[0] > num_groups + 1:
         return Rows(splits.contiguous(), num_groups, num_rows, block_m)
     schedule = _SPLIT(splits, num_groups, num_rows, block_m, schedule_size(num_rows, num_groups))
+    if schedule is None:  # no memory: PyTorch raises its error
+        return triton.split_rows(splits, num_groups, num_rows, dtype, quantizes)
     return Rows(schedule, num_groups, num_rows, block_m)

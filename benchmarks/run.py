@@ -25,7 +25,7 @@ import lora
 import new_shapes
 import routing
 import torch
-from experts import SUITES, Experts, cells_of
+from experts import PROVIDERS, SUITES, Experts, cells_of
 from machine import DEVICE, RESULTS, build_id, describe_machine, first_line, load_kernel, result_name, summary, write
 from problems import OURS, run_group
 from timing import EAGER, GRAPH, time_box
@@ -145,7 +145,8 @@ def run_each(names: Sequence[str], smoke: bool, folder: Path) -> int:
 def main(argv: Optional[Sequence[str]] = None) -> dict:
     parser = make_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
-    parser.add_argument("--peers", nargs="+", metavar="NAME", help="these providers of the experts block alone")
+    peers = f"these providers of the experts block alone, of {', '.join(PROVIDERS)}"
+    parser.add_argument("--peers", nargs="+", choices=PROVIDERS, metavar="NAME", help=peers)
     parser.add_argument("--results", type=Path, help="folder of JSON and figures, not with --smoke by default results/")
     arguments = parser.parse_args(argv)
     if not set(arguments.names) <= set(BENCHMARKS):

@@ -246,7 +246,10 @@ def fuzz(package, seed: int, numbers: Iterable[int], device: str, seconds: float
 def numbers_of(text: str) -> Iterable[int]:
     """ "12" or "12-40"."""
     first, _, last = text.partition("-")
-    return range(int(first), int(last or first) + 1)
+    numbers = range(int(first), int(last or first) + 1)
+    if not numbers:
+        raise ValueError("no numbers")
+    return numbers
 
 
 def main(argv: Optional[List[str]] = None, package=None) -> int:
@@ -254,7 +257,7 @@ def main(argv: Optional[List[str]] = None, package=None) -> int:
     parser.add_argument("--minutes", type=float, default=5.0, help="how long new cases are begun (5)")
     parser.add_argument("--seed", type=int, default=0, help="what all cases are drawn from (0)")
     parser.add_argument("--only", type=numbers_of, help="run this case, or these, whatever the time")
-    parser.add_argument("--device", default=DEVICE, help="cpu or cuda (a GPU if there is one)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=DEVICE, help="a GPU if there is one")
     parser.add_argument("--json", type=Path, help="file for counts, versions, date and failures")
     arguments = parser.parse_args(argv)
     numbers, seconds = itertools.count(), 60 * arguments.minutes

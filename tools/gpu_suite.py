@@ -204,15 +204,22 @@ def line(name: str, result: dict) -> str:
     return "\n  ".join([", ".join(said), *(result.get("failures", [])[:12] or result["tail"][-6:])])
 
 
+def positive(text: str) -> int:
+    """The type of an option. Raises ValueError unless it is a number from 1 on."""
+    if int(text) < 1:
+        raise ValueError("no number from 1 on")
+    return int(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("steps", nargs="*", metavar="step", help=f"of {', '.join(STEPS)}; all without")
     add("--output", type=Path, help="JSON file to write")
-    add("--workers", type=int, default=1, help="processes that share each step (1)")
+    add("--workers", type=positive, default=1, help="processes that share each step (1)")
     add("--tests-timeout", type=float, default=480, help="seconds (480)")
     add("--sanitizer-timeout", type=float, default=240, help="seconds for each tool (240)")
-    add("--cases", type=int, default=2000, help="random cases (2000)")
+    add("--cases", type=positive, default=2000, help="random cases (2000)")
     add("--seed", type=int, default=0, help="of the random cases (0)")
     add("--fuzz-timeout", type=float, default=480, help="seconds for the random cases (480)")
     add("--pytest", action="append", default=[], help="a further argument for pytest, repeatable")

@@ -161,6 +161,9 @@ def test_options_that_choose_nothing(capsys):
         with pytest.raises(SystemExit):
             run.main([*names, "--smoke", "--rounds", "1", "--only", "T=12"])
         assert f"expected one NAME with only, rounds, got {' '.join(names) or 'none'}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run.main(["layers", "--smoke", "--peers", "SonicMOE"])
+    assert "argument --peers: invalid choice: 'SonicMOE'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rounds, seconds", [(1, math.inf), (25, 0.0)], ids=["planned", "cut-short"])

@@ -148,6 +148,13 @@ def draw_past_op(key):
     return draw
 
 
+@pytest.mark.parametrize("words", [("--only", "5-3"), ("--only", "x"), ("--device", "gpu")])
+def test_refuses_options_that_choose_nothing(capsys, words):
+    with pytest.raises(SystemExit):
+        fuzz.main(list(words))
+    assert f"argument {words[0]}: invalid " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number, name", [(2861, "grad of hidden_states"), (3316, "grad of top_k_weights")])
 def test_a_row_that_cancels_may_be_off_by_what_its_terms_may(grouped_moe, number, name):
     """The derivative of a gelu next to its zero; an inner product that is a tenth of its largest terms."""

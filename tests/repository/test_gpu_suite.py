@@ -85,6 +85,14 @@ def test_racecheck_passes_with_hand_overs_alone(change, status):
     assert (found["status"], found["seconds"], found["cases_done"]) == (status, 3.0, 2)
 
 
+@pytest.mark.parametrize("option", ["cases", "workers"])
+def test_refuses_none_of_them(monkeypatch, capsys, option):
+    monkeypatch.setattr("sys.argv", ["gpu_suite.py", "fuzz", f"--{option}", "0"])
+    with pytest.raises(SystemExit):
+        gpu_suite.main()
+    assert f"argument --{option}: invalid positive value: '0'" in capsys.readouterr().err
+
+
 def test_random_cases_are_shared_by_processes(monkeypatch):
     monkeypatch.setattr(gpu_suite, "CASES", 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -122,6 +122,20 @@ def test_copies(grouped_moe, form, how):
     assert module.discard_delayed_wgrad() == 2
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_of_a_compiled_module_have_their_own_weights(grouped_moe, how):
+    """What `Module.compile` puts there runs the module that it was called on."""
+    module, batch = make_module(grouped_moe, LAYOUTS[0], "cpu"), make_batch(LAYOUTS[0], "cpu")
+    module.compile(backend="aot_eager")
+    want = run(module, batch)["y"].clone()
+    twin = COPIES[how](module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert_bitwise("y", run(twin, batch)["y"], want)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_pickle_writes_the_weights_once(grouped_moe, shared):
     modules = {form.weight: make_module(grouped_moe, form, "cpu") for form in (LAYOUTS[0], LAYOUTS[-1])}

@@ -181,7 +181,7 @@ class GroupedLinear(nn.Module):
         return self
 
     def _state(self) -> Dict[str, Any]:
-        return {**self.__dict__, "_delayed": deque(), "_wgrad_hooks": [], "_checked_main_grads": []}
+        return {**super().__getstate__(), "_delayed": deque(), "_wgrad_hooks": [], "_checked_main_grads": []}
 
     def __copy__(self):
         twin = type(self).__new__(type(self))

@@ -100,7 +100,7 @@ WITHOUT_TRANSFORMERS = """
 import kernels, sys
 kernel = kernels.get_kernel({!r}, version={})
 print("transformers" in sys.modules)
-sys.modules["transformers"] = None
+sys.modules[{!r}] = None
 try:
     kernel.register_experts_implementation()
 except ImportError as error:
@@ -108,12 +108,14 @@ except ImportError as error:
 """
 
 
-def test_without_transformers(hub):
-    """The package loads without it; the registration raises an error that says what to install."""
-    code = WITHOUT_TRANSFORMERS.format(hub.repo_id, hub.version)
+@pytest.mark.parametrize("missing", ["transformers", "transformers.cache_utils"])
+def test_without_transformers(hub, missing):
+    """The package loads without it; the registration raises an error that says what to install and what is missing."""
+    code = WITHOUT_TRANSFORMERS.format(hub.repo_id, hub.version, missing)
     result = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0 and result.stdout.startswith("False\n"), result.stderr
     assert "register_experts_implementation" in result.stdout and "pip install 'transformers>=5.13'" in result.stdout
+    assert missing in result.stdout.split(", got: ")[1]
 
 
 def kernelize(experts: torch.nn.Module, grouped_moe, device: str) -> torch.nn.Module:

@@ -119,7 +119,7 @@ def _experts_registries() -> List[Any]:
     except ImportError as error:
         raise ImportError(
             "register_experts_implementation: expected transformers 5.13 or later to be installed "
-            "(pip install 'transformers>=5.13')"
+            f"(pip install 'transformers>=5.13'), and all that it imports, got: {error}"
         ) from error
     try:
         from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS

@@ -41,7 +41,7 @@ class GroupedLinear(nn.Module):
     The keys of `state_dict` are the names of the parameters; `load_state_dict` takes those of either form for either
     form, nested as well. The discrete keys are TransformerEngine's; its `_extra_state`, of quantization, is dropped
     unless a subclass has one. Discrete weights are views: safetensors' `save_file` writes them, its `save_model`
-    refuses them, and accelerate's `save_state` and `save_model` leave out all but the first.
+    and `load_model` refuse them, and accelerate's `save_state` and `save_model` leave out all but the first.
 
     accumulate_into_main_grad: the gradient of a weight is added to its attribute `main_grad`, or what its method
     `get_main_grad()` returns, in the backward: of the weight's shape, in bf16, fp16 or fp32. If its

@@ -159,7 +159,7 @@ def test_without_gluon_triton_launches(grouped_moe, stub, request):
         spec = device.DeviceSpec(132, 232448, hopper=compat.has_gluon())
         shape = {"num_groups": 4, "block_m": 128, "n": 512, "k": 256, "by_tma": True, "transposed": False}
         problem = stub.module("backends.problems").GemmProblem(
-            spec, torch.bfloat16, "ieee", **shape, low_rank=stub.module("backends.triton.low_rank").factor_of(None),
+            spec, torch.bfloat16, "ieee", **shape, low_rank=stub.module("backends.triton.factors").factor_of(None),
             zero_rest=True, wide=False,
         )  # fmt: skip
         return stub.module("backends.table").launcher_of("gemm", problem).kernel.function.__name__

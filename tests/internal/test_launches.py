@@ -90,7 +90,7 @@ def test_which_kernels_hopper_takes(grouped_moe, load, monkeypatch, n, kind, tak
     """For the up-projection of gathered rows and of rows in place, and for the dgrad in place."""
     spec = load("common.device").DeviceSpec(132, 232448, hopper=True, name="stub")
     monkeypatch.setattr(load("common.device"), "device_spec", lambda device_type, index: spec)
-    launcher_of, problem_of = load("backends.table").launcher_of, load("backends.triton.up_proj").problem_of
+    launcher_of, problem_of = load("backends.table").launcher_of, load("backends.triton.experts").problem_of
     kind = {"gated": True, "interleaved": False, "transposed": False, "activation": "silu", "num_rows": ROWS, **kind}
     transposed, p = kind["transposed"], 2 * n if kind["gated"] else n
     shapes = (ROWS, HIDDEN), (EXPERTS, p, HIDDEN), (EXPERTS, HIDDEN, n)

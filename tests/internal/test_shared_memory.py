@@ -39,7 +39,7 @@ def test_ranks_beside_one_step_of_k_fit(grouped_moe, target, rows, k, parts, ran
 def test_ranks_that_fit_leave_the_pipeline(grouped_moe, k, rank, stages):
     """On an H200, of a part of a layer that eight of them share."""
     package = Package(grouped_moe)
-    factor = package["backends.triton.low_rank"].factor_of(torch.empty(1, GROUPS, N, rank) if rank else None)
+    factor = package["backends.triton.factors"].factor_of(torch.empty(1, GROUPS, N, rank) if rank else None)
     problem = package["backends.problems"].GemmProblem(
         package.spec("", TARGETS["sm90"]), BF16, "ieee", GROUPS, 16, N, k, False, False, factor, False, False
     )

@@ -232,7 +232,7 @@ def test_a_low_rank_pair_limits_the_columns_of_the_dgrad(
     files, package, device_spec, gpu, block_m, by_tma, tuned, columns, beside
 ):
     """Of the heuristic's tile and of a tuned one, for the launcher that adds the pair."""
-    spec, factor = device_spec(**gpu, name=GPU), package["backends.triton.low_rank"].factor_of
+    spec, factor = device_spec(**gpu, name=GPU), package["backends.triton.factors"].factor_of
     if tuned:
         tile = {**TILE, "block_n": tuned}
         write(files.file_of(GPU), {"down_dgrad": {str(block_m): tile}}, capability=list(gpu["capability"]))

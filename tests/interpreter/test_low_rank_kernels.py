@@ -141,7 +141,7 @@ def test_both_results_of_a_gradient(kernels, module, monkeypatch, n, rank, adapt
     torch.manual_seed(0)
     num_groups, top_k, num_rows, dtype = 7, 2, 500, torch.float16
     sizes, first = torch.tensor(sizes), 0 if routed else 7
-    launchers = module("backends.triton.low_rank_backward")
+    launchers = module("backends.triton.low_rank")
     monkeypatch.setattr(launchers, "_LEAST_CHUNK", 64)
     monkeypatch.setattr(launchers, "_kernels", launchers._kernels.__wrapped__)  # keeps none of such chunks
     last, num_tokens = first + int(sizes.sum()), num_rows // top_k if routed else num_rows

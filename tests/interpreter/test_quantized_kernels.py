@@ -30,12 +30,12 @@ def rounded_by_torch(monkeypatch):
 @pytest.fixture(scope="session")
 def transpose(kernels, module):
     """The module of launchers."""
-    return module("backends.triton.transpose")
+    return module("backends.triton.scales")
 
 
 @pytest.fixture(scope="session")
 def activation_grad(kernels, module):
-    return module("backends.triton.activation_grad").activation_grad
+    return module("backends.triton.experts").activation_grad
 
 
 def scaled_weight(grouped_moe, shape, block, parts=1, layout="nk"):

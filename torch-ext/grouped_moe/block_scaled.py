@@ -11,7 +11,7 @@ from .common.numbers import wide_dtype
 CODES = torch.float8_e4m3fn
 PRODUCTS = ("auto", "w8a16", "w8a8")
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
-_MULTIPLE = 16  # of blocks: steps of a product do not cross them
+MULTIPLE = 16  # of blocks: steps of a product do not cross them
 _LARGEST = 448.0  # of the codes
 
 
@@ -102,8 +102,8 @@ def _checked_block(name: str, parts_name: str, block: object, parts: object, n: 
     if not isinstance(block, (tuple, list)) or len(block) != 2 or not all(type(extent) is int for extent in block):
         raise TypeError(f"{name}: expected two ints, got {block!r}")
     for extent, whole in zip(block, (n // parts, k)):
-        if not 0 < extent < 1 << 63 or (extent % _MULTIPLE and extent < whole):
-            wanted = f"multiples of {_MULTIPLE} below 2^63, or what spans the weight"
+        if not 0 < extent < 1 << 63 or (extent % MULTIPLE and extent < whole):
+            wanted = f"multiples of {MULTIPLE} below 2^63, or what spans the weight"
             raise ValueError(f"{name}: expected {wanted}, got {tuple(block)}")
     return tuple(block)
 

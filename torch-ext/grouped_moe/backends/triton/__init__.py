@@ -2,17 +2,14 @@
 
 from .codes import quantizes
 from .decode import decode, is_decode
-from .down_dgrad import down_dgrad
 from .exchange import pack_rows, place_rows, plan_exchange, take_slots, unpack_rows
+from .experts import down_dgrad, up_proj
 from .factors import pack_factors, unpack_grads
-from .gemm import gemm
-from .low_rank import project
-from .low_rank_backward import project_backward
+from .gemm import gemm, wgrad
+from .low_rank import project, project_backward
 from .permute import combine, combine_grad, gather_rows
 from .routing import route, split_rows
 from .sums import bias_grads, num_bias_dots, sum_dots
-from .up_proj import up_proj
-from .wgrad import wgrad
 
 __all__ = [
     "bias_grads", "combine", "combine_grad", "decode", "down_dgrad", "gather_rows", "gemm", "is_decode",

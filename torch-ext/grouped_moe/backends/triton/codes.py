@@ -21,7 +21,7 @@ from ..kernels.tiles import MAX_RAGGED_ROWS
 from .descriptors import takes_weight
 from .launch import ALIGNMENT
 from .quantize import BLOCK
-from .transpose import can_transpose
+from .scales import can_transpose
 
 
 class _Operand(NamedTuple):

@@ -1,4 +1,4 @@
-"""Copies of factors of low-rank pairs, and of their gradients, between layouts."""
+"""How factors of low-rank pairs lie, and copies of them, and of their gradients, between layouts."""
 
 from functools import lru_cache
 from typing import List, Optional, Sequence, Tuple
@@ -12,7 +12,20 @@ from ..kernels.factors import copy_factors_kernel
 from ..kernels.low_rank import Factor
 from .launch import Kernel
 
-_BLOCK_E, _BLOCK_NR = 32, 128  # experts, and numbers of each
+_BLOCK_E, _BLOCK_NR = 32, 128  # experts, and numbers of each, that a program copies
+_NO_FACTOR = Factor(0, 0, 0, 0, 0, 0, 0)
+
+
+def factor_of(factor: Optional[Tensor]) -> Factor:
+    """How a factor (L, E, N, r) lies, with strides that are 0 where an extent is 1; all is 0 without a factor.
+
+    Strides that are compile-time values keep its loads wide at any rank.
+    """
+    if factor is None:
+        return _NO_FACTOR
+    shape, strides = factor.shape, factor.stride()
+    strides = [0 if n == 1 else step for n, step in zip(shape, strides)]
+    return Factor(pad_rank(shape[0] * shape[3]), shape[0], shape[3], *strides)
 
 
 def pack_factors(factors: Sequence[Optional[Tensor]], rows: Rows, dtype: torch.dtype) -> List[Optional[Tensor]]:

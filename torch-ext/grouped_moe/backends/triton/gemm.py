@@ -1,25 +1,26 @@
-"""Grouped GEMM over rows that are sorted by group."""
+"""Grouped GEMM over rows that are sorted by group, and the weight gradient over a group's rows."""
 
+import math
 from functools import lru_cache
 from typing import Optional, Union
 
+import torch
 from torch import Tensor
 
 from ...block_scaled import Weight
 from ...common.device import dot_precision, spec_of
 from ...operands import LowRank
-from ...rows import Rows
-from ...tuning.heuristic import wide_pays
+from ...rows import Rows, unit_rows
+from ...tuning.heuristic import THIN, rows_per_group, wide_pays
 from ..kernels.gemm import zero_ungrouped_kernel
-from ..problems import GemmProblem
+from ..problems import GemmProblem, WgradProblem
 from ..table import launcher_of
 from .codes import gemm_takes_codes, transposes_codes
-from .descriptors import takes_rows, takes_weight
+from .descriptors import takes_rows, takes_weight, tma_strides
+from .factors import factor_of
 from .launch import Kernel
-from .low_rank import factor_of
 from .quantize import QuantizedRows, quantize_rows
-from .scales import for_rows, scale_blocks
-from .transpose import can_transpose, transpose_codes
+from .scales import can_transpose, for_rows, scale_blocks, transpose_codes
 
 _ZERO_PROGRAMS_PER_SM = 4
 _ZERO_CHUNK = 4096  # elements
@@ -62,6 +63,30 @@ def gemm(
     )  # fmt: skip
     launcher_of("quantized_gemm" if of_codes else "gemm", problem)(x, weight, bias, scales, low_rank, y, rows)
     return y
+
+
+def wgrad(
+    lhs: Tensor, rhs: Tensor, rows: Rows, out: Tensor, *, lhs_of_tokens: bool = False, rhs_of_tokens: bool = False,
+    accumulate: bool = False,
+) -> None:  # fmt: skip
+    """out[g] = sum over the rows r of group g of lhs[r] rhs[r]^T, 0 for a group without rows; or is added to out[g].
+
+    lhs: (rows, M), or (T, M) with lhs_of_tokens. rhs: (rows, N), the same. out: (G, M, N), any strides and dtype.
+    """
+    # Matrix instructions take 64 rows at least: the factor of a low-rank pair is thin along N.
+    (num_groups, m, n), (_, m_stride, n_stride) = out.shape, out.stride()
+    if m < n if min(m, n) <= THIN else n_stride != 1 and m_stride == 1:
+        out, m, n = out.transpose(1, 2), n, m
+        lhs, rhs, lhs_of_tokens, rhs_of_tokens = rhs, lhs, rhs_of_tokens, lhs_of_tokens
+    lhs, rhs, spec, num_rows = unit_rows(lhs), unit_rows(rhs), spec_of(lhs), rows.num_rows
+    problem = WgradProblem(
+        spec, lhs.dtype, out.dtype, dot_precision(lhs.dtype, spec), num_groups, m, n, rows.top_k,
+        "lhs" if lhs_of_tokens else "rhs" if rhs_of_tokens else None, rows_per_group(num_rows, num_groups),
+        num_rows > 0 and takes_rows(lhs, num_rows, spec) and takes_rows(rhs, num_rows, spec),
+        8 if math.gcd(lhs.stride(0), rhs.stride(0), 16) == 8 else 1,
+        out.dtype != torch.float64 and tma_strides(out) is not None, accumulate,
+    )  # fmt: skip
+    launcher_of("wgrad", problem)(lhs, rhs, out, rows)
 
 
 def zero_ungrouped(y: Tensor, rows: Rows) -> None:

@@ -1,4 +1,4 @@
-"""Rows projected on the ranks of a LoRA."""
+"""Rows projected on the ranks of a LoRA; of a gradient with b's gradient, in one kernel where that is faster."""
 
 from functools import lru_cache
 from typing import Optional, Tuple, Union
@@ -8,32 +8,26 @@ from torch import Tensor
 
 from ...common.device import DeviceSpec, dot_precision, spec_of
 from ...common.numbers import power_of_two
-from ...operands import pad_rank
-from ...rows import Rows, max_tiles
+from ...rows import Rows, max_tiles, unit_rows
 from ..kernels.low_rank import Factor, project_kernel
+from ..kernels.low_rank_backward import project_backward_kernel, sum_projected_kernel
+from .factors import factor_of
+from .gemm import wgrad
 from .launch import Kernel
 from .quantize import BLOCK, QuantizedRows, values_and_scales
 
 _MAX_COLUMNS = 128  # of a tile
 _TALL = 64  # rows of a tile from where on its products, not the latency of its loads, take the time
 _LONG_STEP = 512  # bytes of a row
-_NO_FACTOR = Factor(0, 0, 0, 0, 0, 0, 0)
-
-
-def factor_of(factor: Optional[Tensor]) -> Factor:
-    """How a factor (L, E, N, r) lies, with strides that are 0 where an extent is 1; all is 0 without a factor.
-
-    Strides that are compile-time values keep its loads wide at any rank.
-    """
-    if factor is None:
-        return _NO_FACTOR
-    shape, strides = factor.shape, factor.stride()
-    strides = [0 if n == 1 else step for n, step in zip(shape, strides)]
-    return Factor(pad_rank(shape[0] * shape[3]), shape[0], shape[3], *strides)
+# Of the kernel that makes both results of a gradient.
+_MANY_ROWS = 128  # of a tile, the tallest: from there on a group's rows are read once for both results
+_BLOCK_M = 64  # rows of a step
+_LEAST_CHUNK = 512  # rows of a chunk, the last one of an expert apart
+_SUM_ROWS, _SUM_COLUMNS = 64, 128  # of a program that adds up partial sums
 
 
 @lru_cache(maxsize=None)
-def _kernel(
+def _project_kernel(
     spec: DeviceSpec, dtype: torch.dtype, precision: str, num_groups: int, block_m: int, k: int, factor: Factor,
     factor_dtype: torch.dtype, top_k: int, of_tokens: bool, is_quantized: bool,
 ) -> Kernel:  # fmt: skip
@@ -80,7 +74,7 @@ def project(
         if is_quantized and not spec.float8:
             values = values.view(torch.uint8)
         top_k = rows.top_k if of_tokens or rows.adapters is not None or scales is not None else 0
-        kernel = _kernel(
+        kernel = _project_kernel(
             spec, x.dtype, dot_precision(x.dtype, spec), rows.num_groups, rows.block_m, k, layout, factor.dtype, top_k,
             of_tokens, is_quantized,
         )  # fmt: skip
@@ -90,3 +84,95 @@ def project(
             rows.adapters, z, scales, scaled, rows.row_to_slot if top_k else None, rows.schedule, scaling,
         )  # fmt: skip
     return z, scaled
+
+
+def _tile(
+    spec: DeviceSpec, dtype: torch.dtype, num_groups: int, block_m: int, n: int, block_r: int, of_tokens: bool
+) -> Optional[Tuple[int, int]]:
+    """BLOCK_N, num_stages of the kernel that reads dy once for both results; None where one for each is faster.
+
+    Nearly as many programs as processors are needed, and many rows for each. The kernel reads dy once less, and writes
+    and reads a partial sum for each block of columns, which may cost half of that. The second read of gathered rows
+    hits L2, so one pass pays only with 16 ranks or fewer. With more than 32, masks of columns would spill registers
+    (Triton 3.8).
+    """
+    if block_m < _MANY_ROWS or dtype.itemsize > 2 or of_tokens and block_r > 16:
+        return None
+    for block_n in (512, 256, 128):
+        num_programs = num_groups * -(-n // block_n)
+        for stages in (3, 2):
+            step = 2 * _BLOCK_M * (block_n + block_r)
+            rest = block_r * (2 * block_n + 4 * _BLOCK_M)  # the factor, and results on their way to memory
+            fits = stages * step + rest <= spec.shared_memory
+            masks_columns = n % block_n > 0 and block_r > 32
+            if fits and not masks_columns and block_n >= 8 * block_r and 10 * num_programs >= 9 * spec.num_sms:
+                return block_n, stages
+    return None
+
+
+@lru_cache(maxsize=None)
+def _kernels(
+    spec: DeviceSpec, dtype: torch.dtype, num_groups: int, block_m: int, n: int, factor: Factor, top_k: int,
+    of_tokens: bool,
+) -> Optional[Tuple[Kernel, Kernel]]:  # fmt: skip
+    """The kernel that makes both results, and the one that adds up its partial sums; None where there is no tile.
+
+    dtype, n: of dy, and its columns. top_k: of routed rows, if the tokens matter.
+    """
+    block_r = power_of_two(factor.R, 16)
+    tile = _tile(spec, dtype, num_groups, block_m, n, block_r, of_tokens)
+    if tile is None:
+        return None
+    block_n, stages = tile
+    both = {
+        "NUM_EXPERTS": num_groups, "EXPERTS_POW2": power_of_two(num_groups), "N": n, "LEAST_CHUNK": _LEAST_CHUNK,
+        "BLOCK_R": block_r,
+    }  # fmt: skip
+    constants = {
+        **both, "FACTOR": factor, "TOP_K": top_k if of_tokens else 0, "BLOCK_M": _BLOCK_M, "BLOCK_N": block_n,
+    }  # fmt: skip
+    # On NVIDIA a load that waits for its row indices starts two iterations late.
+    late = 2 if of_tokens and spec.is_nvidia else 0
+    options = {"num_warps": 8 if block_n == 512 else 4, "num_stages": stages + late}
+    sums = {
+        **both, "NUM_PARTIALS": -(-n // block_n), "R": factor.R, "RANK": factor.RANK, "TOP_K": top_k,
+        "BLOCK_M": _SUM_ROWS, "BLOCK_N": _SUM_COLUMNS,
+    }  # fmt: skip
+    return Kernel(project_backward_kernel, constants, options), Kernel(sum_projected_kernel, sums)
+
+
+def project_backward(
+    dy: Union[Tensor, QuantizedRows], factor: Tensor, rows: Rows, *, scaling: float, of_tokens: bool = False,
+    projected: Optional[Tensor] = None, grad: Optional[Tensor] = None,
+) -> Tensor:  # fmt: skip
+    """z[r] = scaling factor[l, e]^T dy[r] for each adapter l, and grad[e] = sum of dy[r] projected[r]^T over rows of e.
+
+    dy: (rows, N), or (T, N), of whose rows those of the tokens are taken, with of_tokens; of 8-bit floats without grad
+    alone. factor: (L, E, N, r). projected: (rows, R), grad: (E, N, R), contiguous; both or none. Returns z, (rows, R),
+    as `project` does: the same bits with grad and without.
+    """
+    kernels = None
+    if not isinstance(dy, QuantizedRows):
+        dy, spec, layout, n = unit_rows(dy), spec_of(dy), factor_of(factor), dy.shape[1]
+        top_k = rows.top_k if of_tokens or rows.adapters is not None else 0
+        kernels = _kernels(spec, dy.dtype, rows.num_groups, rows.block_m, n, layout, top_k, of_tokens)
+    if kernels is None:
+        if grad is not None:
+            wgrad(dy, projected, rows, grad, lhs_of_tokens=of_tokens)
+        return project(dy, factor, rows, scaling=scaling, of_tokens=of_tokens)[0]
+    (both, add_up), z = kernels, dy.new_empty(rows.num_rows, layout.R)
+    n_blocks, sum_blocks = -(-n // both.constants["BLOCK_N"]), -(-rows.num_rows // _SUM_ROWS)
+    further = (rows.num_groups - 1) // 2
+    partials, chunk_grads = dy.new_empty(n_blocks, *z.shape, dtype=torch.float32), None
+    if grad is not None and further:
+        chunk_grads = grad.new_empty(2 * further, *grad.shape[1:], dtype=torch.float32)
+        sum_blocks += rows.num_groups * -(-n // _SUM_COLUMNS)
+    both(
+        (n_blocks, rows.num_groups + further, 1), dy, dy.stride(0), factor, projected, partials, grad, chunk_grads,
+        rows.row_to_slot if of_tokens else None, rows.schedule, rows.num_rows,
+    )  # fmt: skip
+    add_up(
+        (sum_blocks, 1, 1), partials, rows.adapters, z, chunk_grads, grad, rows.row_to_slot, rows.schedule,
+        rows.num_rows, scaling,
+    )  # fmt: skip
+    return z

@@ -1,4 +1,4 @@
-"""Block-scaled weights: as arguments and constexprs of kernels, or made plain for a product of many rows."""
+"""Block-scaled weights: as arguments and constexprs of kernels, made plain for products of many rows, or transposed."""
 
 from functools import lru_cache
 from typing import Any, Optional, Tuple
@@ -6,14 +6,15 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ...block_scaled import BlockScaled, Weight
+from ...block_scaled import MULTIPLE, BlockScaled, Weight
 from ...common.device import DeviceSpec, spec_of
 from ..kernels.block_scaled import ScaleBlocks
-from ..kernels.dequantize import dequantize_kernel
-from .launch import Kernel
+from ..kernels.weights import dequantize_kernel, transpose_kernel
+from .launch import ALIGNMENT, Kernel
 
 _MANY_ROWS = 128  # of a tile
 _DEQUANTIZED = 64, 128  # rows and columns that a program makes plain
+_TRANSPOSED = 128  # rows, and columns, that a program transposes
 
 
 def for_rows(weight: Weight, block_m: int, dtype: torch.dtype) -> Weight:
@@ -76,3 +77,29 @@ def nk_strides(weight: Tensor, transposed: bool) -> tuple:
     """Strides over (E, N, K) of a weight (E, N, K) or, transposed, (E, K, N)."""
     stride_e, first, second = weight.stride()
     return (stride_e, second, first) if transposed else (stride_e, first, second)
+
+
+def can_transpose(weight: BlockScaled) -> bool:
+    """Whether the transposed weight is a `BlockScaled`, whose K has no parts: blocks of N must not end within parts."""
+    block_n, parts = weight.block[0], weight.parts
+    return parts == 1 or (weight.shape[1] % (parts * block_n) == 0 and block_n % MULTIPLE == 0)
+
+
+def transpose_codes(weight: BlockScaled) -> BlockScaled:
+    """The weight (E, K, N) of a weight (E, N, K) that `can_transpose`: codes are contiguous, scales are a view.
+
+    Codes that lie so already, and begin at 16 bytes, are not copied.
+    """
+    data, scales, (block_n, block_k), _, products = weight
+    codes = data.transpose(1, 2)
+    if not codes.is_contiguous() or codes.data_ptr() % ALIGNMENT:  # descriptors do not take others
+        num_experts, n, k = data.shape
+        codes = data.new_empty((num_experts, k, n))
+        given, grid = data.view(torch.uint8), (-(-n // _TRANSPOSED), -(-k // _TRANSPOSED), num_experts)
+        _transpose_kernel(n, k)(grid, given, *nk_strides(given, False), codes.view(torch.uint8))
+    return BlockScaled(codes, scales.transpose(1, 2), (block_k, block_n), 1, products)
+
+
+@lru_cache(maxsize=None)
+def _transpose_kernel(n: int, k: int) -> Kernel:
+    return Kernel(transpose_kernel, {"N": n, "K": k, "BLOCK_N": _TRANSPOSED, "BLOCK_K": _TRANSPOSED}, {"num_warps": 8})

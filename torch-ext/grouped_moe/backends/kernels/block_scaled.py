@@ -26,8 +26,6 @@ from .tiles import (
     num_row_tiles,
     scale_rows,
     store_parts,
-    tile_extent,
-    tile_rows,
     tokens_of,
 )
 
@@ -229,9 +227,7 @@ def scaled_gemm_kernel(
     num_tiles = num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES
     last_row = end_of_rows(schedule_ptr, TILING.NUM_EXPERTS)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
-        first_row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
-        rows, row_mask = tile_rows(first_row, count, BLOCK_M)
+        expert, n_tile, first_row, rows, row_mask = find_tile(tile, schedule_ptr, TILING)
         sources = rows.to(tl.int64)
         column = n_tile * BLOCK_N
         x = locate_rows(x_ptr, stride_xr if x_scale_ptr is None else K, stride_xk, sources, row_mask, PRODUCT.BLOCK_K)
@@ -277,9 +273,7 @@ def scaled_up_proj_kernel(
     low_rank = LowRank(projected_ptr, factor_ptr)
     num_tiles = num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
-        row, count = tile_extent(expert, m_tile, schedule_ptr, TILING.BLOCK_M)
-        rows, row_mask = tile_rows(row, count, TILING.BLOCK_M)
+        expert, n_tile, row, rows, row_mask = find_tile(tile, schedule_ptr, TILING)
         tokens = tokens_of(load_slots(row_to_slot_ptr, rows), TOP_K)
         x = locate_rows(x_ptr, stride_xt, stride_xk, tokens, row_mask, PRODUCT.BLOCK_K)
         expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None
@@ -328,9 +322,7 @@ def scaled_down_dgrad_kernel(
     low_rank = LowRank(projected_ptr, factor_ptr)
     num_tiles = num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
-        row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
-        rows, row_mask = tile_rows(row, count, BLOCK_M)
+        expert, n_tile, row, rows, row_mask = find_tile(tile, schedule_ptr, TILING)
         slots = load_slots(row_to_slot_ptr, rows)
         dout = locate_rows(dout_ptr, stride_dt, stride_dk, tokens_of(slots, TOP_K), row_mask, PRODUCT.BLOCK_K)
         weights = load_scales(weights_ptr, slots) if weights_ptr is not None else None

@@ -7,17 +7,7 @@ from .dependent import wait_for_stream
 from .epilogues import gemm_epilogue
 from .low_rank import LowRank, add_low_rank
 from .products import Weights, dot_rows_advancing, load_w, locate_rows
-from .tiles import (
-    column_pieces,
-    end_of_rows,
-    expert_rows,
-    find_tile,
-    grouped_order,
-    num_row_tiles,
-    source_rows,
-    tile_extent,
-    tile_rows,
-)
+from .tiles import column_pieces, end_of_rows, expert_rows, find_tile, grouped_order, num_row_tiles, source_rows
 
 
 @triton.jit
@@ -78,9 +68,7 @@ def grouped_gemm_kernel(
     last_row = end_of_rows(schedule_ptr, TILING.NUM_EXPERTS)
     # Flattened, a tile's loads start before the previous tile is stored. Without TMA, each step would compute pointers.
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=PRODUCT.TMA and FACTOR.R == 0):
-        expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
-        first_row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
-        rows, row_mask = tile_rows(first_row, count, BLOCK_M)
+        expert, n_tile, first_row, rows, row_mask = find_tile(tile, schedule_ptr, TILING)
         column = n_tile * BLOCK_N
         if PRODUCT.TMA:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

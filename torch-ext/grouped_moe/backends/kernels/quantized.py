@@ -22,9 +22,7 @@ from .tiles import (
     num_row_tiles,
     scale_rows,
     store_columns,
-    tile_extent,
     tile_ptrs,
-    tile_rows,
     tokens_of,
 )
 
@@ -64,9 +62,7 @@ def quantized_up_proj_kernel(
     low_rank = LowRank(projected_ptr, factor_ptr)
     num_tiles = num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        expert, m_tile, n_tile = find_tile(tile, schedule_ptr, TILING)
-        row, count = tile_extent(expert, m_tile, schedule_ptr, BLOCK_M)
-        rows, row_mask = tile_rows(row, count, BLOCK_M)
+        expert, n_tile, row, rows, row_mask = find_tile(tile, schedule_ptr, TILING)
         tokens = tokens_of(load_slots(row_to_slot_ptr, rows), TOP_K)
         x = locate_rows(x_ptr, PRODUCT.K, 1, tokens, row_mask, PRODUCT.BLOCK_K)
         x_scale_ptrs = row_scale_ptrs(x_scale_ptr, tokens, PRODUCT.K)

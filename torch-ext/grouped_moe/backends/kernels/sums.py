@@ -12,10 +12,9 @@ from .tiles import (
     load_scales,
     load_slots,
     num_row_tiles,
+    rows_of_tile,
     source_rows,
-    tile_extent,
     tile_offsets,
-    tile_rows,
 )
 
 
@@ -44,8 +43,7 @@ def bias_grads_kernel(
     if tile < num_row_tiles(schedule_ptr, NUM_EXPERTS):
         expert = find_expert(tile, schedule_ptr, NUM_EXPERTS)
         before, _ = expert_tiles(expert, schedule_ptr, NUM_EXPERTS)
-        first_row, count = tile_extent(expert, tile - before, schedule_ptr, BLOCK_M)
-        rows, row_mask = tile_rows(first_row, count, BLOCK_M)
+        first_row, rows, row_mask = rows_of_tile(expert, tile - before, schedule_ptr, BLOCK_M)
         columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         dy_ptrs = dy_ptr + source_rows(rows, row_to_slot_ptr, TOP_K)[:, None] * stride_dt + columns[None, :]
         dy = tl.load(dy_ptrs, mask=row_mask[:, None] & (columns < N)[None, :], other=0.0).to(tl.float32)

@@ -72,7 +72,7 @@ def find_expert(m_tile, schedule_ptr, NUM_EXPERTS: tl.constexpr):
 
 @triton.jit
 def find_tile(tile, schedule_ptr, TILING: tl.constexpr):
-    """Tile number -> (expert, m tile within the expert, n tile).
+    """Tile number -> (expert, n tile, first row, rows, mask).
 
     Experts come in order; `grouped_order` orders the tiles of one. The caller guarantees that
     tile < num_row_tiles * NUM_N_TILES.
@@ -81,7 +81,8 @@ def find_tile(tile, schedule_ptr, TILING: tl.constexpr):
     before, num_m_tiles = expert_tiles(expert, schedule_ptr, TILING.NUM_EXPERTS)
     within = tile - before * TILING.NUM_N_TILES
     m_tile, n_tile = grouped_order(within, num_m_tiles, TILING.NUM_N_TILES, TILING.GROUP_M)
-    return expert, m_tile, n_tile
+    first_row, rows, mask = rows_of_tile(expert, m_tile, schedule_ptr, TILING.BLOCK_M)
+    return expert, n_tile, first_row, rows, mask
 
 
 @triton.jit
@@ -100,10 +101,11 @@ def grouped_order(tile, num_m_tiles, NUM_N_TILES: tl.constexpr, GROUP_M: tl.cons
 
 
 @triton.jit
-def tile_extent(expert, m_tile, expert_offsets_ptr, BLOCK_M: tl.constexpr):
-    """(first row of a tile, number of rows that its expert has from there on)."""
-    first = tl.load(expert_offsets_ptr + expert) + m_tile * BLOCK_M
-    return first, tl.load(expert_offsets_ptr + expert + 1) - first
+def rows_of_tile(expert, m_tile, schedule_ptr, BLOCK_M: tl.constexpr):
+    """(first row, rows, mask) of an expert's m tile."""
+    first_row = tl.load(schedule_ptr + expert) + m_tile * BLOCK_M
+    rows, mask = tile_rows(first_row, tl.load(schedule_ptr + expert + 1) - first_row, BLOCK_M)
+    return first_row, rows, mask
 
 
 @triton.jit

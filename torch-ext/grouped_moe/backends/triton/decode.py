@@ -1,7 +1,7 @@
 """The forward of the experts block for a few tokens, without gradients: two launches that stream weights."""
 
 from functools import lru_cache
-from typing import Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -57,42 +57,36 @@ def _narrowed(block_k: int, k: int) -> int:
     return min(block_k, power_of_two(k, 8))
 
 
-def _describe(block_n: int, block_k: int, warps: int) -> str:
-    return f"Triton for a few tokens, tile {block_n}x{block_k}, {warps} warps, heuristic"
-
-
 @lru_cache(maxsize=None)
 def _up_kernel(
     num_experts: int, top_k: int, h: int, options: Options, ranks: Tuple[int, int], scales: Optional[ScaleBlocks]
 ) -> Kernel:
-    """ranks: adapters and rank of a LoRA. scales: None for a plain weight."""
-    block_n, block_k, warps = _up_tile(h)
-    block_k = _narrowed(block_k, h)
-    constants = {
-        "NUM_EXPERTS": num_experts, "K": h, "TOP_K": top_k, "SCALES": scales or _NO_SCALES, **_rank_constants(ranks),
-        "OPTIONS": options, "BLOCK_N": block_n, "BLOCK_K": block_k,
-    }  # fmt: skip
-    return Kernel(slot_up_proj_kernel, constants, {"num_warps": warps}, _describe(block_n, block_k, warps))
+    constants = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "OPTIONS": options}
+    return _kernel(slot_up_proj_kernel, constants, h, _up_tile(h), ranks, scales)
 
 
 @lru_cache(maxsize=None)
 def _down_kernel(
     num_experts: int, top_k: int, h: int, i: int, ranks: Tuple[int, int], scales: Optional[ScaleBlocks]
 ) -> Kernel:
-    """ranks, scales: as of `_up_kernel`."""
     choices = power_of_two(top_k)
-    block_n, block_k, warps = _down_tile(i, choices)
-    block_k = _narrowed(block_k, i)
+    constants = {"NUM_EXPERTS": num_experts, "N": h, "TOP_K": top_k, "TOP_K_POW2": choices}
+    return _kernel(slot_down_proj_kernel, constants, i, _down_tile(i, choices), ranks, scales)
+
+
+def _kernel(
+    function: Any, constants: dict, k: int, tile: Tuple[int, int, int], ranks: Tuple[int, int],
+    scales: Optional[ScaleBlocks],
+) -> Kernel:  # fmt: skip
+    """k: columns of the weight. ranks: adapters and rank of a LoRA. scales: None for a plain weight."""
+    (block_n, block_k, warps), (num_adapters, rank) = tile, ranks
+    block_k = _narrowed(block_k, k)
     constants = {
-        "NUM_EXPERTS": num_experts, "N": h, "K": i, "TOP_K": top_k, "TOP_K_POW2": choices,
-        "SCALES": scales or _NO_SCALES, **_rank_constants(ranks), "BLOCK_N": block_n, "BLOCK_K": block_k,
+        **constants, "K": k, "SCALES": scales or _NO_SCALES, "NUM_ADAPTERS": num_adapters, "R": rank,
+        "R_POW2": power_of_two(rank), "BLOCK_N": block_n, "BLOCK_K": block_k,
     }  # fmt: skip
-    return Kernel(slot_down_proj_kernel, constants, {"num_warps": warps}, _describe(block_n, block_k, warps))
-
-
-def _rank_constants(ranks: Tuple[int, int]) -> dict:
-    num_adapters, rank = ranks
-    return {"NUM_ADAPTERS": num_adapters, "R": rank, "R_POW2": power_of_two(rank)}
+    path = f"Triton for a few tokens, tile {block_n}x{block_k}, {warps} warps, heuristic"
+    return Kernel(function, constants, {"num_warps": warps}, path)
 
 
 @lru_cache(maxsize=None)

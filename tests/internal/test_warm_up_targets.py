@@ -95,7 +95,7 @@ def test_on_a_cpu_there_is_nothing_to_compile(grouped_moe):
         ({"backward": 1}, TypeError, "^backward: expected True or False, got 1"),
         ({"progress": None}, TypeError, "^progress: expected True or False, got None"),
         ({"top_k": 2.0}, TypeError, "^top_k: expected an int or None, got float"),
-        ({"top_k": 0}, ValueError, "^top_k: expected at least 1, got 0"),
+        ({"top_k": 0}, ValueError, "^top_k: expected above 0, got 0"),
     ],
     ids=str,
 )

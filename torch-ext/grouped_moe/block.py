@@ -9,7 +9,6 @@ from torch import Tensor
 from .block_scaled import Weight, as_weight, check_scaled, parts_of
 from .common import _compat, checks
 from .common.activation import Activation
-from .common.device import device_type
 from .common.numbers import wide_dtype
 from .operands import LoRA, check_loras
 
@@ -76,7 +75,7 @@ def check_and_pack(
     program with an infinite one. Raises TypeError or ValueError that names the argument.
     """
     checks.check_tensor(owner, x)
-    dtype = checks.autocast_dtype(device_type(x))
+    dtype = checks.autocast_dtype(x)
     x = checks.autocast(x, dtype)
     scaled = (
         check_scaled("gate_up_proj", block.up, x, owner, block.transposed),

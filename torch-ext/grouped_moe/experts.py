@@ -75,7 +75,7 @@ def grouped_mm_experts(
     """
     checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     activation = as_activation(activation, gated, interleaved)
-    checks.check_capacity("capacity", capacity)
+    checks.check_count("capacity", capacity)
     if IS_BUILT:
         experts = gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias
         has_loras = gate_up_lora is not None or down_lora is not None or adapter_index is not None

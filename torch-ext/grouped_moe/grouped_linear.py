@@ -8,7 +8,6 @@ from torch import Tensor
 from .block_scaled import Weight, as_weight, check_scaled, parts_of
 from .common import checks
 from .common.autograd import once_differentiable, refuse_forward_mode, where_needed
-from .common.device import device_type
 from .common.numbers import wide_dtype
 from .operands import LoRA, check_loras, grad_of_a, project, project_backward, read_factors, unpack_grads
 from .registration import define_differentiable_op, define_op
@@ -222,7 +221,7 @@ def grouped_linear(
     scaled = check_scaled("weight", weight, x, "x", transposed)
     weight, weight_scale, block = parts_of(weight)
     checks.check_tensor("weight", weight)
-    dtype = checks.autocast_dtype(device_type(x))
+    dtype = checks.autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = (checks.autocast(tensor, dtype) for tensor in (x, weight, bias))
     checks.check_linear(x, weight, bias, bias_scales, transposed, scaled)

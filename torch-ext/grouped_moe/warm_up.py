@@ -128,10 +128,7 @@ def _check_arguments(target: nn.Module, num_tokens: Tuple[int, int], top_k: Opti
         raise TypeError(f"num_tokens: expected a pair of ints, got {num_tokens!r}")
     if len(num_tokens) != 2 or not 1 <= num_tokens[0] <= num_tokens[1]:
         raise ValueError(f"num_tokens: expected the first and the last number of tokens, 1 or more, got {num_tokens!r}")
-    if top_k is not None and type(top_k) is not int:
-        raise TypeError(f"top_k: expected an int or None, got {type(top_k).__name__}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k: expected at least 1, got {top_k}")
+    checks.check_count("top_k", top_k)
 
 
 def _needs_kernels(tensor: Tensor) -> bool:
@@ -284,7 +281,7 @@ def _experts_layer(
     activation = fused_activation(module, interleaved) if post_expert(module) is None else None
     scaled = has_scales(module, "down_proj")
     own_dtype = _input_dtype(module.down_proj, scaled, target)
-    dtype = checks.autocast_dtype(up.device.type) or own_dtype
+    dtype = checks.autocast_dtype(up) or own_dtype
     e, h, i = up.shape[0], *down.shape[1:][:: -1 if transposed else 1]
     p, up_h = up.shape[1:][:: -1 if transposed else 1]
     _check_whole(name, down is module.down_proj or (e, up_h) == (module.num_experts, h))  # FSDP's are DTensors
@@ -343,7 +340,7 @@ def _linear_layer(name: str, module: GroupedLinear, target: nn.Module, top_k: in
     _check_whole(name, all(local_part(parameter) is parameter for parameter in module.parameters()))
     weight, n, k, groups = next(module.parameters()), module.out_features, module.in_features, module.num_groups
     own_dtype = _input_dtype(weight, module._scaled is not None, module, target)
-    dtype = checks.autocast_dtype(weight.device.type) or own_dtype
+    dtype = checks.autocast_dtype(weight) or own_dtype
     products = _products(groups, ((n, k), (k, n)), weight, dtype, trains, module._scaled is not None)
 
     def choice(num_tokens: int) -> Hashable:

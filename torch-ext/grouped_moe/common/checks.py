@@ -5,6 +5,8 @@ from typing import Optional, Sequence
 import torch
 from torch import Tensor
 
+from .device import device_type
+
 MAX_EXPERTS = 1024
 MAX_SLOTS = 2**31 - 129  # or rows: kernels count them, and up to 128 past the last one, in int32
 
@@ -82,21 +84,22 @@ def check_index_dtype(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name}: expected torch.int32 or torch.int64, got {tensor.dtype}")
 
 
-def check_capacity(name: str, capacity: object) -> None:
+def check_count(name: str, count: object) -> None:
     """Raises TypeError or ValueError that names the argument unless it is None or an int above 0."""
-    if capacity is None:
+    if count is None:
         return
-    if not isinstance(capacity, (int, torch.SymInt)) or isinstance(capacity, bool):
-        raise TypeError(f"{name}: expected an int or None, got {type(capacity).__name__}")
-    if capacity < 1:
-        raise ValueError(f"{name}: expected above 0, got {capacity}")
+    if not isinstance(count, (int, torch.SymInt)) or isinstance(count, bool):
+        raise TypeError(f"{name}: expected an int or None, got {type(count).__name__}")
+    if count < 1:
+        raise ValueError(f"{name}: expected above 0, got {count}")
 
 
-def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
-    """The dtype to compute in under an active autocast, else None."""
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta: asking would raise
+def autocast_dtype(tensor: Tensor) -> Optional[torch.dtype]:
+    """The dtype to compute in under an active autocast on the tensor's device, else None."""
+    kind = device_type(tensor)
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # meta: asking would raise
         return None
-    return torch.get_autocast_dtype(device_type)
+    return torch.get_autocast_dtype(kind)
 
 
 def autocast(tensor: Optional[Tensor], dtype: Optional[torch.dtype]) -> Optional[Tensor]:

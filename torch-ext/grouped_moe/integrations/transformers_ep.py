@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from .. import exchange
 from ..common import _compat
 from ..common.autograd import refuse_forward_mode
-from ..common.checks import MAX_SLOTS, check_capacity, check_choices, wrong_shape
+from ..common.checks import MAX_SLOTS, check_choices, check_count, wrong_shape
 from ..common.numbers import as_fraction
 from ..operands import LoRA
 from ..places import TOO_MANY
@@ -36,7 +36,7 @@ class Limits(NamedTuple):
     def check(self) -> None:
         """Raises TypeError or ValueError that names the argument of `register_experts_implementation` at fault."""
         most, factor = self
-        check_capacity("ep_max_tokens", most)
+        check_count("ep_max_tokens", most)
         if most is not None and most > MAX_SLOTS:
             raise ValueError(f"ep_max_tokens: expected at most {MAX_SLOTS}, got {most}")
         if factor is not None and (not isinstance(factor, (int, float)) or isinstance(factor, bool)):

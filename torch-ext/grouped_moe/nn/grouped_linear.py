@@ -271,7 +271,7 @@ class GroupedLinear(nn.Module):
             if any(wanted) if self.delay_wgrad else wanted[0]:
                 return self._forward_tapped(x, splits, bias_scales, *wanted, **low_rank)
         detached = not grad and not torch.jit.is_tracing()  # it checks a trace by another one, without gradients
-        dtype = None if self.single_grouped_weight else checks.autocast_dtype(x.device.type)
+        dtype = None if self.single_grouped_weight else checks.autocast_dtype(x)
         weight = checks.autocast(self._packed("weight", detached), dtype)  # a copy need not be watched
         y = grouped_linear(x, weight, splits, self._packed("bias", detached), bias_scales, **low_rank)
         return watch(y, self._watched(x, weight)) if grad else y
@@ -295,7 +295,7 @@ class GroupedLinear(nn.Module):
                 wanted = wanted._replace(targets=main_grads_of(wanted))
             else:
                 self._check_main_grads(wanted)
-        splits, dtype = as_splits(splits, self.num_groups, x.shape[0], x.device), checks.autocast_dtype(x.device.type)
+        splits, dtype = as_splits(splits, self.num_groups, x.shape[0], x.device), checks.autocast_dtype(x)
         x, weight = (checks.autocast(each, dtype) for each in (x, self._packed("weight", True)))  # as they are used
         y = grouped_linear(x, weight, splits, self._packed("bias", delayed), bias_scales, **low_rank)
         if delayed:

@@ -37,10 +37,9 @@ def as_one(tensors: Sequence[Tensor]) -> Optional[Tensor]:
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
     """`torch.stack` without autocast, under which it raises for the other dtype of two bytes."""
-    device_type = tensors[0].device.type
-    if checks.autocast_dtype(device_type) is None:
+    if checks.autocast_dtype(tensors[0]) is None:
         return torch.stack(tensors)
-    with torch.autocast(device_type, enabled=False):
+    with torch.autocast(tensors[0].device.type, enabled=False):
         return torch.stack(tensors)
 
 

@@ -149,13 +149,11 @@ def test_known_names_are_asked(module):
     assert kept == [True, False]
 
 
-def test_without_gluon_triton_launches(grouped_moe, stub, request):
+def test_without_gluon_triton_launches(grouped_moe, stub):
     """Also a product that has a Gluon kernel where Gluon is."""
     compat, device = stub.module("common._compat"), stub.module("common.device")
-    request.addfinalizer(compat.has_gluon.cache_clear)
 
     def kernel():
-        compat.has_gluon.cache_clear()
         spec = device.DeviceSpec(132, 232448, hopper=compat.has_gluon())
         shape = {"num_groups": 4, "block_m": 128, "n": 512, "k": 256, "by_tma": True, "transposed": False}
         problem = stub.module("backends.problems").GemmProblem(

@@ -29,7 +29,6 @@ def keeps_variants(is_cuda: bool) -> bool:
     return is_cuda and torch.version.cuda is not None and (3, 6) <= triton_version() <= (3, 9)
 
 
-@lru_cache(maxsize=None)
 def has_gluon() -> bool:
     """Whether there is Gluon, which is experimental. Without it Triton's kernels run on Hopper."""
     try:

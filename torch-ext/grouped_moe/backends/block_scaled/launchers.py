@@ -17,8 +17,10 @@ _WIDENING, _OF_CODES = "Triton, weights widened in registers", "Triton, 8-bit ro
 class Gemm(Launcher):
     """Of rows of two bytes or four, or of 8-bit rows."""
 
-    def __init__(self, problem: GemmProblem, of_codes: bool = False):
-        p, step = problem, step_of(problem.scales, problem.k)
+    of_codes = False
+
+    def __init__(self, problem: GemmProblem):
+        p, step, of_codes = problem, step_of(problem.scales, problem.k), self.of_codes
         config = quantized_config(p.spec) if of_codes else scaled_config("gemm", p.block_m, p.n, p.dtype, p.spec, step)
         product = ScaledProduct(p.n, p.k, *p.scales, p.precision, config.block_k, HALVES=1)
         constants = {"ZERO_UNGROUPED": p.zero_rest, "PRODUCT": product, "FACTOR": p.low_rank}
@@ -35,8 +37,7 @@ class Gemm(Launcher):
 class QuantizedGemm(Gemm):
     """Of 8-bit rows."""
 
-    def __init__(self, problem: GemmProblem):
-        super().__init__(problem, of_codes=True)
+    of_codes = True
 
 
 def _block_constants(problem: BlockProblem, columns: int, block_k: int, halves: int = 1) -> Dict[str, Any]:

@@ -18,12 +18,11 @@ from .tiles import (
     column_pieces,
     find_tile,
     load_scales,
-    load_slots,
     num_row_tiles,
     scale_rows,
+    source_rows,
     store_columns,
     tile_ptrs,
-    tokens_of,
 )
 
 
@@ -63,7 +62,7 @@ def quantized_up_proj_kernel(
     num_tiles = num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, n_tile, row, rows, row_mask = find_tile(tile, schedule_ptr, TILING)
-        tokens = tokens_of(load_slots(row_to_slot_ptr, rows), TOP_K)
+        tokens = source_rows(rows, row_to_slot_ptr, TOP_K)
         x = locate_rows(x_ptr, PRODUCT.K, 1, tokens, row_mask, PRODUCT.BLOCK_K)
         x_scale_ptrs = row_scale_ptrs(x_scale_ptr, tokens, PRODUCT.K)
         expert_bias_ptr = bias_ptr + expert.to(tl.int64) * stride_be if bias_ptr is not None else None

@@ -90,9 +90,7 @@ def down_dgrad(
     if num_rows and launcher.reads_sorted_rows and rows.top_k:
         dout = sort_rows(dout, rows)
     act = dout.new_empty(num_rows, n) if needs.act else None
-    dots = None
-    if needs.act_scales:
-        dots = dout.new_empty(launcher.n_tiles + more_dots, num_rows, dtype=torch.float32)
+    dots = dout.new_empty(launcher.n_tiles + more_dots, num_rows, dtype=torch.float32) if needs.act_scales else None
     if num_rows:
         launcher(block, dout, low_rank, scales, preact, dpreact, act, dots, rows)
     return dpreact, None, act, dots
@@ -112,9 +110,8 @@ def activation_grad(
     dpreact = (preact if overwrite else torch.empty_like(preact)) if needs.beyond_x else None
     codes = empty_rows(num_rows, preact.shape[1], preact) if needs.x else None
     act = torch.empty_like(dact) if needs.act else None
-    num_tiles, dots = -(-n // BLOCK), None
-    if needs.act_scales:
-        dots = dact.new_empty(num_tiles + more_dots, num_rows, dtype=torch.float32)
+    num_tiles = -(-n // BLOCK)
+    dots = dact.new_empty(num_tiles + more_dots, num_rows, dtype=torch.float32) if needs.act_scales else None
     kernel = _activation_grad_kernel(rows.num_groups, n, block.gated, block.interleaved, block.activation)
     kernel(
         (-(-num_rows // _ROWS) * num_tiles, 1, 1), dact, scales, preact, dpreact,

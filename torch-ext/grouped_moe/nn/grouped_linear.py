@@ -157,10 +157,8 @@ class GroupedLinear(nn.Module):
             for tensor in tensors[0] if self._names[kind] == [kind] and not at_once else tensors:
                 if init_method is not None:
                     init_method(tensor)
-                elif kind == "bias" or at_once:
-                    nn.init.uniform_(tensor, -bound, bound)  # of weights it is the distribution of the next line, too
                 else:
-                    nn.init.kaiming_uniform_(tensor, a=math.sqrt(5))
+                    nn.init.uniform_(tensor, -bound, bound)  # which nn.Linear's kaiming_uniform_ of weights comes to
 
     def _settle(self) -> None:
         """Makes discrete weights views of one storage again, and marks parameters whose gradients are delayed."""

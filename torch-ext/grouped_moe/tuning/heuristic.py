@@ -115,14 +115,12 @@ _GEMM_TILES = {
 }
 # By rows, where both operands come by descriptor.
 _TMA_GEMM_TILES = {64: GemmConfig(64, 256, 64, 4, 4), 128: GemmConfig(128, 256, 64, 8, 4)}
-_HOPPER_GEMM_TILES = {
+# By product, of the Gluon kernels for Hopper but weight gradients'; num_warps: of each of two consumers, which share
+# tiles of 256 columns. The dgrad's ring leaves room for pre-activations; four m tiles in turn suit weights larger than
+# the L2 cache, by measurement (benchmarks/NOTES.md).
+HOPPER_TILES = {
     "gemm_hopper": GemmConfig(128, 128, 64, 4, 6),
     "gemm_hopper_wide": GemmConfig(128, 256, 64, 4, 4, 16),
-}
-# By product, of the other Gluon kernels for Hopper; num_warps: of each of two consumers, which share tiles of 256
-# columns. The dgrad's ring leaves room for pre-activations; four m tiles in turn suit weights larger than the L2 cache,
-# by measurement (benchmarks/NOTES.md).
-HOPPER_TILES = {
     "up_proj": GemmConfig(128, 128, 64, 4, 6),
     "gathered_up_proj": GemmConfig(128, 256, 64, 4, 4, 16),
     "down_dgrad": GemmConfig(128, 128, 64, 4, 5, 4),
@@ -189,7 +187,7 @@ def hopper_gemm_config(block_m: int, n: int, k: int, spec: DeviceSpec, wide: boo
     kernels = ["gemm_hopper"]
     if k >= _LONG_K:
         kernels.insert(0 if wide else 1, "gemm_hopper_wide")
-    configs = (choose_tile(kernel, block_m, _HOPPER_GEMM_TILES[kernel], 2, spec) for kernel in kernels)
+    configs = (choose_tile(kernel, block_m, HOPPER_TILES[kernel], 2, spec) for kernel in kernels)
     return next((config for config in configs if config is not None), None)
 
 

@@ -20,12 +20,11 @@ def test_expert_parallel_dtensors(implementation, two_ranks, device):
     for name, parameter in list(experts.named_parameters()):
         shard(experts, name, parameter.detach(), two_ranks)
     actual = run(experts, implementation, inputs, cotangent)
-    assert torch.equal(actual.out, expected.out)
-    for name, grad in actual.grads.items():
+    for name, tensor in actual.items():
         parameter = dict(experts.named_parameters()).get(name)
-        assert isinstance(grad, DTensor) == (parameter is not None)
-        assert parameter is None or grad.shape == parameter.shape == (2 * EXPERTS, *parameter.shape[1:])
-        assert torch.equal(grad if parameter is None else grad.to_local(), expected.grads[name])
+        assert isinstance(tensor, DTensor) == (parameter is not None)
+        assert parameter is None or tensor.shape == parameter.shape == (2 * EXPERTS, *parameter.shape[1:])
+        assert torch.equal(tensor if parameter is None else tensor.to_local(), expected[name])
 
 
 class Plain(torch.Tensor):
@@ -97,7 +96,7 @@ def test_tracing_functorch_and_plain_subclasses_pass(implementation, device, way
     """
     experts = make_custom(device)
     *inputs, cotangent = make_inputs(device)
-    expected = run(experts, "eager", inputs, cotangent).out
+    expected = run(experts, "eager", inputs, cotangent)["output"]
     experts.config._experts_implementation = implementation
     with torch.no_grad():
         if way == "compile":

@@ -35,7 +35,7 @@ def check(module, grouped_moe, case, dtype):
     with torch.enable_grad():
         want = run_reference(grouped_moe, case, inputs)
     assert out.dtype == dtype
-    assert_close("out", out, want.out, dtype)
+    assert_close("out", out, want["out"], dtype)
 
 
 @pytest.mark.parametrize("case, dtype", CASES, ids=lambda value: getattr(value, "id", str(value)))

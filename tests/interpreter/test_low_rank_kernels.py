@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from block import Result, assert_same, call
+from block import call, reference_out, run, run_reference
 from cases import BY_ID, make_inputs
-from compare import assert_bitwise, assert_close
-from pairs import LAYOUTS, Pairs, assert_matches, factors, make_loras, run, run_merged, with_factors
+from compare import assert_bitwise, assert_close, assert_same
+from pairs import LAYOUTS, Pairs, assert_matches, factors, make_loras, with_factors
 from poison import poison_sentinels, poisoned_allocations
 
 pytestmark = pytest.mark.usefixtures("accelerated")
@@ -37,10 +37,10 @@ STRIDED = {
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 
 
-def run_poisoned(grouped_moe, case, inputs, arguments) -> Result:
+def run_poisoned(grouped_moe, case, inputs, arguments):
     """Where what must not be read is NaN: the gradients of inputs and factors."""
     with torch.enable_grad(), poisoned_allocations():
-        return run(grouped_moe, case, poison_sentinels(inputs, case.E), arguments)
+        return run(grouped_moe, case, poison_sentinels(inputs, case.E), **arguments)
 
 
 @pytest.mark.parametrize("layout, adapters, rank, num_rows, copied", [
@@ -82,7 +82,7 @@ def test_routed_rows(grouped_moe, case_id, pairs, dtype):
     inputs = make_inputs(case, dtype, "cpu")
     arguments = make_loras(grouped_moe, case, inputs, pairs, torch.float32)
     with torch.enable_grad():
-        want = run_merged(grouped_moe, case, inputs, arguments)
+        want = run_reference(grouped_moe, case, inputs, **arguments)
     assert_matches(run_poisoned(grouped_moe, case, inputs, arguments), want, dtype, torch.float32)
 
 
@@ -117,12 +117,11 @@ def test_few_tokens(grouped_moe, module, monkeypatch, case_id, pairs, tokens):
     kernels, taken = module("backends.triton"), []
     decode = kernels.decode
     monkeypatch.setattr(kernels, "decode", lambda *args: taken.append(1) or decode(*args))
-    with torch.enable_grad():
-        want = run_merged(grouped_moe, case, inputs, arguments)
+    want = reference_out(grouped_moe, case, inputs, arguments)
     with poisoned_allocations():
         out = call(grouped_moe, case, poison_sentinels(inputs, case.E), **arguments)
     assert taken, "another path"
-    assert_close("out", out, want.out, torch.float16)
+    assert_close("out", out, want, torch.float16)
 
 
 # Rows of groups in chunks of 128: several of two groups, as many as there can be; exactly one of a group; none at all.

@@ -3,8 +3,9 @@
 import pytest
 import sorted_rows
 import torch
-from block import assert_matches, call, run, run_reference
+from block import call, run, run_reference
 from cases import BY_ID, make_inputs
+from compare import assert_matches
 from linears import BY_LINEAR
 from poison import LAYOUTS, poison_sentinels, poisoned_allocations
 
@@ -73,7 +74,7 @@ def test_experts(grouped_moe, case_id):
         with poisoned_allocations():
             got = run(grouped_moe, case, poison_sentinels(inputs, case.E))
     assert_matches(got, want, torch.float32)
-    assert torch.equal(call(grouped_moe, case, inputs), got.out)
+    assert torch.equal(call(grouped_moe, case, inputs), got["out"])
 
 
 @pytest.mark.parametrize("name", ["plain", "transposed-bias-scales"])

@@ -1,11 +1,11 @@
 """Block-scaled weights: what they are, and blocks and layers with them against the reference on the same values."""
 
-import pairs as pairs_of_blocks
+import pairs as low_rank
 import pytest
 import torch
-from block import assert_same, call, make, run, run_reference
+from block import call, make, run, run_reference
 from cases import BY_ID, make_inputs
-from compare import assert_bitwise, assert_close
+from compare import assert_bitwise, assert_close, assert_same
 from errors import raises
 from marks import by_fp32_and_bf16
 from operations import record
@@ -59,7 +59,7 @@ def test_without_gradients(grouped_moe, device, case_id, blocks, tokens):
     case, given, wide = with_scales(grouped_moe, *make(case_id, device, BF16, T=tokens, top_k=2, E=24), blocks)
     want = run_reference(grouped_moe, case, wide)
     with torch.no_grad():
-        assert_close("out", call(grouped_moe, case, given), want.out, BF16)
+        assert_close("out", call(grouped_moe, case, given), want["out"], BF16)
 
 
 @some
@@ -115,11 +115,10 @@ def test_lora_on_top(grouped_moe, device, pairs, dtype):
     case, inputs = make("silu-bias", device, dtype)
     arguments = make_loras(grouped_moe, case, inputs, pairs, FP32)
     case, given, wide = with_scales(grouped_moe, case, inputs, SMALL)
-    want = pairs_of_blocks.run_merged(grouped_moe, case, wide, arguments)
+    want = run_reference(grouped_moe, case, wide, **arguments)
     for name in WEIGHTS:
-        del want.grads[name]
-    got = pairs_of_blocks.run(grouped_moe, case, given, arguments)
-    pairs_of_blocks.assert_matches(got, want, dtype, FP32)
+        del want[name]
+    low_rank.assert_matches(run(grouped_moe, case, given, **arguments), want, dtype, FP32)
 
 
 def test_grouped_mlp_is_the_block(grouped_moe, device):
@@ -141,8 +140,8 @@ def test_compiles_in_one_graph(grouped_moe, device):
     x = given.hidden_states.detach().requires_grad_()
     out = compiled(x, *given[1:-1])
     out.backward(given.dout)
-    assert_bitwise("out", out.detach(), want.out)
-    assert_bitwise("grad", x.grad, want.grads["hidden_states"])
+    assert_bitwise("out", out.detach(), want["out"])
+    assert_bitwise("grad", x.grad, want["hidden_states"])
 
 
 def test_autocast_leaves_them(grouped_moe, device):

@@ -10,9 +10,9 @@ import threading
 
 import pytest
 import torch
-from block import assert_same, call, parts_of, random_inputs, run, run_reference, with_leaves
+from block import call, parts_of, random_inputs, run, run_reference, with_leaves
 from cases import CLAMPED, GPU_CASES, MEDIUM, RELU2, WIDE, Case, make_ids, make_inputs
-from compare import assert_bitwise
+from compare import assert_bitwise, assert_same
 from marks import by_recompute
 from operations import OPERATIONS, make_operation
 from timing import allocated_by, graph_of
@@ -38,8 +38,7 @@ def test_graph_replays_with_other_routing(grouped_moe, device, case, way, capaci
     def results() -> list:
         if way == "forward":
             return [call(grouped_moe, case, inputs, **options)]
-        out, grads = run(grouped_moe, case, inputs, **options)
-        return [out, *grads.values()]
+        return [*run(grouped_moe, case, inputs, **options).values()]
 
     def fill(ids: torch.Tensor) -> None:
         """Other numbers for everything that changes from one batch to the next."""
@@ -161,9 +160,8 @@ def test_tf32_only_where_the_flag_allows_it(grouped_moe, device, tf32_flag):
     want, results = run_reference(grouped_moe, case, inputs), {}
     for allowed in (False, True):
         torch.backends.cuda.matmul.allow_tf32 = allowed
-        out, grads = run(grouped_moe, case, inputs)
-        results[allowed] = [out, *grads.values()]
-    for exact, rough, true in zip(results[False], results[True], (want.out, *want.grads.values())):
+        results[allowed] = [*run(grouped_moe, case, inputs).values()]
+    for exact, rough, true in zip(results[False], results[True], want.values()):
         assert float((exact.double() - true).norm() / true.norm()) < 1e-6
         assert float((rough.double() - true).norm() / true.norm()) < 3 * 2**-10
     if torch.version.hip is None:  # tf32 is a mode of NVIDIA's matrix units
@@ -189,8 +187,7 @@ def test_on_a_device_that_is_not_the_current_one(grouped_moe, index):
         torch.manual_seed(0)
         found = [make_operation(grouped_moe, name, device).step() for name in OPERATIONS]
         for case in (GPU_CASES[0], CLAMPED):
-            out, grads = run(grouped_moe, case, make_inputs(case, torch.bfloat16, device))
-            found.append({"out": out, **grads})
+            found.append(run(grouped_moe, case, make_inputs(case, torch.bfloat16, device)))
         assert torch.cuda.current_device() == 0
         for got, want in zip(found, results.setdefault("cuda:0", found)):
             for name, tensor in got.items():

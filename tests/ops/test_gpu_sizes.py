@@ -9,13 +9,12 @@ import sys
 import pytest
 import sorted_rows
 import torch
-from block import assert_matches, call, check, parts_of, random_inputs, run, run_reference
+from block import call, check, parts_of, random_inputs, run, run_reference
 from cases import RELU2, Case, make_ids, make_inputs
-from compare import assert_close
+from compare import assert_close, assert_matches
 from linears import Linear
-from pairs import Pairs, make_loras, run_merged
+from pairs import Pairs, make_loras
 from pairs import assert_matches as assert_pairs_match
-from pairs import run as run_with_pairs
 from poison import poisoned_allocations
 
 pytestmark = [
@@ -45,10 +44,10 @@ def check_long_step(grouped_moe, case: Case, device: str) -> None:
     dout[rows] = inputs.dout[rows]
     inputs = inputs._replace(dout=dout)
     want, got = run_reference(grouped_moe, case, inputs.take(rows)), run(grouped_moe, case, inputs)
-    assert int(got.out.isfinite().all(1).sum()) == case.T
-    assert int(got.grads["hidden_states"].ne(0).any(1).sum()) == len(rows)
-    sampled = {name: got.grads[name][rows] for name in ("hidden_states", "top_k_weights")}
-    assert_matches(got._replace(out=got.out[rows], grads={**got.grads, **sampled}), want, torch.bfloat16)
+    assert int(got["out"].isfinite().all(1).sum()) == case.T
+    assert int(got["hidden_states"].ne(0).any(1).sum()) == len(rows)
+    sampled = {name: got[name][rows] for name in ("out", "hidden_states", "top_k_weights")}
+    assert_matches({**got, **sampled}, want, torch.bfloat16)
 
 
 LONG = [
@@ -96,7 +95,7 @@ def test_shared_tiles_with_low_rank_pairs(grouped_moe, device, rank):
     need_memory(24)
     inputs = make_inputs(case, torch.bfloat16, device)
     pairs = make_loras(grouped_moe, case, inputs, Pairs(rank=rank))
-    got, want = (each(grouped_moe, case, inputs, pairs) for each in (run_with_pairs, run_merged))
+    got, want = (each(grouped_moe, case, inputs, **pairs) for each in (run, run_reference))
     assert_pairs_match(got, want, torch.bfloat16, torch.bfloat16)
 
 

@@ -5,12 +5,12 @@ Nothing of rows and experts that take no part is read, and no gradient depends o
 
 import pytest
 import torch
-from block import assert_same, call, count_routed, with_leaves
+from block import call, count_routed, reference_out, run, run_reference, with_leaves
 from cases import BY_ID, Case, make_inputs
-from compare import assert_close
+from compare import assert_close, assert_part, assert_same
 from marks import by_fp32_and_bf16, by_recompute
 from operations import count_flops, record
-from pairs import LAYOUTS, Pairs, assert_matches, factors, make_loras, merged_out, run, run_merged, with_factors
+from pairs import LAYOUTS, Pairs, assert_matches, factors, make_loras, with_factors
 from poison import dirty_allocator, poison_sentinels, poisoned_allocations
 
 NAN = float("nan")
@@ -77,9 +77,9 @@ def test_matches_merged_weights(grouped_moe, device, case_id, pairs, dtype):
     """Also without gradients, where few tokens take kernels of their own. fp64 on the CPU alone."""
     device = "cpu" if dtype == torch.float64 else device
     case, inputs, arguments = make(grouped_moe, case_id, pairs, dtype, device)
-    want = run_merged(grouped_moe, case, inputs, arguments)
-    assert_matches(run(grouped_moe, case, inputs, arguments), want, dtype, dtype)
-    assert_close("inference", call(grouped_moe, case, inputs, **arguments), want.out, dtype)
+    want = run_reference(grouped_moe, case, inputs, **arguments)
+    assert_matches(run(grouped_moe, case, inputs, **arguments), want, dtype, dtype)
+    assert_close("inference", call(grouped_moe, case, inputs, **arguments), want["out"], dtype)
 
 
 @pytest.mark.parametrize("tokens", [37, 1])
@@ -91,7 +91,7 @@ def test_scaling_comes_before_rounding(grouped_moe, device, tokens):
         arguments[name] = lora._replace(a=lora.a * factor, scaling=lora.scaling / factor)
     projected = torch.einsum("tk,erk->etr", inputs.hidden_states.double(), arguments["gate_up_lora"].a.double())
     assert projected.abs().max() > torch.finfo(torch.float16).max
-    want = merged_out(grouped_moe, case, inputs, arguments)
+    want = reference_out(grouped_moe, case, inputs, arguments)
     assert_close("out", call(grouped_moe, case, inputs, **arguments), want, torch.float16)
 
 
@@ -108,10 +108,10 @@ def test_many_experts_of_many_rows(grouped_moe, device, pairs, skewed):
     if skewed:
         inputs.top_k_index[:, 0], inputs.top_k_index[::2, 1] = 5, 126
     arguments = make_loras(grouped_moe, case, inputs, pairs)
-    want, got = run_merged(grouped_moe, case, inputs, arguments), run(grouped_moe, case, inputs, arguments)
+    want, got = (each(grouped_moe, case, inputs, **arguments) for each in (run_reference, run))
     assert_matches(got, want, BF16, BF16)
     frozen = ("gate_up_lora.b", "down_lora.b")
-    assert_same(run(grouped_moe, case, inputs, arguments, frozen), got, frozen)
+    assert_part(run(grouped_moe, case, inputs, frozen, **arguments), got)
 
 
 @pytest.mark.parametrize("dtype, factor_dtype", [(BF16, FP32), (FP32, BF16)], ids=["fp32-on-bf16", "bf16-on-fp32"])
@@ -119,8 +119,8 @@ def test_many_experts_of_many_rows(grouped_moe, device, pairs, skewed):
 def test_factors_of_another_dtype(grouped_moe, device, case_id, pairs, dtype, factor_dtype):
     """As peft makes them: their gradients come in their own dtype."""
     case, inputs, arguments = make(grouped_moe, case_id, pairs, dtype, device, factor_dtype)
-    want = run_merged(grouped_moe, case, inputs, arguments)
-    got = run(grouped_moe, case, inputs, arguments)
+    want = run_reference(grouped_moe, case, inputs, **arguments)
+    got = run(grouped_moe, case, inputs, **arguments)
     assert_matches(got, want, dtype, factor_dtype)
 
 
@@ -152,8 +152,8 @@ FROZEN.update({"factors": ALL[:-4], "as-peft": BASE, "no-factor": ALL[-4:], "no-
 def test_frozen(grouped_moe, device, case_id, adapters, frozen, recompute):
     """A gradient does not depend on which others are asked for; what is frozen gets none."""
     case, inputs, arguments = make(grouped_moe, case_id, Pairs(adapters=adapters), FP32, device, recompute=recompute)
-    full = run(grouped_moe, case, inputs, arguments)
-    assert_same(run(grouped_moe, case, inputs, arguments, frozen), full, frozen)
+    full = run(grouped_moe, case, inputs, **arguments)
+    assert_part(run(grouped_moe, case, inputs, frozen, **arguments), full)
 
 
 @by_fp32_and_bf16
@@ -162,18 +162,18 @@ def test_nothing_of_a_sentinel_is_read(grouped_moe, device, case_id, pairs, dtyp
     """NaN in rows and in experts that take no part, their factors included, and in all fresh memory."""
     case, inputs, arguments = make(grouped_moe, case_id, pairs, dtype, device, sentinels=0.6)
     inputs = inputs._replace(top_k_index=torch.where(inputs.top_k_index == 1, -1, inputs.top_k_index))
-    want = run(grouped_moe, case, inputs, arguments)
+    want = run(grouped_moe, case, inputs, **arguments)
     wide = {name: t.clone() for name, t in factors(arguments).items()}
     for factor in wide.values():
         if factor.shape[-3] > 1:
             factor[..., 1, :, :] = NAN
     with poisoned_allocations():
-        got = run(grouped_moe, case, poison_sentinels(inputs, case.E), with_factors(arguments, wide))
+        got = run(grouped_moe, case, poison_sentinels(inputs, case.E), **with_factors(arguments, wide))
     assert_same(got, want)
     for name, factor in wide.items():
-        assert factor.shape[-3] == 1 or not got.grads[name][..., 1, :, :].any(), name
+        assert factor.shape[-3] == 1 or not got[name][..., 1, :, :].any(), name
     dirty_allocator(device)
-    assert_same(run(grouped_moe, case, inputs, arguments), want)
+    assert_same(run(grouped_moe, case, inputs, **arguments), want)
 
 
 @pytest.mark.parametrize("adapters", [0, 2])
@@ -183,8 +183,8 @@ def test_no_routed_row(grouped_moe, device, tokens, adapters):
     case, inputs, arguments = make(grouped_moe, "silu", Pairs(rank=3, adapters=adapters), FP32, device, T=tokens)
     inputs = poison_sentinels(inputs._replace(top_k_index=torch.full_like(inputs.top_k_index, -1)), case.E)
     with poisoned_allocations():
-        got = run(grouped_moe, case, inputs, arguments)
-    for name, tensor in {"out": got.out, **got.grads}.items():
+        got = run(grouped_moe, case, inputs, **arguments)
+    for name, tensor in got.items():
         assert not tensor.any(), name
 
 
@@ -194,11 +194,11 @@ def test_rows_without_an_adapter_are_those_of_the_base(grouped_moe, device):
     index = arguments["adapter_index"]
     none = (index < 0) | (index >= 2)
     assert none.any() and not none.all()
-    want = run(grouped_moe, case, inputs, arguments)
-    assert_close("base", want.out[none], call(grouped_moe, case, inputs).double()[none], FP32)
+    want = run(grouped_moe, case, inputs, **arguments)
+    assert_close("base", want["out"][none], call(grouped_moe, case, inputs).double()[none], FP32)
     for other in (-7, 2, 2**31 - 1):
         changed = {**arguments, "adapter_index": index.masked_fill(none, other).int()}
-        assert_same(run(grouped_moe, case, inputs, changed), want)
+        assert_same(run(grouped_moe, case, inputs, **changed), want)
 
 
 @by_fp32_and_bf16
@@ -206,9 +206,9 @@ def test_rows_without_an_adapter_are_those_of_the_base(grouped_moe, device):
 def test_ways_agree(grouped_moe, device, case_id, pairs, dtype):
     """Whatever is saved, in how much room, and each time."""
     case, inputs, arguments = make(grouped_moe, case_id, pairs, dtype, device)
-    want = run(grouped_moe, case, inputs, arguments)
+    want = run(grouped_moe, case, inputs, **arguments)
     for changes in ({"recompute": not case.recompute}, {"capacity": count_routed(case, inputs)}, *5 * [{}]):
-        assert_same(run(grouped_moe, case, inputs, arguments, **changes), want)
+        assert_same(run(grouped_moe, case, inputs, **arguments, **changes), want)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -216,7 +216,7 @@ def test_ways_agree(grouped_moe, device, case_id, pairs, dtype):
 def test_strides(grouped_moe, device, layout, adapters):
     case, inputs, arguments = make(grouped_moe, "silu-bias", Pairs(adapters=adapters), FP32, device)
     changed = with_factors(arguments, {name: layout(t) for name, t in factors(arguments).items()})
-    assert_same(run(grouped_moe, case, inputs, changed), run(grouped_moe, case, inputs, arguments))
+    assert_same(run(grouped_moe, case, inputs, **changed), run(grouped_moe, case, inputs, **arguments))
 
 
 @pytest.mark.gpu
@@ -227,7 +227,7 @@ def test_factors_as_peft_stores_them(grouped_moe, device, rank):
     inputs = make_inputs(case, BF16, device)
     arguments = make_loras(grouped_moe, case, inputs, Pairs(rank=rank), FP32)
     changed = with_factors(arguments, {name: LAYOUTS["peft"](t) for name, t in factors(arguments).items()})
-    assert_same(run(grouped_moe, case, inputs, changed), run(grouped_moe, case, inputs, arguments))
+    assert_same(run(grouped_moe, case, inputs, **changed), run(grouped_moe, case, inputs, **arguments))
 
 
 @pytest.mark.parametrize("pairs", [Pairs(rank=5), Pairs(rank=16, adapters=3), Pairs(given=DOWN)], ids=str)

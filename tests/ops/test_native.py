@@ -34,7 +34,7 @@ def test_against_the_reference(native, grouped_moe, device, case, dtype, tokens,
     kinds = ((torch.int64, torch.float32), (torch.int32, dtype), (torch.int64, torch.float16))
     for index_dtype, weights_dtype in kinds:
         inputs = make_inputs(case, dtype, device, index_dtype, weights_dtype)
-        want = run_reference(grouped_moe, case, inputs).out
+        want = run_reference(grouped_moe, case, inputs)["out"]
         poisoned = poison_sentinels(inputs, case.E)
         out = decode(native, grouped_moe, case, poisoned)
         assert_close("out", out, want, dtype)
@@ -48,7 +48,7 @@ def test_one_expert_or_none(native, grouped_moe, device, ids, transposed, way):
     case = FEW._replace(T=70, H=136, I=72, bias="both", transposed=transposed)
     inputs = make_inputs(case, torch.bfloat16, device)
     inputs = inputs._replace(top_k_index=torch.full_like(inputs.top_k_index, ids))
-    want = run_reference(grouped_moe, case, inputs).out
+    want = run_reference(grouped_moe, case, inputs)["out"]
     poisoned = poison_sentinels(inputs, case.E)
     scratch = [torch.full((1 << 16,), float("nan"), device=device) for _ in range(32)]
     del scratch  # it is made of this memory
@@ -60,7 +60,7 @@ def test_one_expert_or_none(native, grouped_moe, device, ids, transposed, way):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_scaled_weights(native, grouped_moe, device, case, blocks, dtype, way):
     case, inputs, wide = with_scales(grouped_moe, case, make_inputs(case, dtype, device), blocks)
-    want = run_reference(grouped_moe, case, wide).out
+    want = run_reference(grouped_moe, case, wide)["out"]
     poisoned = poison_scaled(inputs, case.E)
     out = decode(native, grouped_moe, case, poisoned)
     assert_close("out", out, want, dtype)
@@ -163,7 +163,7 @@ def test_parts_that_are_not_gate_and_up(native, grouped_moe, device, case, way):
     up, down = (grouped_moe.quantize_blocks(w, parts=p) for w, p in ((inputs.gate_up_proj, 2), (inputs.down_proj, 1)))
     direct = decode(native, grouped_moe, case, inputs._replace(gate_up_proj=up, down_proj=down))
     wide = inputs._replace(gate_up_proj=up.dequantize(torch.float64), down_proj=down.dequantize(torch.float64))
-    want = run_reference(grouped_moe, case, wide).out
+    want = run_reference(grouped_moe, case, wide)["out"]
     if way == "by-slot":
         assert_close("out of the op", direct, want, torch.bfloat16)
     else:
@@ -195,7 +195,7 @@ def test_who_is_taken(native, grouped_moe, device, taken):
         del taken[:]
         case = FEW._replace(T=tokens)
         inputs = make_inputs(case, torch.bfloat16, device)
-        want = run_reference(grouped_moe, case, inputs).out
+        want = run_reference(grouped_moe, case, inputs)["out"]
         assert_close("out", call(grouped_moe, case, inputs), want, torch.bfloat16)
         assert taken == [(True, tokens <= most)]
 
@@ -225,13 +225,13 @@ def test_scaled_weights_are_taken(grouped_moe, device, taken, tokens, top_k):
     given = make_inputs(case, torch.bfloat16, device)
     _, inputs, wide = with_scales(grouped_moe, case, given, Blocks(apart=True))
     plain = call(grouped_moe, case, inputs)
-    assert_close("out", plain, run_reference(grouped_moe, case, wide).out, torch.bfloat16)
+    assert_close("out", plain, run_reference(grouped_moe, case, wide)["out"], torch.bfloat16)
     assert taken == [(True, True)]
     with Log():
         assert_bitwise("watched", call(grouped_moe, case, inputs), plain)
     assert taken[1:] == [(False, True)]
     _, other, wide = with_scales(grouped_moe, case, given, Blocks((64, 64)))
-    want = run_reference(grouped_moe, case, wide).out
+    want = run_reference(grouped_moe, case, wide)["out"]
     assert_close("other blocks", call(grouped_moe, case, other), want, torch.bfloat16)
     assert taken[2:] == [(True, False), (False, False)]
 
@@ -239,13 +239,13 @@ def test_scaled_weights_are_taken(grouped_moe, device, taken, tokens, top_k):
 def test_what_is_handed_over(grouped_moe, device, taken):
     """To the Triton backend, or to all other checks, which raise."""
     wide = make_inputs(FEW, torch.float32, device)
-    assert_close("fp32", call(grouped_moe, FEW, wide), run_reference(grouped_moe, FEW, wide).out, torch.float32)
+    assert_close("fp32", call(grouped_moe, FEW, wide), run_reference(grouped_moe, FEW, wide)["out"], torch.float32)
     inputs = make_inputs(FEW, torch.bfloat16, device)
     transposed, views = FEW._replace(transposed=True), {w: getattr(inputs, w).mT for w in ("gate_up_proj", "down_proj")}
     out = call(grouped_moe, transposed, inputs._replace(**views))
     assert_bitwise("transposed views", out, call(grouped_moe, FEW, inputs))
     out = call(grouped_moe, transposed, inputs._replace(**{name: view.contiguous() for name, view in views.items()}))
-    assert_close("transposed", out, run_reference(grouped_moe, FEW, inputs).out, torch.bfloat16)
+    assert_close("transposed", out, run_reference(grouped_moe, FEW, inputs)["out"], torch.bfloat16)
     assert taken[-3:] == [(True, True)] * 3 and not any(took for _, took in taken[:-3])
     with pytest.raises(ValueError, match="^down_proj: expected shape"):
         call(grouped_moe, FEW, inputs._replace(down_proj=inputs.down_proj[:, :, :8]))

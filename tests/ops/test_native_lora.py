@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from block import call
+from block import call, reference_out
 from cases import GPT_OSS, RELU2, make_inputs
 from compare import assert_bitwise, assert_close
 from native_op import CODED_CASES, FEW, ROUNDS, STEPS, WHOLE, decode, poison_scaled
 from operations import Log
-from pairs import LAYOUTS, Pairs, factors, make_loras, merged_out, with_factors
+from pairs import LAYOUTS, Pairs, factors, make_loras, with_factors
 from poison import dirty_allocator, guarded, poison_sentinels
 from scaled import Blocks, with_scales
 
@@ -41,7 +41,7 @@ def test_low_rank_pairs(native, grouped_moe, device, case, pairs, dtype, factor_
     case = case._replace(transposed=transposed)
     inputs = make_inputs(case, dtype, device)
     loras = make_loras(grouped_moe, case, inputs, pairs, factor_dtype)
-    want = merged_out(grouped_moe, case, inputs, loras)
+    want = reference_out(grouped_moe, case, inputs, loras)
     poisoned, named = poison_sentinels(inputs, case.E), factors(loras)
     idle = poisoned.down_proj.isnan().all(2).all(1)
     for factor in named.values():
@@ -60,7 +60,7 @@ def test_low_rank_pairs(native, grouped_moe, device, case, pairs, dtype, factor_
 def test_low_rank_pairs_of_scaled_weights(native, grouped_moe, device, case, factor_dtype, rank, way):
     case, inputs, wide = with_scales(grouped_moe, case, make_inputs(case, torch.bfloat16, device), Blocks())
     loras = make_loras(grouped_moe, case, wide, Pairs(rank=rank, adapters=3), factor_dtype)
-    want = merged_out(grouped_moe, case, wide, loras)
+    want = reference_out(grouped_moe, case, wide, loras)
     poisoned = poison_scaled(inputs, case.E)
     out = decode(native, grouped_moe, case, poisoned, loras)
     assert_close("out", out, want, torch.bfloat16)
@@ -100,7 +100,7 @@ def test_low_rank_pairs_are_taken(grouped_moe, device, taken, tokens):
     inputs = make_inputs(case, torch.bfloat16, device)
     loras = make_loras(grouped_moe, case, inputs, Pairs(adapters=3), torch.float32)
     plain = call(grouped_moe, case, inputs, **loras)
-    assert_close("out", plain, merged_out(grouped_moe, case, inputs, loras), torch.bfloat16)
+    assert_close("out", plain, reference_out(grouped_moe, case, inputs, loras), torch.bfloat16)
     assert taken == [(True, True)]
     with Log():
         assert_bitwise("watched", call(grouped_moe, case, inputs, **loras), plain)

@@ -5,9 +5,9 @@ Also with a capacity, whose buffers have no row to spare: nothing past the route
 
 import pytest
 import torch
-from block import assert_matches, assert_same, call, checkpointed, count_routed, make, run, run_reference, with_leaves
+from block import call, checkpointed, count_routed, make, run, run_reference, with_leaves
 from cases import BY_ID, GPU_PARAMS, make_inputs
-from compare import assert_bitwise
+from compare import assert_bitwise, assert_matches, assert_same
 from marks import by_fp32_and_bf16, by_recompute
 from poison import dirty_allocator, poison_sentinels, poisoned_allocations
 
@@ -24,8 +24,8 @@ def test_sentinel_is_the_slot_left_out(grouped_moe, device):
     want = run(grouped_moe, case, inputs._replace(**fewer))
     inputs.top_k_index[:, 1] = case.E
     got = run(grouped_moe, case, inputs)
-    assert not got.grads["top_k_weights"][:, 1].any()
-    got.grads["top_k_weights"] = got.grads["top_k_weights"][:, ::2]
+    assert not got["top_k_weights"][:, 1].any()
+    got["top_k_weights"] = got["top_k_weights"][:, ::2]
     assert_same(got, want)
 
 
@@ -44,13 +44,13 @@ def test_item_3_second_backward_finds_dirty_memory(grouped_moe, device, case, re
     for _ in range(3):
         dirty_allocator(device, floats)
         out = call(grouped_moe, case, leaves)
-        assert_bitwise("out", out.detach(), want.out)
+        assert_bitwise("out", out.detach(), want["out"])
         for last in (False, True):
             dirty_allocator(device, floats)
             with poisoned_allocations():
                 out.backward(leaves.dout, retain_graph=not last)
             for name, leaf in leaves.floating().items():
-                assert_bitwise(name, leaf.grad, want.grads[name])
+                assert_bitwise(name, leaf.grad, want[name])
                 leaf.grad = None
 
 
@@ -59,7 +59,7 @@ def test_item_3_second_backward_finds_dirty_memory(grouped_moe, device, case, re
 def test_checkpointing_when_routing_changes(grouped_moe, device, routed, recompute):
     """The shapes that are saved do not depend on R: a checkpoint sees the same metadata; gradients use the new ids."""
     case, inputs = make("silu-bias", device, recompute=recompute)
-    ids, out = inputs.top_k_index, run(grouped_moe, case, inputs).out
+    ids, out = inputs.top_k_index, run(grouped_moe, case, inputs)["out"]
     foreign = torch.full_like(ids, case.E)
     fewer = foreign.index_fill(0, torch.tensor([5, 6], device=device), 1)
     changed = {"more": ids.clamp(0, case.E - 1), "fewer": fewer, "none": foreign}[routed]
@@ -70,7 +70,7 @@ def test_checkpointing_when_routing_changes(grouped_moe, device, routed, recompu
 
     got = run(grouped_moe, case, inputs, around=around)
     want = run(grouped_moe, case, inputs._replace(top_k_index=changed))
-    assert_same(got, want._replace(out=out))
+    assert_same(got, {**want, "out": out})
 
 
 def leave_one_slot(ids, experts):
@@ -113,5 +113,5 @@ def test_nan_that_takes_part_shows(grouped_moe, device, case_id, where):
     tokens = torch.arange(case.T, device=device) == 2
     tokens = (inputs.top_k_index == 2).any(1) if where.endswith("proj") else tokens
     got = run(grouped_moe, case, inputs)
-    assert got.out[tokens].isnan().all() and not got.out[~tokens].isnan().any()
-    assert not got.grads["hidden_states"][~tokens].isnan().any()
+    assert got["out"][tokens].isnan().all() and not got["out"][~tokens].isnan().any()
+    assert not got["hidden_states"][~tokens].isnan().any()

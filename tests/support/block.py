@@ -1,22 +1,18 @@
-"""Runs the experts block of the package, or of its reference, forward and backward."""
+"""Runs the experts block of the package, or of its reference, forward and backward.
+
+A result is {"out": output, name: gradient}, of the inputs and, if `pairs.make_loras` gives any, of the LoRAs' factors.
+"""
 
 from functools import partial
-from typing import Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, Optional, Tuple
 
 import compare
 import torch
 from cases import BY_ID, Case, Inputs, make_inputs
-from compare import assert_bitwise
+from pairs import WEIGHTS, factors, merged, over_adapters, with_factors
 from poison import is_sentinel
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-
-class Result(NamedTuple):
-    """The output, and the gradient of each differentiable input by name (None where it was not asked for)."""
-
-    out: Tensor
-    grads: Dict[str, Optional[Tensor]]
 
 
 def make(case_id: str, device: str, dtype: torch.dtype = torch.float32, **changes) -> Tuple[Case, Inputs]:
@@ -59,72 +55,77 @@ def checkpointed(function: Callable) -> Callable:
     return partial(checkpoint, function, use_reentrant=False)
 
 
+def leaves_of(tensors: Dict[str, Tensor], frozen=()) -> Dict[str, Tensor]:
+    """The same tensors as leaves that require gradients, but those that are frozen."""
+    return {name: tensor.detach().requires_grad_(name not in frozen) for name, tensor in tensors.items()}
+
+
 def with_leaves(inputs: Inputs, frozen=()) -> Inputs:
-    """The same inputs as leaves that require gradients, but those that are frozen."""
-    leaves = {name: t.detach().requires_grad_(name not in frozen) for name, t in inputs.floating().items()}
-    return inputs._replace(**leaves)
+    return inputs._replace(**leaves_of(inputs.floating(), frozen))
 
 
-def run(grouped_moe, case: Case, inputs: Inputs, frozen=(), around: Optional[Callable] = None, **changes) -> Result:
+def run(
+    grouped_moe, case: Case, inputs: Inputs, frozen=(), around: Optional[Callable] = None, **changes
+) -> Dict[str, Tensor]:
     """Forward and backward of the package. Gradients are those of fresh leaves: layout of `inputs` is kept.
 
-    around: of the block as a function of its tensors makes the one that is called, such as `checkpointed`.
+    around: of the block as a function of its tensors makes the one that is called, such as `checkpointed`. changes:
+    arguments of the package, LoRAs among them.
     """
-    leaves = with_leaves(inputs, frozen)
+    leaves, named = with_leaves(inputs, frozen), leaves_of(factors(changes), frozen)
 
     def block(*tensors: Tensor) -> Tensor:
-        return call(grouped_moe, case, Inputs(*tensors, None), **changes)
+        return call(grouped_moe, case, Inputs(*tensors, None), **with_factors(changes, named))
 
     out = (block if around is None else around(block))(*leaves[:-1])
     out.backward(inputs.dout)
-    return Result(out.detach(), {name: t.grad for name, t in leaves.floating().items()})
+    return compare.collect({"out": out}, {**leaves.floating(), **named}, frozen)
 
 
-def call_reference(grouped_moe, case: Case, ids: Tensor, tensors: Dict[str, Tensor]) -> Tensor:
-    """The reference's block of the kind of a case. tensors: the floating ones by name."""
+def widen(inputs: Inputs, loras: Dict) -> Dict[str, Tensor]:
+    """The floating-point inputs and the factors by name, in fp64."""
+    return {name: t.detach().double() for name, t in {**inputs.floating(), **factors(loras)}.items()}
+
+
+def reference_out(
+    grouped_moe, case: Case, inputs: Inputs, loras: Dict, wide: Optional[Dict[str, Tensor]] = None
+) -> Tensor:
+    """The output of the reference, in fp64, with weights that LoRAs are merged into. wide: leaves made by `widen`."""
+    wide = wide or widen(inputs, loras)
+    given, pairs = {name: wide[name] for name in inputs.floating()}, with_factors(loras, wide)
     name, alpha, limit, up_offset = case.activation
-    return grouped_moe.reference.grouped_mm_experts(
-        top_k_index=ids, transposed=case.transposed, name=name, alpha=alpha, limit=limit, up_offset=up_offset,
-        gated=case.gated, interleaved=case.interleaved, **tensors,
-    )  # fmt: skip
+
+    def part(adapter, chosen):
+        ids = inputs.top_k_index if chosen is None else inputs.top_k_index.masked_fill(~chosen[:, None], -1)
+        for lora, weight in WEIGHTS.items():
+            given[weight] = merged(wide[weight], pairs.get(lora), adapter, case.transposed)
+        return grouped_moe.reference.grouped_mm_experts(
+            top_k_index=ids, transposed=case.transposed, name=name, alpha=alpha, limit=limit, up_offset=up_offset,
+            gated=case.gated, interleaved=case.interleaved, **given,
+        )  # fmt: skip
+
+    return over_adapters(part, loras)
 
 
-def differentiate(out: Tensor, leaves: Dict[str, Tensor], dout: Tensor) -> Result:
+def differentiate(out: Tensor, leaves: Dict[str, Tensor], dout: Tensor) -> Dict[str, Tensor]:
     """The output, with its gradients, zeros for what takes no part."""
     if not out.requires_grad:  # no row is routed
-        return Result(out, {name: torch.zeros_like(t) for name, t in leaves.items()})
+        return {"out": out, **{name: torch.zeros_like(t) for name, t in leaves.items()}}
     grads = torch.autograd.grad(out, [*leaves.values()], dout.to(out.dtype), allow_unused=True, materialize_grads=True)
-    return Result(out.detach(), dict(zip(leaves, grads)))
+    return {"out": out.detach(), **dict(zip(leaves, grads))}
 
 
-def run_reference(grouped_moe, case: Case, inputs: Inputs) -> Result:
-    """Forward and backward of the reference, in fp64, from the rounded inputs."""
-    wide = {name: t.detach().double().requires_grad_() for name, t in inputs.floating().items()}
-    return differentiate(call_reference(grouped_moe, case, inputs.top_k_index, wide), wide, inputs.dout)
+def run_reference(grouped_moe, case: Case, inputs: Inputs, **loras) -> Dict[str, Tensor]:
+    """Forward and backward of the reference, in fp64, from the rounded inputs and factors."""
+    wide = leaves_of(widen(inputs, loras))
+    return differentiate(reference_out(grouped_moe, case, inputs, loras, wide), wide, inputs.dout)
 
 
-def assert_matches(got: Result, want: Result, dtype: torch.dtype, weights_dtype: Optional[torch.dtype] = None) -> None:
-    """Output and every gradient, of `dtype` but for routing weights."""
-    own = {"top_k_weights": weights_dtype or dtype}
-    compare.assert_matches({"out": got.out, **got.grads}, {"out": want.out, **want.grads}, dtype, own)
-
-
-def check(grouped_moe, case: Case, inputs: Inputs, **changes) -> Result:
+def check(grouped_moe, case: Case, inputs: Inputs, **changes) -> Dict[str, Tensor]:
     """The package's result, which matches the reference's."""
     got, want = run(grouped_moe, case, inputs, **changes), run_reference(grouped_moe, case, inputs)
-    assert_matches(got, want, inputs.dout.dtype, inputs.top_k_weights.dtype)
+    compare.assert_matches(got, want, inputs.dout.dtype, {"top_k_weights": inputs.top_k_weights.dtype})
     return got
-
-
-def assert_same(got: Result, want: Result, frozen=()) -> None:
-    """Output and every gradient bitwise, but for those that are frozen, which have none."""
-    assert_bitwise("out", got.out, want.out)
-    assert got.grads.keys() == want.grads.keys()
-    for name, grad in got.grads.items():
-        if name in frozen:
-            assert grad is None, f"{name}: a gradient, though it is frozen"
-        else:
-            assert_bitwise(f"grad of {name}", grad, want.grads[name])
 
 
 def random_inputs(case: Case, device: str, ids: torch.Tensor) -> Inputs:

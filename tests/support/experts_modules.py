@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Callable, Dict, Optional
 
 import torch
-from block import Result
 from compare import difference, norms, tolerances
+from torch import Tensor
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 5, 32, 24, 24, 3
 SIZES = {"experts": EXPERTS, "intermediate": INTERMEDIATE, "hidden_size": HIDDEN}  # by parts of names in configs
@@ -157,25 +157,30 @@ def make_inputs(device: str) -> tuple:
     return tuple(tensor.to(device) for tensor in tensors)
 
 
-def run(experts: torch.nn.Module, implementation: str, inputs: tuple, cotangent: torch.Tensor) -> Result:
-    """One forward and backward. The gradients are of each parameter, hidden_states and top_k_weights."""
-    experts.config._experts_implementation = implementation
-    x, ids, weights = inputs
+def step(experts: torch.nn.Module, x: Tensor, ids: Tensor, weights: Tensor, cotangent: Tensor) -> Dict[str, Tensor]:
+    """The output, and the gradients of hidden_states, top_k_weights and each parameter that is trained."""
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     out = experts(x, ids, weights)
-    leaves = {"hidden_states": x, "top_k_weights": weights, **dict(experts.named_parameters())}
-    return Result(out.detach(), dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), cotangent))))
+    trained = {name: p for name, p in experts.named_parameters() if p.requires_grad}
+    leaves = {"hidden_states": x, "top_k_weights": weights, **trained}
+    grads = torch.autograd.grad(out, list(leaves.values()), cotangent.to(out.dtype))
+    return {"output": out.detach(), **dict(zip(leaves, grads))}
 
 
-def assert_same(actual: Result, expected: Result) -> None:
+def run(experts: torch.nn.Module, implementation: str, inputs: tuple, cotangent: Tensor) -> Dict[str, Tensor]:
+    experts.config._experts_implementation = implementation
+    return step(experts, *inputs, cotangent)
+
+
+def assert_same(actual: Dict[str, Tensor], expected: Dict[str, Tensor]) -> None:
     """Within the tolerance of fp32 in norm, and row by row of every matrix.
 
     A row may cancel below the norm of its terms, which the error is relative to: what it lacks in norm beneath a fifth
     of the root mean square is not held against it.
     """
-    assert actual.grads.keys() == expected.grads.keys()
-    for name, want in {"output": expected.out, **expected.grads}.items():
-        got = actual.grads.get(name, actual.out)
+    assert actual.keys() == expected.keys()
+    for name, want in expected.items():
+        got = actual[name]
         assert got.shape == want.shape and got.dtype == want.dtype, name
         got, want = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (got, want.double()))
         size, (allowed, _) = norms(want), tolerances(torch.float32)

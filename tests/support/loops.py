@@ -38,5 +38,5 @@ def loop_combine(y, weights, routing):
 def differentiate(function, tensors, dout):
     """(output, gradients), zeros for what takes no part."""
     leaves = {number: tensor.detach().requires_grad_() for number, tensor in enumerate(tensors)}
-    out, grads = block.differentiate(function(*leaves.values()), leaves, dout)
-    return out, [*grads.values()]
+    out, *grads = block.differentiate(function(*leaves.values()), leaves, dout).values()
+    return out, grads

@@ -4,7 +4,6 @@ from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 import compare
 import torch
-from block import Result, call, call_reference, differentiate, with_leaves
 from cases import Case, Inputs
 from poison import LAYOUTS as VIEWS
 from torch import Tensor
@@ -71,7 +70,7 @@ def make_index(adapters: int, rows: int) -> Tensor:
 
 def factors(arguments: Dict) -> Dict[str, Tensor]:
     """The factors by name."""
-    loras = {name: lora for name, lora in arguments.items() if name != "adapter_index" and lora is not None}
+    loras = {name: lora for name, lora in arguments.items() if name.endswith("lora") and lora is not None}
     return {f"{name}.{field}": getattr(lora, field) for name, lora in loras.items() for field in ("a", "b")}
 
 
@@ -103,47 +102,8 @@ def over_adapters(function: Callable[[Optional[int], Optional[Tensor]], Tensor],
     return sum(function(adapter, index == adapter) for adapter in index.unique().tolist())
 
 
-def widen(inputs: Inputs, arguments: Dict) -> Dict[str, Tensor]:
-    """The floating-point inputs and the factors by name, in fp64."""
-    return {name: t.detach().double() for name, t in {**inputs.floating(), **factors(arguments)}.items()}
-
-
-def forward_merged(grouped_moe, case: Case, inputs: Inputs, arguments: Dict, wide: Dict[str, Tensor]) -> Tensor:
-    """The reference with merged weights, of what `widen` gives."""
-    loras = with_factors(arguments, wide)
-    tensors = {name: wide[name] for name in inputs.floating()}
-
-    def part(adapter, chosen):
-        ids = inputs.top_k_index if chosen is None else inputs.top_k_index.masked_fill(~chosen[:, None], -1)
-        weights = {
-            weight: merged(wide[weight], loras.get(lora), adapter, case.transposed) for lora, weight in WEIGHTS.items()
-        }
-        return call_reference(grouped_moe, case, ids, {**tensors, **weights})
-
-    return over_adapters(part, arguments)
-
-
-def merged_out(grouped_moe, case: Case, inputs: Inputs, arguments: Dict) -> Tensor:
-    """The output of the reference in fp64, with merged weights."""
-    return forward_merged(grouped_moe, case, inputs, arguments, widen(inputs, arguments))
-
-
-def run_merged(grouped_moe, case: Case, inputs: Inputs, arguments: Dict) -> Result:
-    """`merged_out` and its backward: the gradients of inputs and factors."""
-    wide = {name: t.requires_grad_() for name, t in widen(inputs, arguments).items()}
-    return differentiate(forward_merged(grouped_moe, case, inputs, arguments, wide), wide, inputs.dout)
-
-
-def run(grouped_moe, case: Case, inputs: Inputs, arguments: Dict, frozen=(), **changes) -> Result:
-    """Forward and backward of the package: the gradients of inputs and factors."""
-    leaves = with_leaves(inputs, frozen)
-    named = {name: t.detach().requires_grad_(name not in frozen) for name, t in factors(arguments).items()}
-    out = call(grouped_moe, case, leaves, **with_factors(arguments, named), **changes)
-    out.backward(inputs.dout)
-    return Result(out.detach(), {name: t.grad for name, t in {**leaves.floating(), **named}.items()})
-
-
-def assert_matches(got: Result, want: Result, dtype: torch.dtype, factor_dtype: torch.dtype) -> None:
+def assert_matches(
+    got: Dict[str, Tensor], want: Dict[str, Tensor], dtype: torch.dtype, factor_dtype: torch.dtype
+) -> None:
     """Output and every gradient, of `dtype` but for factors."""
-    own = {name: factor_dtype for name in got.grads if "lora" in name}
-    compare.assert_matches({"out": got.out, **got.grads}, {"out": want.out, **want.grads}, dtype, own, few=2)
+    compare.assert_matches(got, want, dtype, {name: factor_dtype for name in got if "lora" in name}, few=2)

@@ -4,7 +4,7 @@ from typing import Dict, List, NamedTuple, Optional
 
 import pytest
 import torch
-from experts_modules import build
+from experts_modules import build, step
 from models import assert_close, make_model
 from torch import Tensor, nn
 
@@ -129,14 +129,8 @@ def make_inputs(device: str, num_experts: int = E, dtype: torch.dtype = torch.fl
 
 
 def run(model: nn.Module, inputs: tuple, implementation: str) -> Dict[str, Tensor]:
-    """The output, and the gradients of hidden states, routing weights and what is trained."""
     set_implementation(model, implementation)
-    x, ids, weights, cotangent = inputs
-    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    out = model(x, ids, weights)
-    leaves = {"x": x, "weights": weights, **{name: p for name, p in model.named_parameters() if p.requires_grad}}
-    grads = torch.autograd.grad(out, list(leaves.values()), cotangent.to(out.dtype))
-    return {"out": out.detach(), **dict(zip(leaves, grads))}
+    return step(model, *inputs)
 
 
 def train_step(model: nn.Module, ids: Tensor, implementation: str) -> Dict[str, Tensor]:

@@ -68,9 +68,7 @@ def run(grouped_moe, case, inputs: Inputs, frozen=(), splits=None, **changes) ->
     splits = grouped_moe.GroupOffsets(inputs.offsets) if splits is None else splits
     y = case.call(grouped_moe, leaves, splits, **changes)
     y.backward(inputs.dy)
-    grads = {name: leaf.grad for name, leaf in leaves.given().items()}
-    assert all((grad is None) == (name in frozen) for name, grad in grads.items())
-    return {"y": y.detach(), **{name: grad for name, grad in grads.items() if grad is not None}}
+    return compare.collect({"y": y}, leaves.given(), frozen)
 
 
 def run_reference(grouped_moe, case, inputs: Inputs) -> Dict[str, Tensor]:
@@ -78,7 +76,7 @@ def run_reference(grouped_moe, case, inputs: Inputs) -> Dict[str, Tensor]:
     leaves = inputs.map(lambda _, tensor: tensor.detach().double().requires_grad_())
     y = case.reference(grouped_moe, leaves)
     y.backward(inputs.dy.double())
-    return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.given().items()}}
+    return compare.collect({"y": y}, leaves.given())
 
 
 def assert_matches(got, want, dtype: torch.dtype, scales_dtype: Optional[torch.dtype] = None) -> None:

@@ -59,16 +59,6 @@ class Batch(NamedTuple):
     dout: Tensor
 
 
-class Result(NamedTuple):
-    """Output and gradients; those of weights of the rank's own experts, None if they are frozen."""
-
-    out: Tensor
-    x: Tensor
-    weights: Tensor
-    gate_up_proj: Optional[Tensor] = None
-    down_proj: Optional[Tensor] = None
-
-
 def make_weights(dtype: torch.dtype = torch.float32) -> List[Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = (E, 2 * INNER, H), (E, H, INNER)
@@ -105,18 +95,22 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def run(experts: torch.nn.Module, batch: Batch, dynamic: bool = False) -> Result:
-    """dynamic: for torch.compile the number of tokens may change."""
-    leaves = batch.x.detach().requires_grad_(), batch.weights.detach().requires_grad_()
-    parameters = [weight for weight in (getattr(experts, name) for name in WEIGHTS) if weight.requires_grad]
-    for tensor in (*leaves, batch.ids) if dynamic else ():
+def run(experts: torch.nn.Module, batch: Batch, dynamic: bool = False) -> Dict[str, Tensor]:
+    """The output and the gradients by name; those of weights, unless they are frozen, of the rank's own experts.
+
+    dynamic: for torch.compile the number of tokens may change.
+    """
+    x, weights = batch.x.detach().requires_grad_(), batch.weights.detach().requires_grad_()
+    for tensor in (x, weights, batch.ids) if dynamic else ():
         torch._dynamo.mark_dynamic(tensor, 0)
-    out = experts(leaves[0], batch.ids, leaves[1])
-    grads = torch.autograd.grad(out, (*leaves, *parameters), batch.dout)
-    return Result(out.detach(), *map(local, grads))
+    out = experts(x, batch.ids, weights)
+    leaves = {"x": x, "weights": weights, **{name: getattr(experts, name) for name in WEIGHTS}}
+    leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    grads = torch.autograd.grad(out, list(leaves.values()), batch.dout)
+    return {"out": out.detach(), **dict(zip(leaves, map(local, grads)))}
 
 
-def expected(batches: Sequence[Batch], mine: int, weights: Sequence[Tensor] = ()) -> Result:
+def expected(batches: Sequence[Batch], mine: int, weights: Sequence[Tensor] = ()) -> Dict[str, Tensor]:
     """In fp64, by one process: of the tokens of all ranks the gradients of weights, of rank `mine` the rest."""
     weights = [weight.double().requires_grad_() for weight in weights or make_weights(batches[0].x.dtype)]
     grads = [torch.zeros_like(weight) for weight in weights]
@@ -127,20 +121,20 @@ def expected(batches: Sequence[Batch], mine: int, weights: Sequence[Tensor] = ()
         found = [torch.zeros_like(t) if f is None else f for f, t in zip(found, (*leaves, *weights))]
         grads = [total + more for total, more in zip(grads, found[2:])]
         if place == mine:
-            own_part = out.detach(), *found[:2]
+            own_part = dict(zip(("out", "x", "weights"), (out.detach(), *found[:2])))
     here = slice(rank() * E // size(), (rank() + 1) * E // size())
-    return Result(*own_part, *(grad[here] for grad in grads))
+    return {**own_part, **{name: grad[here] for name, grad in zip(WEIGHTS, grads)}}
 
 
-def compare(what: str, got: Result, want: Result, dtype: torch.dtype = torch.float32) -> None:
-    for name, value, right in zip(Result._fields, got, want):
-        if value is not None:
-            assert_close(f"{what}, {name}", value, right, dtype, inner_products=name == "weights")
+def compare(what: str, got: Dict[str, Tensor], want: Dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+    for name, value in got.items():
+        assert_close(f"{what}, {name}", value, want[name], dtype, inner_products=name == "weights")
 
 
-def assert_same_bits(what: str, got: Result, want: Result) -> None:
-    for name, value, right in zip(Result._fields, got, want):
-        assert_bitwise(f"{what}, {name}", value, right)
+def assert_same_bits(what: str, got: Dict[str, Tensor], want: Dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in got.items():
+        assert_bitwise(f"{what}, {name}", value, want[name])
 
 
 UNEVEN = [12, 5, 9, 1]
@@ -265,7 +259,7 @@ def check_dtypes():
         batches = make_batches(UNEVEN[: size()], dtype=dtype)
         mine = batches[rank()]._replace(ids=batches[rank()].ids.int())
         got = run(make_module(OURS, dtype=dtype), mine)
-        assert (got.out.dtype, got.weights.dtype) == (dtype, torch.float32)
+        assert (got["out"].dtype, got["weights"].dtype) == (dtype, torch.float32)
         compare(str(dtype), got, expected(batches, rank()), dtype if dtype == torch.bfloat16 else torch.float32)
 
 
@@ -274,9 +268,9 @@ def check_only_what_is_asked_for():
     batch, want = batches[rank()], expected(batches, rank())
     x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
     with torch.inference_mode():
-        assert_close("inference", experts(batch.x, batch.ids, batch.weights), want.out, torch.float32)
+        assert_close("inference", experts(batch.x, batch.ids, batch.weights), want["out"], torch.float32)
     experts.requires_grad_(False)
-    for leaf, other, right in ((x, batch.weights, want.x), (weights, batch.x, want.weights)):
+    for leaf, other, right in ((x, batch.weights, want["x"]), (weights, batch.x, want["weights"])):
         args = (x, batch.ids, other) if leaf is x else (other, batch.ids, weights)
         (grad,) = torch.autograd.grad(experts(*args), leaf, batch.dout)
         assert_close("one gradient", grad, right, torch.float32, inner_products=leaf is weights)
@@ -343,18 +337,12 @@ def check_graphs():
     """A captured step gives for other tokens and routings, bit by bit, what an eager one gives."""
     experts = make_module(WITH_MOST)
     static = make_batches([9] * size())[rank()]
-    static.x.requires_grad_(), static.weights.requires_grad_()
-    leaves = static.x, static.weights, *(getattr(experts, name) for name in WEIGHTS)
-
-    def step() -> Result:
-        out = experts(static.x, static.ids, static.weights)
-        return Result(out.detach(), *map(local, torch.autograd.grad(out, leaves, static.dout)))
-
+    step = partial(run, experts, static)
     graph, found = graph_of(step)
     for ids in (None, torch.tensor([-1, 6, E]), torch.tensor([5, 5, 5])):
         batch = make_batches([9] * size(), ids)[-1 - rank()]
         for tensor, value in zip(static, batch):
-            tensor.detach().copy_(value)
+            tensor.copy_(value)
         graph.replay()
         assert_same_bits("replay", found, step())
 

@@ -29,6 +29,13 @@ def gradients(model: nn.Module) -> Dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
+def assert_logits_near(what: str, model: nn.Module, one: nn.Module, ids: Sequence[Tensor]) -> None:
+    """Those of this rank's batch. `one` is in one process, and gets all batches."""
+    with torch.no_grad():
+        got, want = model(input_ids=ids[rank()]).logits, one(input_ids=torch.cat(ids)).logits
+    assert_near(what, got, want.chunk(size())[rank()])
+
+
 def check_logits_and_gradients_of_adapters():
     """The gradient of all batches' mean loss, on every rank; twice the same, with and without checkpointing."""
     folder, ids = save_model(), next(batches(1))
@@ -52,8 +59,7 @@ def check_logits_and_gradients_of_adapters():
                 if checkpointing:
                     model.gradient_checkpointing_enable()
                 got = model(input_ids=ids[mine], labels=ids[mine])
-                rows = want.logits[mine * len(ids[0]) : (mine + 1) * len(ids[0])]
-                assert_near(f"{name}, {layout}, logits", got.logits, rows)
+                assert_near(f"{name}, {layout}, logits", got.logits, want.logits.chunk(size() // sharing)[mine])
                 got.loss.backward()
                 found = gradients(model)
                 assert found.keys() == gradients(one).keys()
@@ -73,9 +79,7 @@ def check_adapters_of_one_weight():
         for wrapper in (*model.modules(), *one.modules()):
             if isinstance(wrapper, peft.tuners.lora.ParamWrapper):
                 wrapper.enable_adapters(not disabled.endswith(wrapper.parameter_name))
-        with torch.no_grad():
-            got, want = model(input_ids=ids[rank()]).logits, one(input_ids=torch.cat(ids)).logits
-        assert_near(f"without {disabled}", got, want[rank() * len(ids[0]) : (rank() + 1) * len(ids[0])])
+        assert_logits_near(f"without {disabled}", model, one, ids)
 
 
 def check_saved_adapters():
@@ -87,9 +91,7 @@ def check_saved_adapters():
     assert "mixed torch.Tensor and DTensor" in raised(RuntimeError, model.merge_adapter)
     model = add_adapters(load(folder, OURS, own()), BOTH)
     one = peft.PeftModel.from_pretrained(load_whole(folder), saved).merge_and_unload()
-    with torch.no_grad():
-        got, want = model(input_ids=ids[rank()]).logits, one(input_ids=torch.cat(ids)).logits
-    assert_near("logits", got, want[rank() * len(ids[0]) : (rank() + 1) * len(ids[0])])
+    assert_logits_near("logits", model, one, ids)
 
 
 def check_what_is_left_to_peft():

@@ -6,16 +6,25 @@ import pytest
 import torch
 from block import checkpointed
 from compare import assert_bitwise, assert_differentiable_once, assert_same
-from operations import MADE_OF, OPERATIONS, SEEN, SIZES, Log, count_flops, kind_of, make_operation
+from operations import MADE_OF, OPERATIONS, SEEN, SIZES, Log, Operation, count_flops, kind_of, make_operation
 
 by_loss = pytest.mark.parametrize("curved", [False, True], ids=["linear-loss", "curved-loss"])
 by_entry = pytest.mark.parametrize("backward", [False, True], ids=["grad", "backward"])
 by_operation = pytest.mark.parametrize("name", OPERATIONS)
 
 
-@by_operation
-def test_a_mode_and_a_profiler_see_the_ops(grouped_moe, device, name):
-    operation = make_operation(grouped_moe, name, device)
+@pytest.fixture(params=OPERATIONS)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def operation(grouped_moe, device, name) -> Operation:
+    """Each one in turn; all of its leaves require gradients."""
+    return make_operation(grouped_moe, name, device)
+
+
+def test_a_mode_and_a_profiler_see_the_ops(operation, name):
     plain, made_of = operation.step(), MADE_OF[kind_of(name)]
     with Log() as log:
         assert_same(operation.step(), plain)
@@ -26,10 +35,8 @@ def test_a_mode_and_a_profiler_see_the_ops(grouped_moe, device, name):
     assert made_of | SEEN[kind_of(name)] <= names
 
 
-@by_operation
-def test_no_gradient_makes_nothing_for_a_backward(grouped_moe, device, name):
+def test_no_gradient_makes_nothing_for_a_backward(operation, name):
     """Watched or not, where gradients are disabled and where no leaf requires one; the output is the same."""
-    operation = make_operation(grouped_moe, name, device)
     function, leaves, _ = operation
     with torch.no_grad():
         plain = function(*leaves.values())
@@ -44,10 +51,8 @@ def test_no_gradient_makes_nothing_for_a_backward(grouped_moe, device, name):
     assert forward <= log.names and "experts_forward" not in log.names
 
 
-@by_operation
-def test_gradients_accumulate_and_inputs_stay(grouped_moe, device, name):
+def test_gradients_accumulate_and_inputs_stay(operation):
     """Two uses of one leaf add up, and gradients of another cotangent leave earlier ones as they are."""
-    operation = make_operation(grouped_moe, name, device)
     given = (*operation.leaves.values(), operation.dout)
     before, once = [tensor.detach().clone() for tensor in given], operation.step()
     copies = {key: tensor.clone() for key, tensor in once.items()}
@@ -120,10 +125,8 @@ def test_a_default_device_changes_nothing(grouped_moe, device):
     assert_same(dict(enumerate(got)), dict(enumerate(want)))
 
 
-@by_operation
-def test_flops(grouped_moe, device, name):
+def test_flops(operation, name):
     """`FlopCounterMode` counts the products: 2 M N K each, every slot taken for routed."""
-    operation = make_operation(grouped_moe, name, device)
     slots = operation.leaves["top_k_weights"].numel() if name.startswith("experts") else len(operation.dout)
     # Of weights (E, N, K) and of factors, those of all adapters (L, E, r, K) at once.
     flops = {key: 2 * slots * t.numel() // t.shape[-3] for key, t in operation.leaves.items() if t.dim() > 2}
@@ -182,9 +185,7 @@ def test_differentiable_once(grouped_moe, device, name, way, curved, backward):
             assert_differentiable_once(out, leaves[only or next(iter(leaves))], curved, backward)
 
 
-@by_operation
-def test_forward_mode_is_refused(grouped_moe, device, name):
-    operation = make_operation(grouped_moe, name, device)
+def test_forward_mode_is_refused(operation):
     leaves = {key: leaf.detach() for key, leaf in operation.leaves.items()}
     for key, leaf in leaves.items():
 
@@ -198,20 +199,18 @@ def test_forward_mode_is_refused(grouped_moe, device, name):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-@by_operation
-def test_traced_by_torch_jit(grouped_moe, device, name):
+def test_traced_by_torch_jit(operation):
     """Also of a block, which has flags, and of parts, which hand on a size."""
-    function, leaves, _ = make_operation(grouped_moe, name, device)
+    function, leaves, _ = operation
     traced = torch.jit.trace(function, tuple(leaves.values()), check_trace=False)
     others = [2.0 * leaf.detach() for leaf in leaves.values()]
     assert_bitwise("traced", traced(*others), function(*others))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop.*:UserWarning")
-@by_operation
-def test_batched_gradients(grouped_moe, device, name):
+def test_batched_gradients(operation, device):
     """`is_grads_batched`, as vectorized Jacobians ask for it, gives each gradient; the graph of them it cannot."""
-    function, leaves, dout = make_operation(grouped_moe, name, device)
+    function, leaves, dout = operation
     out, leaves = function(*leaves.values()), list(leaves.values())
     douts = torch.randn(3, *dout.shape, device=device)
     want = [torch.autograd.grad(out, leaves, each, retain_graph=True) for each in douts]
@@ -222,10 +221,8 @@ def test_batched_gradients(grouped_moe, device, name):
         torch.autograd.grad(out, leaves, douts, create_graph=True, is_grads_batched=True)
 
 
-@by_operation
-def test_gradient_transforms_are_refused(grouped_moe, device, name):
+def test_gradient_transforms_are_refused(operation):
     """By an error that says what works instead, which PyTorch's does not."""
-    operation = make_operation(grouped_moe, name, device)
     x, *others = (leaf.detach() for leaf in operation.leaves.values())
 
     def function(x):
@@ -238,10 +235,8 @@ def test_gradient_transforms_are_refused(grouped_moe, device, name):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop.*:UserWarning")
-@by_operation
-def test_vmap(grouped_moe, device, name):
+def test_vmap(operation, device):
     """A batch of inputs one by one, gradients too, though inside of vmap nothing says that they will be asked for."""
-    operation = make_operation(grouped_moe, name, device)
     x, *others = (leaf.detach() for leaf in operation.leaves.values())
 
     def function(x):
@@ -255,10 +250,8 @@ def test_vmap(grouped_moe, device, name):
     assert_bitwise("grad", got, want)
 
 
-@by_operation
-def test_decomposed_programs(grouped_moe, device, name):
+def test_decomposed_programs(operation):
     """An exported program has gradients. Decomposed, it runs where these are enabled, but to ask for one raises."""
-    operation = make_operation(grouped_moe, name, device)
     function, leaves, _ = operation
 
     class Module(torch.nn.Module):

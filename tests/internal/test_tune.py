@@ -12,15 +12,7 @@ import tune
 from tuned import A100, GPU, H200, TILE
 from workload import QWEN3_30B, SMOKE, SMOKE_GPT_OSS
 
-
-@pytest.fixture
-def package(grouped_moe):
-    return tune.compile_check.Package(grouped_moe)
-
-
-@pytest.fixture
-def device_spec(package):
-    return package["common.device"].DeviceSpec
+pytest_plugins = ["tuned"]
 
 
 def test_candidates_are_valid_entries(package, tmp_path):

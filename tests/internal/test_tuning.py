@@ -17,6 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from tuned import A100, GPU, H200, TILE
 
+pytest_plugins = ["tuned"]
+
 B200 = {"num_sms": 148, "shared_memory": 232448, "capability": (10, 0)}
 MI300 = {"num_sms": 304, "shared_memory": 65536, "warp_size": 64, "wide_tiles": False}
 NAME = "NVIDIA H200"
@@ -24,18 +26,8 @@ HEAD = {"device": GPU, "capability": [9, 0], "num_sms": 132, "bandwidth": 4917}
 
 
 @pytest.fixture
-def package(grouped_moe):
-    return tune.compile_check.Package(grouped_moe)
-
-
-@pytest.fixture
 def tuning(package):
     return package["tuning.heuristic"]
-
-
-@pytest.fixture
-def device_spec(package):
-    return package["common.device"].DeviceSpec
 
 
 @pytest.fixture

@@ -13,14 +13,11 @@ import torch
 from block import call, parts_of, random_inputs, run, run_reference, with_leaves
 from cases import CLAMPED, GPU_CASES, MEDIUM, RELU2, WIDE, Case, make_ids, make_inputs
 from compare import assert_bitwise, assert_same
-from marks import by_recompute
+from marks import by_recompute, on_cuda
 from operations import OPERATIONS, make_operation
 from timing import allocated_by, graph_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="uses torch.cuda"),
-]
+pytestmark = on_cuda
 by_case = pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.id)
 
 

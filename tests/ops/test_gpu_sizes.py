@@ -13,14 +13,12 @@ from block import call, check, parts_of, random_inputs, run, run_reference
 from cases import RELU2, Case, make_ids, make_inputs
 from compare import assert_close, assert_matches
 from linears import Linear
+from marks import on_cuda
 from pairs import Pairs, make_loras
 from pairs import assert_matches as assert_pairs_match
 from poison import poisoned_allocations
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="uses torch.cuda"),
-]
+pytestmark = on_cuda
 
 GIB = 2**30
 

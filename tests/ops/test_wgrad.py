@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
+from marks import on_cuda
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="uses torch.cuda")]
+pytestmark = on_cuda
 
 NAN = float("nan")
 FEW = (0, 1, 63, 64, 65, 0, 130, 300, 7, 0)  # steps of the contraction: none, one that is cut, whole ones

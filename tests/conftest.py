@@ -138,22 +138,6 @@ def fused_calls(grouped_moe, monkeypatch) -> list:
     return calls
 
 
-@pytest.fixture
-def calls(module, monkeypatch) -> list:
-    """Grows by one entry for each call of experts by the package: the LoRAs that it was given."""
-    from peft_experts import watch
-
-    return watch(module("integrations.transformers"), monkeypatch)
-
-
-@pytest.fixture
-def fresh_peft(module, implementation, fresh_compiler) -> None:
-    """Warnings about peft come once for each reason: in each test again."""
-    from peft_experts import warn_again
-
-    warn_again(module("integrations.peft"))
-
-
 @pytest.fixture(scope="session")
 def device() -> str:
     return accelerator() or "cpu"

@@ -17,6 +17,7 @@ from packaging.version import Version
 from peft_experts import BOTH, by_kind, by_model, make_adapted, outputs, peft, run, train_step
 from torch import nn
 
+pytest_plugins = ["peft_experts"]
 pytestmark = pytest.mark.usefixtures("fresh_peft")
 
 

@@ -18,6 +18,7 @@ from models import assert_close
 from peft_experts import BOTH, Call, assert_near, by_model, make_adapted, make_experts, outputs, peft, run
 from torch import Tensor, nn
 
+pytest_plugins = ["peft_experts"]
 pytestmark = pytest.mark.usefixtures("fresh_peft")
 
 

@@ -34,9 +34,11 @@ class Call(NamedTuple):
 BOTH, NONE = Call(True, True), Call(False, False)
 
 
-def watch(shim, monkeypatch) -> List[Call]:
-    """Grows by one entry for each call of experts by the package. shim: its module for transformers."""
-    calls, linears, block, linear = [], [], shim.grouped_mm_experts, shim.grouped_linear
+@pytest.fixture
+def calls(module, monkeypatch) -> List[Call]:
+    """Grows by one entry for each call of experts by the package: the LoRAs that it was given."""
+    shim, calls, linears = module("integrations.transformers"), [], []
+    block, linear = shim.grouped_mm_experts, shim.grouped_linear
 
     def watched_block(*args, **kwargs):
         calls.append(Call(kwargs["gate_up_lora"] is not None, kwargs["down_lora"] is not None))
@@ -53,8 +55,10 @@ def watch(shim, monkeypatch) -> List[Call]:
     return calls
 
 
-def warn_again(ours) -> None:
-    """Warnings come once for each reason: from here on again. ours: the package's module for peft."""
+@pytest.fixture
+def fresh_peft(module, implementation, fresh_compiler) -> None:
+    """Warnings about peft come once for each reason: in each test again."""
+    ours = module("integrations.peft")
     ours._warned.clear()
     assert ours._is_known(False) and ours._is_known(True)
 

@@ -41,8 +41,7 @@ GRADIENTS = {
 def block_of(module, grouped_moe, case, inputs):
     """The package's block of a case."""
     weights = inputs.gate_up_proj, inputs.down_proj, inputs.gate_up_proj_bias, inputs.down_proj_bias
-    kind = grouped_moe.Activation(*case.activation), case.gated, case.interleaved, case.transposed, case.recompute
-    return module("block").Block(*weights, None, None, *kind)
+    return module("block").Block(*weights, None, None, **case.kind(grouped_moe))
 
 
 def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1, capacity=None, spent=False, margin=MARGIN):

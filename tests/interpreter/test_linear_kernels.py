@@ -159,12 +159,12 @@ MLPS += ["relu2-not-gated", "head-and-tail", "no-rows", "tail-only", "odd-extent
 @pytest.mark.parametrize("mlp_id", MLPS)
 def test_grouped_mlp(module, grouped_moe, kernels, mlp_id, dtype):
     mlp, pipeline = BY_MLP[mlp_id], module("pipeline")
-    inputs, case = mlp.make(dtype, "cpu"), mlp.case
+    inputs = mlp.make(dtype, "cpu")
     with torch.enable_grad():
         want = run_reference(grouped_moe, mlp, inputs)
     given, offsets, dy = inputs.poisoned().guarded()
-    kind = grouped_moe.Activation(*case.activation), case.gated, case.interleaved, case.transposed, case.recompute
-    block = module("block").Block(*(given[name] for name in PER_GROUP), None, None, *kind)
+    weights, kind = (given[name] for name in PER_GROUP), mlp.case.kind(grouped_moe)
+    block = module("block").Block(*weights, None, None, **kind)
     x, *scales = (given[name] for name in PER_ROW)
     needs = module("block").Needs(*(given[name] is not None for name in NAMES))
     with GuardedAllocations(*given.values(), offsets, dy):

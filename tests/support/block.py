@@ -30,10 +30,8 @@ def call(grouped_moe, case: Case, inputs: Inputs, **changes) -> Tensor:
     """`grouped_mm_experts` of the kind of a case."""
     tensors = inputs._asdict()
     del tensors["dout"]
-    kind = {name: getattr(case, name) for name in ("gated", "interleaved", "transposed", "recompute")}
-    kind.update(activation=grouped_moe.Activation(*case.activation), **changes)
     positional = [tensors.pop(name) for name in Inputs._fields[:5]]
-    return grouped_moe.grouped_mm_experts(*positional, **tensors, **kind)
+    return grouped_moe.grouped_mm_experts(*positional, **tensors, **{**case.kind(grouped_moe), **changes})
 
 
 def parts_of(grouped_moe, case: Case) -> Callable[..., Tensor]:
@@ -93,16 +91,12 @@ def reference_out(
     """The output of the reference, in fp64, with weights that LoRAs are merged into. wide: leaves made by `widen`."""
     wide = wide or widen(inputs, loras)
     given, pairs = {name: wide[name] for name in inputs.floating()}, with_factors(loras, wide)
-    name, alpha, limit, up_offset = case.activation
 
     def part(adapter, chosen):
         ids = inputs.top_k_index if chosen is None else inputs.top_k_index.masked_fill(~chosen[:, None], -1)
         for lora, weight in WEIGHTS.items():
             given[weight] = merged(wide[weight], pairs.get(lora), adapter, case.transposed)
-        return grouped_moe.reference.grouped_mm_experts(
-            top_k_index=ids, transposed=case.transposed, name=name, alpha=alpha, limit=limit, up_offset=up_offset,
-            gated=case.gated, interleaved=case.interleaved, **given,
-        )  # fmt: skip
+        return grouped_moe.reference.grouped_mm_experts(top_k_index=ids, **given, **case.reference_kind())
 
     return over_adapters(part, loras)
 

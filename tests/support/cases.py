@@ -40,6 +40,16 @@ class Case(NamedTuple):
         """Whether the derivative of the activation jumps somewhere."""
         return self.activation[2] is not None or self.activation[0] == "relu"
 
+    def kind(self, grouped_moe) -> Dict[str, object]:
+        """Arguments of the package's blocks."""
+        flags = {name: getattr(self, name) for name in ("gated", "interleaved", "transposed", "recompute")}
+        return {"activation": grouped_moe.Activation(*self.activation), **flags}
+
+    def reference_kind(self) -> Dict[str, object]:
+        """Arguments of the reference's."""
+        flags = {name: getattr(self, name) for name in ("gated", "interleaved", "transposed")}
+        return {**flags, **dict(zip(("name", "alpha", "limit", "up_offset"), self.activation))}
+
 
 TALL = Case("tall-wide", T=300, top_k=2, E=3, H=72, I=136)  # which Hopper's own kernels take
 NOT_GATED = TALL._replace(id="tall-wide-not-gated", gated=False, activation=RELU2)

@@ -49,16 +49,12 @@ class Mlp(NamedTuple):
         return Inputs(tensors, offsets, made.dout)
 
     def call(self, grouped_moe, inputs: Inputs, splits, **changes) -> Tensor:
-        case = self.case
-        kind = {name: getattr(case, name) for name in ("gated", "interleaved", "transposed", "recompute")}
-        kind.update(activation=grouped_moe.Activation(*case.activation), **changes)
+        kind = {**self.case.kind(grouped_moe), **changes}
         return grouped_moe.grouped_mlp(splits=splits, **inputs.tensors, **kind)
 
     def reference(self, grouped_moe, inputs: Inputs) -> Tensor:
-        case = self.case
-        kind = {name: getattr(case, name) for name in ("gated", "interleaved", "transposed")}
-        kind.update(zip(("name", "alpha", "limit", "up_offset"), case.activation))
-        return grouped_moe.reference.grouped_mlp(group_offsets=inputs.offsets, **inputs.tensors, **kind)
+        mlp, kind = grouped_moe.reference.grouped_mlp, self.case.reference_kind()
+        return mlp(group_offsets=inputs.offsets, **inputs.tensors, **kind)
 
 
 TALL = (150, 0, 260, 90)

@@ -36,7 +36,6 @@ def loop_combine(y, weights, routing):
 
 
 def differentiate(function, tensors, dout):
-    """(output, gradients), zeros for what takes no part."""
-    leaves = {number: tensor.detach().requires_grad_() for number, tensor in enumerate(tensors)}
-    out, *grads = block.differentiate(function(*leaves.values()), leaves, dout).values()
-    return out, grads
+    """[output, *gradients], zeros for what takes no part."""
+    leaves = block.leaves_of(dict(enumerate(tensors)))
+    return [*block.differentiate(function(*leaves.values()), leaves, dout).values()]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from block import run, run_reference, with_leaves
 from cases import Case, Inputs, kept, make_inputs
-from compare import assert_matches
+from compare import assert_matches, assert_same
 from operations import Log
 from poison import poisoned_allocations
 from timing import graph_of
@@ -74,16 +74,12 @@ def test_ops_are_what_is_called_directly(grouped_moe, exchange, device):
 def test_graph_replays_with_other_routing(grouped_moe, exchange, device, capacity):
     """Forward and backward in a CUDA graph, with room for all tokens and for fewer."""
     inputs, layer = make(device, torch.bfloat16), partial(through_places, grouped_moe, exchange, capacity)
-
-    def step():
-        return [*run(grouped_moe, CASE, inputs, around=lambda _: layer).values()]
-
+    step = partial(run, grouped_moe, CASE, inputs, around=lambda _: layer)
     graph, captured = graph_of(step)
     for _ in range(2):
         inputs.top_k_index.copy_(draw_ids(device))
         graph.replay()
-        for got, want in zip(captured, step()):
-            assert torch.equal(got, want)
+        assert_same(captured, step())
 
 
 def test_one_place_for_each_token_and_rank(exchange, device):

@@ -6,11 +6,13 @@ import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_matches, assert_part, assert_same
 from errors import raises
+from leaves import collect, leaves_of
 from linears import Linear
 from marks import by_fp32_and_bf16, by_recompute
 from operations import count_flops
-from pairs import Pairs, factors, make_index, make_lora, merged, over_adapters, with_factors
+from pairs import Pairs, factors, make_index, make_lora, with_factors
 from poison import poisoned_allocations
+from sorted_rows import run, run_reference
 
 NAN = float("nan")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -32,92 +34,64 @@ by_transposed = pytest.mark.parametrize("transposed", [False, True], ids=["nk", 
 
 
 def make(grouped_moe, pairs, dtype, device, transposed=False, factor_dtype=None):
-    """(tensors by name, the arguments of the LoRA, splits, the cotangent)."""
+    """(the layer, its inputs, the arguments of its LoRA)."""
     linear = Linear("pairs", SIZES, TAIL, N=N, K=K, transposed=transposed, bias=True, scales=True)
-    tensors, _, dy = linear.make(dtype, device)
-    arguments = {"lora": make_lora(grouped_moe, pairs, tensors["weight"], transposed, 0.7, factor_dtype or dtype)}
+    inputs = linear.make(dtype, device)
+    weight, factor_dtype = inputs.tensors["weight"], factor_dtype or dtype
+    arguments = {"lora": make_lora(grouped_moe, pairs, weight, transposed, 0.7, factor_dtype)}
     if pairs.adapters:
         arguments["adapter_index"] = make_index(pairs.adapters, ROWS).to(device)
-    return tensors, arguments, torch.tensor(SIZES, device=device), dy
+    return linear, inputs, arguments
 
 
-def differentiate(function, tensors, arguments, dy, frozen=()):
+def differentiate(function, tensors, arguments, dy):
     """{"y": ..., name: gradient}: of function(tensors, arguments), by fresh leaves."""
-    given = {**tensors, **factors(arguments)}
-    leaves = {name: t.detach().requires_grad_(name not in frozen) for name, t in given.items()}
+    leaves = leaves_of({**tensors, **factors(arguments)})
     y = function({name: leaves[name] for name in tensors}, with_factors(arguments, leaves))
     y.backward(dy)
-    return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items() if name not in frozen}}
-
-
-def run(grouped_moe, tensors, arguments, splits, dy, transposed=False, frozen=()):
-    def linear(given, pair):
-        return grouped_moe.grouped_linear(**given, splits=splits, transposed=transposed, **pair)
-
-    return differentiate(linear, tensors, arguments, dy, frozen)
-
-
-def run_merged(grouped_moe, tensors, arguments, splits, dy, transposed=False):
-    offsets = torch.nn.functional.pad(splits.cumsum(0), (1, 0))
-
-    def linear(given, pair):
-        def part(adapter, chosen):
-            weight = merged(given["weight"], pair["lora"], adapter, transposed)
-            y = grouped_moe.reference.grouped_linear(
-                given["x"], weight, offsets, given["bias"], given["bias_scales"], transposed
-            )
-            return y if chosen is None else y * chosen[:, None]
-
-        return over_adapters(part, pair)
-
-    wide = with_factors(arguments, {name: factor.double() for name, factor in factors(arguments).items()})
-    return differentiate(linear, {name: t.double() for name, t in tensors.items()}, wide, dy.double())
+    return collect({"y": y}, leaves)
 
 
 @by_fp32_and_bf16
 @by_transposed
 @by_pairs
 def test_linear_matches_merged_weights(grouped_moe, device, pairs, transposed, dtype):
-    given = make(grouped_moe, pairs, dtype, device, transposed)
-    want = run_merged(grouped_moe, *given, transposed)
-    got = run(grouped_moe, *given, transposed)
-    assert_matches(got, want, dtype)
-    assert_part(run(grouped_moe, *given, transposed, frozen=("weight", "bias", "bias_scales")), got)
-    assert_part(run(grouped_moe, *given, transposed, frozen=("x", "lora.a")), got)
-    assert_part(run(grouped_moe, *given, transposed, frozen=("x", "weight", "lora.b")), got)
+    linear, inputs, arguments = make(grouped_moe, pairs, dtype, device, transposed)
+    sizes = inputs.offsets.diff()
+    got = run(grouped_moe, linear, inputs, splits=sizes, **arguments)
+    assert_matches(got, run_reference(grouped_moe, linear, inputs, **arguments), dtype)
+    for frozen in (("weight", "bias", "bias_scales"), ("x", "lora.a"), ("x", "weight", "lora.b")):
+        assert_part(run(grouped_moe, linear, inputs, frozen, sizes, **arguments), got)
 
 
 @pytest.mark.parametrize("pairs", [Pairs(), Pairs(rank=3, shared="a", adapters=2)], ids=["one", "adapters"])
 def test_linear_takes_fp32_factors_on_bf16(grouped_moe, device, pairs):
-    given = make(grouped_moe, pairs, BF16, device, factor_dtype=FP32)
-    own = {"lora.a": FP32, "lora.b": FP32}
-    assert_matches(run(grouped_moe, *given), run_merged(grouped_moe, *given), BF16, own)
+    linear, inputs, arguments = make(grouped_moe, pairs, BF16, device, factor_dtype=FP32)
+    got, want = (each(grouped_moe, linear, inputs, **arguments) for each in (run, run_reference))
+    assert_matches(got, want, BF16, {"lora.a": FP32, "lora.b": FP32})
 
 
 @by_pairs
 def test_linear_reads_nothing_else(grouped_moe, device, pairs):
     """NaN in rows of no group, in the weight and factors of a group without rows, and in fresh memory."""
-    tensors, arguments, splits, dy = given = make(grouped_moe, pairs, FP32, device)
-    want = run(grouped_moe, *given)
+    linear, inputs, arguments = make(grouped_moe, pairs, FP32, device)
+    want = run(grouped_moe, linear, inputs, **arguments)
     wide = {name: factor.clone() for name, factor in factors(arguments).items()}
     for factor in wide.values():
         if factor.shape[-3] > 1:
             factor[..., 1, :, :] = NAN
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    tensors["x"][-TAIL:], tensors["weight"][1], dy[-TAIL:] = NAN, NAN, NAN
     with poisoned_allocations():
-        assert_same(run(grouped_moe, tensors, with_factors(arguments, wide), splits, dy), want)
+        assert_same(run(grouped_moe, linear, inputs.poisoned(), **with_factors(arguments, wide)), want)
 
 
 @pytest.mark.parametrize("leaf", ["x", "b"])
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("weight", "lora.a")], ids=["none", "weight", "weight-a"])
 def test_linear_differentiable_once(grouped_moe, device, frozen, leaf):
     """By x as well where it is not saved; the first loss is linear, so that its gradient depends on that alone."""
-    tensors, arguments, splits, _ = make(grouped_moe, Pairs(), FP32, device)
-    leaves = {name: t.detach().requires_grad_(name not in frozen) for name, t in factors(arguments).items()}
-    x, weight = tensors["x"].requires_grad_(), tensors["weight"].requires_grad_("weight" not in frozen)
-    y = grouped_moe.grouped_linear(x, weight, splits, **with_factors(arguments, leaves))
-    of = {"x": x, "b": leaves["lora.b"]}
+    _, inputs, arguments = make(grouped_moe, Pairs(), FP32, device)
+    leaves = leaves_of({**inputs.tensors, **factors(arguments)}, frozen)
+    y = grouped_moe.grouped_linear(leaves["x"], leaves["weight"], inputs.offsets, **with_factors(arguments, leaves))
+    of = {"x": leaves["x"], "b": leaves["lora.b"]}
     (grad,) = torch.autograd.grad(y.sum(), of[leaf], create_graph=True)
     other = of["b" if leaf == "x" else "x"]
     with pytest.raises(RuntimeError, match="differentiable once"):
@@ -126,7 +100,8 @@ def test_linear_differentiable_once(grouped_moe, device, frozen, leaf):
 
 @pytest.mark.parametrize("adapters", [0, 2])
 def test_linear_flops(grouped_moe, device, adapters):
-    given, ranks = make(grouped_moe, Pairs(rank=4, adapters=adapters), FP32, device), 4 * max(1, adapters)
+    linear, inputs, arguments = make(grouped_moe, Pairs(rank=4, adapters=adapters), FP32, device)
+    ranks = 4 * max(1, adapters)
     pair = ranks * (N + K)
     for frozen, products in (
         ((), 3 * (N * K + pair)),
@@ -134,7 +109,7 @@ def test_linear_flops(grouped_moe, device, adapters):
         (("weight", "x", "lora.a"), N * K + pair + 2 * ranks * N),  # b alone: its rows are projected all the same
         (("x", "lora.a", "lora.b"), 2 * N * K + pair),
     ):
-        assert count_flops(lambda: run(grouped_moe, *given, frozen=frozen)) == 2 * ROWS * products
+        assert count_flops(lambda: run(grouped_moe, linear, inputs, frozen, **arguments)) == 2 * ROWS * products
 
 
 MODES = {
@@ -152,8 +127,8 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_modules_pass_pairs_on(grouped_moe, device, mode, frozen, adapters):
     """In each mode: the output and the gradients of x and of the factors are grouped_linear's, weights get theirs."""
-    tensors, arguments, splits, dy = given = make(grouped_moe, Pairs(rank=3, adapters=adapters), FP32, device)
-    want = run(grouped_moe, *given)
+    linear, inputs, arguments = make(grouped_moe, Pairs(rank=3, adapters=adapters), FP32, device)
+    want, tensors = run(grouped_moe, linear, inputs, **arguments), inputs.tensors
     layer = grouped_moe.GroupedLinear(G, K, N, scale_bias=True, device=device, **MODES[mode])
     layer.load_state_dict({name: tensors[name] for name in ("weight", "bias")})
     layer.requires_grad_(not frozen)
@@ -161,9 +136,9 @@ def test_modules_pass_pairs_on(grouped_moe, device, mode, frozen, adapters):
         parameter.main_grad = torch.zeros_like(parameter)
 
     def forward(leaves, pair):
-        return layer(leaves["x"], splits, leaves["bias_scales"], **pair)
+        return layer(leaves["x"], inputs.offsets.diff(), leaves["bias_scales"], **pair)
 
-    got = differentiate(forward, {name: tensors[name] for name in ("x", "bias_scales")}, arguments, dy)
+    got = differentiate(forward, {name: tensors[name] for name in ("x", "bias_scales")}, arguments, inputs.dy)
     assert_part(got, want)
     layer.backward_dw()
     for name, parameter in layer.named_parameters():
@@ -181,7 +156,7 @@ def test_modules_pass_pairs_on(grouped_moe, device, mode, frozen, adapters):
 def test_mlp_is_two_linear_layers(grouped_moe, device, pairs, gated, recompute):
     """In fp64 on a CPU, else in fp32: within rounding of grouped_linear with the same pairs."""
     dtype = torch.float64 if device == "cpu" else FP32
-    tensors, arguments, splits, dy = make(grouped_moe, pairs, dtype, device)
+    _, (tensors, offsets, _), arguments = make(grouped_moe, pairs, dtype, device)
     width = N if gated else N // 2
     tensors = {"x": tensors["x"], "scales": tensors["bias_scales"]}
     tensors["up"], tensors["down"] = torch.randn(G, width, K) / K**0.5, torch.randn(G, K, N // 2) / N**0.5
@@ -195,10 +170,10 @@ def test_mlp_is_two_linear_layers(grouped_moe, device, pairs, gated, recompute):
 
     def mlp(given, pair):
         x, scales, up, down = given.values()
-        return grouped_moe.grouped_mlp(x, splits, scales, up, down, gated=gated, recompute=recompute, **pair)
+        return grouped_moe.grouped_mlp(x, offsets.diff(), scales, up, down, gated=gated, recompute=recompute, **pair)
 
     def layers(given, pair):
-        linear = partial(grouped_moe.grouped_linear, splits=splits, **index)
+        linear = partial(grouped_moe.grouped_linear, splits=offsets.diff(), **index)
         rows = linear(given["x"], given["up"], lora=pair["gate_up_lora"])
         gate, *up = rows.chunk(2, dim=1) if gated else (rows,)
         rows = torch.nn.functional.silu(gate) * (up[0] if up else 1.0) * given["scales"][:, None]

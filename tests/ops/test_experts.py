@@ -6,9 +6,10 @@ import random
 
 import pytest
 import torch
-from block import call, check, checkpointed, count_routed, leaves_of, make, parts_of, run, with_leaves
+from block import call, check, checkpointed, count_routed, make, parts_of, run, with_leaves
 from cases import BY_ID, CASES, Case, Inputs, make_inputs
 from compare import assert_bitwise, assert_part, assert_same
+from leaves import leaves_of
 from marks import DTYPES, by_dtype, by_fp32_and_bf16, by_recompute
 from pairs import Pairs, factors, make_loras, with_factors
 from poison import LAYOUTS, is_sentinel, poison_sentinels, poisoned_allocations

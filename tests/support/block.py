@@ -9,6 +9,7 @@ from typing import Callable, Dict, Optional, Tuple
 import compare
 import torch
 from cases import BY_ID, Case, Inputs, make_inputs
+from leaves import collect, leaves_of
 from pairs import WEIGHTS, factors, merged, over_adapters, with_factors
 from poison import is_sentinel
 from torch import Tensor
@@ -53,11 +54,6 @@ def checkpointed(function: Callable) -> Callable:
     return partial(checkpoint, function, use_reentrant=False)
 
 
-def leaves_of(tensors: Dict[str, Tensor], frozen=()) -> Dict[str, Tensor]:
-    """The same tensors as leaves that require gradients, but those that are frozen."""
-    return {name: tensor.detach().requires_grad_(name not in frozen) for name, tensor in tensors.items()}
-
-
 def with_leaves(inputs: Inputs, frozen=()) -> Inputs:
     return inputs._replace(**leaves_of(inputs.floating(), frozen))
 
@@ -77,7 +73,7 @@ def run(
 
     out = (block if around is None else around(block))(*leaves[:-1])
     out.backward(inputs.dout)
-    return compare.collect({"out": out}, {**leaves.floating(), **named}, frozen)
+    return collect({"out": out}, {**leaves.floating(), **named}, frozen)
 
 
 def widen(inputs: Inputs, loras: Dict) -> Dict[str, Tensor]:

@@ -99,14 +99,6 @@ def assert_matches(got: Dict[str, Tensor], want: Dict[str, Tensor], dtype, own=M
         assert_close(name, tensor, want[name], coarse, inner_products=single)
 
 
-def collect(outputs: Dict[str, Tensor], leaves: Dict[str, Tensor], frozen=()) -> Dict[str, Tensor]:
-    """The outputs and the gradients of leaves by name. Those that are frozen, and no others, must have none."""
-    grads = {name: leaf.grad for name, leaf in leaves.items()}
-    assert {name for name, grad in grads.items() if grad is None} == {*frozen} & {*leaves}
-    outputs = {name: out.detach() for name, out in outputs.items()}
-    return {**outputs, **{name: grad for name, grad in grads.items() if grad is not None}}
-
-
 def assert_same(got: Dict[str, Tensor], want: Dict[str, Tensor]) -> None:
     """Bitwise, with the same names."""
     assert got.keys() == want.keys()

@@ -3,6 +3,7 @@
 from typing import NamedTuple, Optional
 
 import torch
+from pairs import merged, over_adapters
 from sorted_rows import Inputs
 
 
@@ -34,12 +35,19 @@ class Linear(NamedTuple):
         offsets = torch.tensor((self.head, *self.sizes)).cumsum(0).to(device)
         return Inputs({**tensors, "bias_scales": scales}, offsets, dy.to(device, dtype))
 
-    def call(self, grouped_moe, inputs: Inputs, splits) -> torch.Tensor:
-        return grouped_moe.grouped_linear(splits=splits, transposed=self.transposed, **inputs.tensors)
+    def call(self, grouped_moe, inputs: Inputs, splits, **lora) -> torch.Tensor:
+        return grouped_moe.grouped_linear(splits=splits, transposed=self.transposed, **inputs.tensors, **lora)
 
-    def reference(self, grouped_moe, inputs: Inputs) -> torch.Tensor:
-        linear = grouped_moe.reference.grouped_linear
-        return linear(group_offsets=inputs.offsets, transposed=self.transposed, **inputs.tensors)
+    def reference(self, grouped_moe, inputs: Inputs, **lora) -> torch.Tensor:
+        """With a weight that the LoRA is merged into."""
+        linear, tensors = grouped_moe.reference.grouped_linear, inputs.tensors
+
+        def part(adapter, chosen):
+            weight = merged(tensors["weight"], lora.get("lora"), adapter, self.transposed)
+            y = linear(group_offsets=inputs.offsets, transposed=self.transposed, **{**tensors, "weight": weight})
+            return y if chosen is None else y * chosen[:, None]
+
+        return over_adapters(part, lora)
 
 
 LINEARS = [

@@ -2,6 +2,7 @@
 
 import block
 import torch
+from leaves import leaves_of
 
 
 def loop_route(ids, num_experts):
@@ -37,5 +38,5 @@ def loop_combine(y, weights, routing):
 
 def differentiate(function, tensors, dout):
     """[output, *gradients], zeros for what takes no part."""
-    leaves = block.leaves_of(dict(enumerate(tensors)))
+    leaves = leaves_of(dict(enumerate(tensors)))
     return [*block.differentiate(function(*leaves.values()), leaves, dout).values()]

@@ -1,13 +1,15 @@
 """Inputs of the layers over rows that are sorted by group, and how tests run these layers and compare their results.
 
 A case is a NamedTuple of `linears` or `mlps`, with `call(grouped_moe, inputs, splits, **changes)`, which returns y, and
-`reference(grouped_moe, inputs)`, which does in plain torch.
+`reference(grouped_moe, inputs, **lora)`, which does in plain torch.
 """
 
 from typing import Dict, NamedTuple, Optional
 
 import compare
 import torch
+from leaves import collect, leaves_of
+from pairs import factors, with_factors
 from poison import guarded
 from torch import Tensor
 
@@ -63,20 +65,24 @@ def with_leaves(inputs: Inputs, frozen=()) -> Inputs:
 
 
 def run(grouped_moe, case, inputs: Inputs, frozen=(), splits=None, **changes) -> Dict[str, Tensor]:
-    """{"y": output, name: gradient}; what is frozen has none. splits: those of the inputs if not given."""
-    leaves = with_leaves(inputs, frozen)
+    """{"y": output, name: gradient}; what is frozen has none. splits: those of the inputs if not given.
+
+    changes: arguments of the layer, a LoRA among them.
+    """
+    leaves, named = with_leaves(inputs, frozen), leaves_of(factors(changes), frozen)
     splits = grouped_moe.GroupOffsets(inputs.offsets) if splits is None else splits
-    y = case.call(grouped_moe, leaves, splits, **changes)
+    y = case.call(grouped_moe, leaves, splits, **with_factors(changes, named))
     y.backward(inputs.dy)
-    return compare.collect({"y": y}, leaves.given(), frozen)
+    return collect({"y": y}, {**leaves.given(), **named}, frozen)
 
 
-def run_reference(grouped_moe, case, inputs: Inputs) -> Dict[str, Tensor]:
-    """As `run`, by the reference in fp64, from the rounded inputs."""
+def run_reference(grouped_moe, case, inputs: Inputs, **lora) -> Dict[str, Tensor]:
+    """As `run`, by the reference in fp64, from the rounded inputs and factors."""
     leaves = inputs.map(lambda _, tensor: tensor.detach().double().requires_grad_())
-    y = case.reference(grouped_moe, leaves)
+    named = leaves_of({name: factor.double() for name, factor in factors(lora).items()})
+    y = case.reference(grouped_moe, leaves, **with_factors(lora, named))
     y.backward(inputs.dy.double())
-    return compare.collect({"y": y}, leaves.given())
+    return collect({"y": y}, {**leaves.given(), **named})
 
 
 def assert_matches(got, want, dtype: torch.dtype, scales_dtype: Optional[torch.dtype] = None) -> None:

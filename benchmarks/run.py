@@ -145,7 +145,7 @@ def run_each(names: Sequence[str], smoke: bool, folder: Path) -> int:
 def main(argv: Optional[Sequence[str]] = None) -> dict:
     parser = make_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
-    peers = f"these providers of the experts block alone, of {', '.join(PROVIDERS)}"
+    peers = f"these providers of the experts block alone, of {', '.join(map(repr, PROVIDERS))}"
     parser.add_argument("--peers", nargs="+", choices=PROVIDERS, metavar="NAME", help=peers)
     parser.add_argument("--results", type=Path, help="folder of JSON and figures, not with --smoke by default results/")
     arguments = parser.parse_args(argv)

@@ -80,6 +80,8 @@ def read_project(root: Path) -> Project:
 
 def find_nvcc(given: Path | None) -> Path:
     packaged = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", "nvcc")
+    if given and not given.is_file():
+        raise BuildError(f"--nvcc: there is no {given}")
     for nvcc in filter(None, (given, packaged, shutil.which("nvcc"))):
         if Path(nvcc).is_file():
             return Path(nvcc)

@@ -162,6 +162,12 @@ def test_projects_that_are_refused(project, message, change):
         build_cuda.read_project(project)
 
 
+def test_an_nvcc_that_is_not_there(tmp_path):
+    """No other one takes its place."""
+    with pytest.raises(BuildError, match="^--nvcc: there is no .*nvcc$"):
+        build_cuda.find_nvcc(tmp_path / "nvcc")
+
+
 def test_a_toolkit_that_is_too_old():
     toolkit = build_cuda.Toolkit(Path("/usr/bin/nvcc"), Path("include"), Path("libcudart_static.a"), "12.9")
     with pytest.raises(BuildError, match="^/usr/bin/nvcc is of CUDA 12.9, but build.toml wants 13.0 or newer"):

@@ -34,8 +34,8 @@ class OnDevice {
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
 
-// PyTorch's allocator refused. Ops that catch it hand the call over: the stable ABI would make a RuntimeError of it,
-// PyTorch itself raises its OutOfMemoryError.
+// PyTorch's allocator refused: there is no memory, or CUDA has failed for good. The stable ABI does not say which and
+// would raise a RuntimeError. An op that catches this hands the call over, and PyTorch raises its own error there.
 struct NoMemory {};
 
 // Memory for kernels of the current stream of the current device, from PyTorch's allocator. May throw `NoMemory`.

@@ -142,7 +142,8 @@ def test_both_results_of_a_gradient(kernels, module, monkeypatch, n, rank, adapt
     sizes, first = torch.tensor(sizes), 0 if routed else 7
     launchers = module("backends.triton.low_rank")
     monkeypatch.setattr(launchers, "_LEAST_CHUNK", 64)
-    monkeypatch.setattr(launchers, "_kernels", launchers._kernels.__wrapped__)  # keeps none of such chunks
+    # Not kept beside those of real chunks.
+    monkeypatch.setattr(launchers, "_backward_kernels", launchers._backward_kernels.__wrapped__)
     last, num_tokens = first + int(sizes.sum()), num_rows // top_k if routed else num_rows
     if routed:
         expert = torch.repeat_interleave(torch.arange(num_groups + 1), torch.tensor([*sizes, num_rows - last]))

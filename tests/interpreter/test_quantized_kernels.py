@@ -28,8 +28,8 @@ def rounded_by_torch(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def transpose(kernels, module):
-    """The module of launchers."""
+def scales(kernels, module):
+    """The module that transposes weights."""
     return module("backends.triton.scales")
 
 
@@ -59,11 +59,11 @@ def scaled_weight(grouped_moe, shape, block, parts=1, layout="nk"):
         ((2, 64, 40), (16, 32), 2),
     ],
 )
-def test_transpose_codes(transpose, grouped_moe, shape, block, parts, layout):
+def test_transpose_codes(scales, grouped_moe, shape, block, parts, layout):
     weight = scaled_weight(grouped_moe, shape, block, parts, layout)
-    assert transpose.can_transpose(weight)
+    assert scales.can_transpose(weight)
     with GuardedAllocations(weight.data, weight.scale_inv):
-        got = transpose.transpose_codes(weight)
+        got = scales.transpose_codes(weight)
     assert got.data.is_contiguous() and got.scale_inv.data_ptr() == weight.scale_inv.data_ptr()
     assert (got.block, got.parts, got.products) == (block[::-1], 1, "w8a16")
     assert_bitwise("codes", got.data.view(U8), weight.data.mT.contiguous().view(U8))
@@ -71,9 +71,9 @@ def test_transpose_codes(transpose, grouped_moe, shape, block, parts, layout):
 
 
 @pytest.mark.parametrize("n, block_n", [(320, 128), (150, 75)], ids=["ragged", "odd-span"])
-def test_parts_that_do_not_transpose(transpose, grouped_moe, n, block_n):
+def test_parts_that_do_not_transpose(scales, grouped_moe, n, block_n):
     """Blocks of gate and up that were one dimension of blocks no more, or that steps along K would cross."""
-    assert not transpose.can_transpose(scaled_weight(grouped_moe, (1, n, 128), (block_n, 128), 2))
+    assert not scales.can_transpose(scaled_weight(grouped_moe, (1, n, 128), (block_n, 128), 2))
 
 
 class Kind(NamedTuple):

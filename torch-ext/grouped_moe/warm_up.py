@@ -238,7 +238,7 @@ def _products(
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether its attributes are those of a transformers experts module, with weights that lie as these say.
+    """Whether its attributes are those of a transformers experts module, with weights in the layout that these say.
 
     Wrappers, as of torch.compile and of peft's modules_to_save, have those of a module within by a method of theirs.
     """
@@ -246,7 +246,7 @@ def _is_experts(module: nn.Module) -> bool:
         return False
     names = ("down_proj", "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj")
     down, up = tensors = [getattr(module, name, None) for name in names]
-    h = 1 if getattr(module, "is_transposed", False) else 2  # of up; llama4's lies otherwise than it says
+    h = 1 if getattr(module, "is_transposed", False) else 2  # of up; llama4's is transposed and does not say so
     return all(isinstance(t, Tensor) and t.dim() == 3 for t in tensors) and up.shape[h] == down.shape[-h]
 
 

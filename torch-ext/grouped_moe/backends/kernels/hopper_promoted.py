@@ -46,7 +46,7 @@ class Scales(NamedTuple):
 
 
 class TileScales(NamedTuple):
-    """Pointers to the scales of a tile's first step: of rows, and of the left and the right half of its columns."""
+    """Pointers to the scales of one step of a tile: of rows, and of the left and the right half of its columns."""
 
     rows: gl.tensor
     left: gl.tensor
@@ -55,9 +55,10 @@ class TileScales(NamedTuple):
 
 @gluon.jit
 def locate_scales(scales, tile, source, BLOCKS: gl.constexpr, RIGHT: gl.constexpr, K_BLOCKS: gl.constexpr):
-    """The scales of a tile. source: the rows of x that it multiplies. BLOCKS, K_BLOCKS: of weights along N and K.
+    """`TileScales` of a tile's first step.
 
-    RIGHT: blocks from the left half to the right one; 1: these are neighbours, and the last tile may have but one.
+    source: the rows of x that it multiplies. BLOCKS, K_BLOCKS: of weights along N and K. RIGHT: blocks from the left
+    half to the right one; 1: these are neighbours, and the last tile may have but one.
     """
     left_block = tile.n_tile * (2 if RIGHT == 1 else 1)
     right_block = gl.minimum(left_block + RIGHT, BLOCKS - 1)
@@ -118,9 +119,10 @@ def load_step_scales(scales):
 
 @gluon.jit
 def advance_scales(scales, steps, stride_k):
-    """Pointers to the scales of some steps on.
+    """The same pointers so many steps further.
 
-    Addresses made of a step's number take registers beside these: ptxas takes those of the sums, once they are free.
+    They are carried: addresses computed from a step's number take more registers. ptxas then puts the loads behind the
+    wait for the product, where the registers of its sums are free.
     """
     return TileScales(scales.rows + steps, scales.left + steps * stride_k, scales.right + steps * stride_k)
 
@@ -132,9 +134,9 @@ def multiply_promoted(
 ):  # fmt: skip
     """x @ w over the next slots for half GROUP of the rows of a tile: (left half, right half, slot, phase).
 
-    scales: TileScales. stride_k: from one block of a weight's K to the next. lead_barrier, lead_phase: as in
-    `multiply_half`; steps of ranks come before and only make a tile longer. While group 1 waits it holds one slot more
-    than there: the lead, this slot and those committed late must not exceed STAGES.
+    scales: TileScales of the first step. stride_k: from one block of a weight's K to the next. lead_barrier,
+    lead_phase: as in `multiply_half`; steps of ranks come before and only make a tile longer. While group 1 waits it
+    holds one slot more than there: the lead, this slot and those committed late must not exceed STAGES.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     STEPS: gl.constexpr = num_steps(PRODUCT.K, 0, ring.lhs.shape[2])

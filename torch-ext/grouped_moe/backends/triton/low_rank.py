@@ -86,7 +86,7 @@ def project(
     return z, scaled
 
 
-def _tile(
+def _backward_tile(
     spec: DeviceSpec, dtype: torch.dtype, num_groups: int, block_m: int, n: int, block_r: int, of_tokens: bool
 ) -> Optional[Tuple[int, int]]:
     """BLOCK_N, num_stages of the kernel that reads dy once for both results; None where one for each is faster.
@@ -111,7 +111,7 @@ def _tile(
 
 
 @lru_cache(maxsize=None)
-def _kernels(
+def _backward_kernels(
     spec: DeviceSpec, dtype: torch.dtype, num_groups: int, block_m: int, n: int, factor: Factor, top_k: int,
     of_tokens: bool,
 ) -> Optional[Tuple[Kernel, Kernel]]:  # fmt: skip
@@ -120,7 +120,7 @@ def _kernels(
     dtype, n: of dy, and its columns. top_k: of routed rows, if the tokens matter.
     """
     block_r = power_of_two(factor.R, 16)
-    tile = _tile(spec, dtype, num_groups, block_m, n, block_r, of_tokens)
+    tile = _backward_tile(spec, dtype, num_groups, block_m, n, block_r, of_tokens)
     if tile is None:
         return None
     block_n, stages = tile
@@ -155,7 +155,7 @@ def project_backward(
     if not isinstance(dy, QuantizedRows):
         dy, spec, layout, n = unit_rows(dy), spec_of(dy), factor_of(factor), dy.shape[1]
         top_k = rows.top_k if of_tokens or rows.adapters is not None else 0
-        kernels = _kernels(spec, dy.dtype, rows.num_groups, rows.block_m, n, layout, top_k, of_tokens)
+        kernels = _backward_kernels(spec, dy.dtype, rows.num_groups, rows.block_m, n, layout, top_k, of_tokens)
     if kernels is None:
         if grad is not None:
             wgrad(dy, projected, rows, grad, lhs_of_tokens=of_tokens)

@@ -313,7 +313,9 @@ def test_two_builds(grouped_moe, tmp_path, capsys):
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_recorded_results(path):
-    results = json.loads(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    results = json.loads(text)
+    assert text == json.dumps(results, indent=1) + "\n"  # as `machine.write` writes it
     assert machine.schema_error(results) is None
     assert path.name == machine.result_name(results["benchmark"], results.get("gpu"))
     assert not [(cell["name"], name) for cell in results.get("cells", ()) for name in cell.get("wrong", ())]

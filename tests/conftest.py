@@ -16,6 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))  # the Hub'
 
 from hub import ROOT, Hub, read_hub  # noqa: E402
 
+# Plugins of test files that import them as well, which pytest would warn of.
+pytest.register_assert_rewrite("layers_to_warm", "peft_experts", "tuned")
+
 
 def accelerator() -> str:
     """The device type of the machine's accelerator, or an empty string."""

@@ -75,8 +75,8 @@ def test_waits_for_stream(target, ptx, waits):
     ({"spilled": 32, "num_warps": 8}, ""),
     ({"code": (128 << 10) + 16}, "code"),
     ({"target": "sm100", "code": (128 << 10) + 16}, ""),  # not seen there
-    ({"layer": "odd", "spilled": 376}, ""),  # known to spill
-    ({"layer": "odd", "spilled": 384}, "spills"),
+    ({"layer": "odd", "spilled": 432}, ""),  # known to spill
+    ({"layer": "odd", "spilled": 440}, "spills"),
     ({"target": "sm100", "kernel": "quantized_gemm_kernel", "spilled": 128}, ""),
     ({"kernel": "quantized_gemm_kernel", "spilled": 128}, "spills"),
 ])  # fmt: skip

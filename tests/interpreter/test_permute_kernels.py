@@ -12,6 +12,7 @@ from interpreter.guard import GuardedAllocations
 NAN = float("nan")
 PERMUTES = [Case("plain"), Case("sentinels-only", T=4, sentinels=1.0), Case("top-1", T=9, top_k=1)]
 PERMUTES += [Case("no-token", T=0), Case("odd", T=9, H=35), Case("one", T=9, H=1), Case("wide", T=4, top_k=2, H=2100)]
+PERMUTES += [Case("top-6", T=9, top_k=6, E=16), Case("mostly-sentinels", T=9, top_k=6, E=16, sentinels=0.8)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])

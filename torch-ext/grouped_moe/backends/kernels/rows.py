@@ -5,6 +5,34 @@ import triton.language as tl
 
 from .dependent import wait_for_stream
 
+_TOGETHER = tl.constexpr(4)  # rows that are loaded at once: more take the registers of other programs
+
+
+@triton.jit
+def add_rows(
+    acc, y_ptr, weights_ptr, rows, first_slot, columns, FIRST: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr
+):
+    """acc + the sum, in order, of weights[first_slot + k] y[rows[k]] over the routed slots k from FIRST on, in fp32."""
+    END: tl.constexpr = FIRST + _TOGETHER if FIRST + _TOGETHER < TOP_K else TOP_K
+    last = rows[FIRST]
+    for k in tl.static_range(FIRST + 1, END):
+        last = tl.maximum(last, rows[k])
+    if last >= 0:
+        values, weights = (), ()
+        for k in tl.static_range(FIRST, END):
+            width = tl.where(rows[k] >= 0, H, 0)
+            row_ptr = y_ptr + rows[k].to(tl.int64) * H
+            values = values + (tl.load(row_ptr + columns, mask=columns < width, other=0.0),)
+            if weights_ptr is not None:
+                weights = weights + (tl.load(weights_ptr + first_slot + k, mask=rows[k] >= 0, other=0.0),)
+        for k in tl.static_range(FIRST, END):
+            if rows[k] >= 0:  # where most slots are sentinels, arithmetic on zeros takes longer than the memory
+                value = values[k - FIRST].to(tl.float32)
+                if weights_ptr is not None:
+                    value *= weights[k - FIRST].to(tl.float32)
+                acc += value
+    return acc
+
 
 @triton.jit(do_not_specialize=["stride_pn"])
 def combine_kernel(
@@ -26,23 +54,21 @@ def combine_kernel(
     wait_for_stream()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    acc = tl.zeros((BLOCK_H,), tl.float32)
+    rows = ()
     for k in tl.static_range(TOP_K):
-        row = tl.load(slot_to_row_ptr + token * TOP_K + k).to(tl.int64)
-        width = tl.where(row >= 0, H, 0)
-        y = tl.load(y_ptr + row * H + columns, mask=columns < width, other=0.0).to(tl.float32)
-        if weights_ptr is not None:
-            y *= tl.load(weights_ptr + token * TOP_K + k, mask=row >= 0, other=0.0).to(tl.float32)
-        acc += y
+        rows = rows + (tl.load(slot_to_row_ptr + token * TOP_K + k),)
+    acc = tl.zeros((BLOCK_H,), tl.float32)
+    for first in tl.static_range(0, TOP_K, _TOGETHER):
+        acc = add_rows(acc, y_ptr, weights_ptr, rows, token * TOP_K, columns, first, H, TOP_K)
     tl.store(out_ptr + token * H + columns, acc.to(out_ptr.dtype.element_ty), mask=columns < H)
     if dots_ptr is not None:
         if tl.program_id(1) == 0:
             places = tl.arange(0, BLOCK_K)
             slots, inside = token * TOP_K + places, places < TOP_K
-            rows = tl.load(slot_to_row_ptr + slots, mask=inside, other=-1)
-            dots_ptrs, total = dots_ptr + rows, tl.zeros((BLOCK_K,), tl.float32)
+            dot_rows = tl.load(slot_to_row_ptr + slots, mask=inside, other=-1)
+            dots_ptrs, total = dots_ptr + dot_rows, tl.zeros((BLOCK_K,), tl.float32)
             for _ in range(NUM_DOTS):
-                total += tl.load(dots_ptrs, mask=rows >= 0, other=0.0)
+                total += tl.load(dots_ptrs, mask=dot_rows >= 0, other=0.0)
                 dots_ptrs += stride_pn
             tl.store(dscales_ptr + slots, total.to(dscales_ptr.dtype.element_ty), mask=inside)
 

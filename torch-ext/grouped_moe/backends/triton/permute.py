@@ -13,12 +13,12 @@ from .gemm import zero_ungrouped
 from .launch import Kernel
 
 _MAX_BLOCK_H = 2048
-_COMBINE_BYTES = 1024  # of a row that one warp sums up: few enough for the loads of all top_k rows to be under way
+_COMBINE_BYTES = 2048  # of a row that two warps sum up
 _SORT_BYTES = 2048  # of a row that one warp copies
 
-# One warp per program where a program's share of a row is that of a warp.
+# As many warps per program as its share of a row is for.
 _FUNCTIONS = {
-    "combine": (combine_kernel, {"num_warps": 1}),
+    "combine": (combine_kernel, {"num_warps": 2}),
     "sort_rows": (sort_rows_kernel, {"num_warps": 1}),
     "gather_rows": (gather_rows_kernel, {}),
     "combine_grad": (combine_grad_kernel, {}),

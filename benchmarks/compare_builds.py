@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Dict, List, Optional, Sequence
 
 from machine import build_id
-from run import Task, experts_tasks, linear_tasks, make_parser, run_tasks
+from run import Task, expect_times, experts_tasks, linear_tasks, make_parser, run_tasks
 from timing import EAGER, GRAPH
 
 BEFORE, AFTER = "before", "after"
@@ -66,7 +66,7 @@ def main(argv: Optional[Sequence[str]] = None) -> dict:
         tasks += [named(suite, task) for task in experts_tasks(suite, builds, arguments, tuple(builds), ways)]
     tasks += [named("linear", task) for task in linear_tasks(builds, arguments, False, (GRAPH,))]
     ids = ", ".join(f"{name} {build_id(kernel)}" for name, kernel in builds.items())
-    results = run_tasks("compare_builds", ids, tasks, arguments)
+    results = expect_times(run_tasks("compare_builds", ids, tasks, arguments))
     report(results["cells"])
     return results
 

@@ -129,6 +129,13 @@ def run_tasks(benchmark: str, build: str, tasks: List[Task], arguments: argparse
     return results
 
 
+def expect_times(results: dict) -> dict:
+    """The results; ends the process with an error if all cells were skipped."""
+    if not any(cell["times"] for cell in results["cells"]):
+        sys.exit(f"{results['benchmark']}: nothing was measured, all {len(results['cells'])} cells were skipped")
+    return results
+
+
 def run_each(names: Sequence[str], smoke: bool, folder: Path) -> int:
     """Each benchmark in a process of its own, then the figures. Returns how many failed."""
     import plot
@@ -161,7 +168,7 @@ def main(argv: Optional[Sequence[str]] = None) -> dict:
         sys.exit(run_each(arguments.names or BENCHMARKS, arguments.smoke, folder))
     (name,), kernel = arguments.names, load_kernel()
     arguments.seconds = arguments.seconds or {"linear": 1.0, "ep": 0.2}.get(name, 2.0)
-    return run_tasks(name, build_id(kernel), tasks_of(name, kernel, arguments), arguments)
+    return expect_times(run_tasks(name, build_id(kernel), tasks_of(name, kernel, arguments), arguments))
 
 
 if __name__ == "__main__":

@@ -154,6 +154,14 @@ def test_a_failing_task_and_a_budget_that_is_over(tmp_path):
     assert all("past the budget" in cell["skipped"]["all"] for cell in late)
 
 
+def test_only_skipped_cells_are_an_error(tmp_path):
+    """They are recorded all the same."""
+    output = tmp_path / "out.json"
+    with pytest.raises(SystemExit, match="^routing: nothing was measured, all 2 cells were skipped"):
+        run.main(["routing", "--smoke", "--budget", "0", "--output", str(output)])
+    assert "past the budget" in json.loads(output.read_text(encoding="utf-8"))["cells"][0]["skipped"]["all"]
+
+
 def test_options_that_choose_nothing(capsys):
     with pytest.raises(SystemExit, match="--only: expected words of one name, such as 'one', got .*'none'"):
         run.run_tasks("", "", [run.Task("one", list)], options_of("--only", "none"))

@@ -149,6 +149,9 @@ def test_dbias_dscales_accumulate(module, accelerated):
     fresh = torch.full_like(dbias, NAN), torch.full_like(dscales, NAN)
     module("bias_grads")._dbias_dscales(*given, *fresh, [False, False])
     assert not fresh[0][1].any() and not fresh[1][31:].any()
+    scales[30] = torch.inf  # which the rows of a tile past a group's last one repeat
+    module("bias_grads")._dbias_dscales(*given, *fresh, [False, False])
+    assert fresh[0][0].isfinite().all() and torch.equal(fresh[0][2], dy[30].sign() * torch.inf)
 
 
 MLPS = ["no-scales", "two-scales", "same-scales", "recompute", "gpt-oss", "interleaved-transposed-recompute"]

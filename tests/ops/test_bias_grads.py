@@ -81,6 +81,17 @@ def test_what_is_not_of_a_group_is_not_read(grouped_moe, device, sizes, dtype):
         assert_bitwise(name, first, second)
 
 
+def test_an_infinite_scale(grouped_moe, device):
+    """Of a group's last row, which a tile's rows past it repeat: the group's sum is that of the row's infinities."""
+    dy, scales, bias, splits = inputs = make((7, 0, 19, 5), torch.float32, device)
+    want = grouped_moe.grouped_dbias_dscales(*inputs)
+    scales[25] = -torch.inf
+    dbias, dscales = grouped_moe.grouped_dbias_dscales(*inputs)
+    want[0][2] = dy[25].sign() * -torch.inf
+    assert_bitwise("dbias", dbias, want[0])
+    assert_bitwise("dscales", dscales, want[1])
+
+
 def test_repeats_bitwise_whatever_the_splits(grouped_moe, device):
     dy, scales, bias, sizes = make(SIZES[1], torch.bfloat16, device)
     first = grouped_moe.grouped_dbias_dscales(dy, scales, bias, sizes)

@@ -53,7 +53,8 @@ def bias_grads_kernel(
             tl.store(dots_ptrs, tl.sum(dy * bias[None, :], 1), mask=row_mask)
         if sums_ptr is not None:
             if scales_ptr is not None:
-                dy *= load_scales(scales_ptr, load_slots(row_to_slot_ptr, rows))[:, None]
+                scales = load_scales(scales_ptr, load_slots(row_to_slot_ptr, rows))
+                dy *= tl.where(row_mask, scales, 0.0)[:, None]  # past the last row its own is repeated, maybe Inf
             tl.store(sums_ptr + tile.to(tl.int64) * N + columns, tl.sum(dy, 0), mask=columns < N)
 
 

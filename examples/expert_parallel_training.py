@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from corpus import Vocabulary, python_reference
 from hub import load_package
-from quickstart import BATCH, CONTEXT, PROMPT, SAMPLING, adamw, batches, default_device, small_config
+from quickstart import BATCH, CONTEXT, PROMPT, SAMPLING, adamw, batches, default_device, small_config, step_count
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
@@ -57,7 +57,7 @@ def write_sentence(model: PreTrainedModel, vocabulary: Vocabulary, device: str) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="training steps")
+    parser.add_argument("--steps", type=step_count, default=30, help="training steps")
     steps = parser.parse_args().steps
     device = default_device()
     if device != "cpu":

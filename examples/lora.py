@@ -19,6 +19,7 @@ from quickstart import (
     print_losses,
     print_speed,
     small_config,
+    step_count,
     train,
 )
 from transformers.utils import logging
@@ -76,7 +77,7 @@ def print_memory(models: dict[str, PeftModel], batch: torch.Tensor, device: str)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=15, help="training steps of each of the two models")
+    parser.add_argument("--steps", type=step_count, default=15, help="training steps of each of the two models")
     parser.add_argument("--device", default=None, help="cpu, cuda or xpu; the machine's accelerator if it has one")
     arguments = parser.parse_args()
     device = arguments.device or default_device()

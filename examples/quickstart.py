@@ -41,9 +41,17 @@ EARLY_STEPS, EARLY_BOUND = 10, 1e-6
 LATE_BOUND = 1e-3
 
 
+def step_count(text: str) -> int:
+    """The type of an argument: a number of steps, one or more."""
+    steps = int(text)
+    if steps < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {steps}")
+    return steps
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="training steps of each of the two models")
+    parser.add_argument("--steps", type=step_count, default=30, help="training steps of each of the two models")
     parser.add_argument("--device", default=None, help="cpu, cuda or xpu; the machine's accelerator if it has one")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png"), help="file of the loss plot")
     parser.add_argument("--no-parallel", action="store_true", help="leave out the expert-parallel part")

@@ -176,6 +176,22 @@ def test_nothing_of_a_sentinel_is_read(grouped_moe, device, case_id, pairs, dtyp
     assert_same(run(grouped_moe, case, inputs, **arguments), want)
 
 
+@pytest.mark.parametrize("adapters, rank", [(1, 3), (3, 5), (1, 40)])
+def test_projected_rows_are_padded_with_zeros(module, device, adapters, rank):
+    """In fresh memory, also times routing weights."""
+    x, weights = torch.randn(6, 48, device=device), torch.rand(6, 3, device=device)
+    kernels, ids = module("backends").backend_of(x), torch.randint(-1, 5, (6, 3), device=device)
+    factor, ranks = torch.randn(adapters, 5, 48, rank, device=device), adapters * rank
+    with poisoned_allocations():
+        rows = kernels.route(ids, 5, x.dtype)
+        if adapters > 1:
+            rows = rows._replace(adapters=torch.arange(6, device=device) % adapters)
+        projected = kernels.project(x, factor, rows, scaling=0.5, of_tokens=True, scales=weights)
+    for z in projected:
+        routed = z[: int(rows.group_offsets[-1])]
+        assert z.shape[1] % 8 == 0 and routed[:, :ranks].any(1).all() and not routed[:, ranks:].any()
+
+
 @pytest.mark.parametrize("adapters", [0, 2])
 @pytest.mark.parametrize("tokens", [0, 6])
 def test_no_routed_row(grouped_moe, device, tokens, adapters):

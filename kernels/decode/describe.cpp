@@ -206,6 +206,7 @@ bool describe(const Operand &x, const Operand &ids, const Operand &weights, cons
               int64_t kind, const std::optional<Operand> &up_scales, const std::optional<Operand> &down_scales,
               const std::optional<Operand> &up_bias, const std::optional<Operand> &down_bias, double alpha,
               double limit, double up_offset, DecodeArgs *a) {
+  if (kind < 0 || kind / Kind::ACTIVATION > static_cast<int64_t>(ActivationKind::relu2)) return false;
   a->gated = kind & Kind::GATED;
   a->interleaved = kind & Kind::INTERLEAVED;
   a->activation = {static_cast<ActivationKind>(kind / Kind::ACTIVATION), static_cast<float>(alpha),

@@ -9,9 +9,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route_rows_op(const Tensor &ids, int6
   const ScalarType id_type = ids.scalar_type();
   STD_TORCH_CHECK(ids.is_contiguous() && (id_type == ScalarType::Long || id_type == ScalarType::Int),
                   "route_rows: expected contiguous ids, int32 or int64");
-  STD_TORCH_CHECK(num_experts >= 1 && num_experts <= MAX_EXPERTS && block_m >= 1 &&
-                      (block_m & (block_m - 1)) == 0 && num_rows >= 0 && ids.numel() < (int64_t(1) << 31),
-                  "route_rows: expected 1 to 1024 experts, tiles of a power of two, and fewer than 2^31 slots");
+  STD_TORCH_CHECK(fits_schedule(num_experts, num_rows, block_m, schedule_size) && (block_m & (block_m - 1)) == 0 &&
+                      ids.numel() <= MAX_ROWS,
+                  "route_rows: expected 1 to 1024 experts, up to 2^31 - 129 slots and rows, tiles of a power of two up "
+                  "to 128 and a schedule with room for them");
   const int32_t device = ids.get_device_index();
   RouteArgs a{};
   a.num_slots = static_cast<int>(ids.numel());

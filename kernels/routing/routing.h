@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 
 struct RouteArgs {
@@ -31,6 +32,15 @@ struct RoutePlan {
 };
 
 constexpr int MAX_EXPERTS = 1024;
+constexpr int MAX_BLOCK_M = 128;
+constexpr int64_t MAX_ROWS = (int64_t{1} << 31) - 1 - MAX_BLOCK_M;  // or slots: 32 bits count a tile past the last one
+
+// Whether kernels can make a schedule of so many groups, rows at most and entries, with tiles of block_m rows.
+inline bool fits_schedule(int64_t num_groups, int64_t num_rows, int64_t block_m, int64_t schedule_size) {
+  return num_groups >= 1 && num_groups <= MAX_EXPERTS && num_rows >= 0 && num_rows <= MAX_ROWS && block_m >= 1 &&
+         block_m <= MAX_BLOCK_M &&
+         schedule_size >= 2 * (num_groups + 1) + num_rows / block_m + std::min(num_groups, num_rows);
+}
 
 // The plan for so many slots on the current device; false if they are too many to be routed in one launch. capability:
 // the major one.

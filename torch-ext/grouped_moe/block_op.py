@@ -20,7 +20,6 @@ from .tuning.heuristic import choose_block_m
 
 _TENSORS = "Tensor? act_scales, Tensor? bias_scales, Tensor? adapters"
 _NUM_KINDS = 5  # the last arguments: activation, parameters, flags, blocks, capacity
-_NUM_FROZEN = 2 + _NUM_KINDS  # and before them the scales of weights, which take no gradient either
 _ARGUMENTS = f"Tensor x, Tensor index, {_TENSORS}, {BLOCK_SCHEMA}"
 
 
@@ -138,20 +137,19 @@ _run_backward_overwriting = define_op(
 
 
 class _Experts(torch.autograd.Function):
-    """The autograd of the op, whose inputs these are.
+    """The autograd of the op. run: what runs the forward. kind: the last arguments, tensors: those before them.
 
     preact is an output, though nobody uses it, so that a second derivative raises by whatever it is made of: x may not
     be saved.
     """
 
     @staticmethod
-    def forward(ctx, *inputs):
-        x, index, act_scales, bias_scales, adapters, *weights = inputs[:-_NUM_KINDS]
-        kind = ctx.kind = inputs[-_NUM_KINDS:]
-        needs_x, _, needs_act_scales, needs_bias_scales, _, *needs_weights = ctx.needs_input_grad[:-_NUM_FROZEN]
+    def forward(ctx, run, kind, *tensors):
+        x, index, act_scales, bias_scales, adapters, *weights = tensors
+        _, _, needs_x, _, needs_act_scales, needs_bias_scales, _, *needs_weights, _, _ = ctx.needs_input_grad
         needs = ctx.needs = Needs(needs_x, needs_act_scales, needs_bias_scales, *needs_weights)
-        _, _, (_, _, _, recompute), *_ = kind
-        out, preact, up_rows, down_rows, schedule, *maps = _run_forward(*inputs, needs.preact or needs.down_b)
+        ctx.kind, (_, _, (_, _, _, recompute), *_) = kind, kind
+        out, preact, up_rows, down_rows, schedule, *maps = run(*tensors, *kind, needs.preact or needs.down_b)
         ctx.set_materialize_grads(False)
         mark_as_own(preact)
         reads_x = needs.up or needs.up_a or (recompute and needs.preact)
@@ -174,9 +172,15 @@ class _Experts(torch.autograd.Function):
         overwrites = ctx.needs.preact and is_plain(dout) and take_over(preact)
         grads = (_run_backward_overwriting if overwrites else _run_backward)(*arguments)
         dx, d_act_scales, d_bias_scales, *dweights = where_needed(grads, ctx.needs)
-        return (dx, None, d_act_scales, d_bias_scales, None, *dweights) + (None,) * _NUM_FROZEN
+        return None, None, dx, None, d_act_scales, d_bias_scales, None, *dweights, None, None
 
 
 experts_op = define_differentiable_op(
-    "experts", f"({_ARGUMENTS}) -> Tensor", _inference, lambda *args: _Experts.apply(*args)[0], _infer, _like_x
+    "experts",
+    f"({_ARGUMENTS}) -> Tensor",
+    _inference,
+    lambda run, *args: _Experts.apply(run, args[-_NUM_KINDS:], *args[:-_NUM_KINDS])[0],
+    _run_forward,
+    _infer,
+    _like_x,
 )

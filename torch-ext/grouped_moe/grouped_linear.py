@@ -131,17 +131,17 @@ run_bias_backward = define_op(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The autograd of the op, whose inputs these are.
+    """The autograd of the op. run: what runs the forward. kind: block, scaling, transposed; tensors: the rest.
 
     projected is an output if it is saved, though nobody uses it, so that a second derivative raises by whatever it is
     made of: x may not be saved.
     """
 
     @staticmethod
-    def forward(ctx, *inputs):
-        x, weight, _, bias, bias_scales, a, b, adapters, weight_scale, ctx.block, ctx.scaling, ctx.transposed = inputs
-        y, schedule, projected = _run_forward(*inputs)
-        needs_x, needs_weight, _, needs_bias, needs_scales, needs_a, needs_b, *_ = ctx.needs_input_grad
+    def forward(ctx, run, kind, *tensors):
+        x, weight, _, bias, bias_scales, a, b, adapters, weight_scale = tensors
+        ctx.kind, (y, schedule, projected) = kind, run(*tensors, *kind)
+        _, _, needs_x, needs_weight, _, needs_bias, needs_scales, needs_a, needs_b, *_ = ctx.needs_input_grad
         ctx.set_materialize_grads(False)
         projected = projected if needs_b else None
         # What the backward does not read may change until then. Of a weight it then needs the shape.
@@ -158,27 +158,25 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, saved, dy, _):
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        needs_x, needs_weight, _, needs_bias, needs_scales, needs_a, needs_b, *_ = ctx.needs_input_grad
+        _, _, needs_x, needs_weight, _, needs_bias, needs_scales, needs_a, needs_b, *_ = ctx.needs_input_grad
         x, weight, schedule, a, b, adapters, projected, bias, bias_scales, weight_scale = saved
         needs = [needs_x, needs_weight, needs_a, needs_b]
         dx = dweight = da = db = dbias = dscales = None
         if any(needs):
-            grads = _run_backward(
-                dy, x, weight, schedule, a, b, adapters, projected, weight_scale, ctx.block, ctx.scaling,
-                ctx.transposed, needs,
-            )  # fmt: skip
+            grads = _run_backward(dy, x, weight, schedule, a, b, adapters, projected, weight_scale, *ctx.kind, needs)
             dx, dweight, da, db = where_needed(grads, needs)
         if needs_bias or needs_scales:
             grads = run_bias_backward(dy, schedule, weight.shape[0], bias, bias_scales, needs_bias)
             dbias, dscales = where_needed(grads, (needs_bias, needs_scales))
-        return dx, dweight, None, dbias, dscales, da, db, *(None,) * 5
+        return None, None, dx, dweight, None, dbias, dscales, da, db, None, None
 
 
 _grouped_linear = define_differentiable_op(
     "grouped_linear",
     f"({_ARGUMENTS}) -> Tensor",
     lambda *args: _forward(*args)[0],
-    lambda *args: _GroupedLinear.apply(*args)[0],
+    lambda run, *args: _GroupedLinear.apply(run, args[-3:], *args[:-3])[0],
+    _run_forward,
     lambda *args: _run_forward(*args)[0],
     lambda *args: _forward_fake(*args)[0],
 )

@@ -58,31 +58,31 @@ _run_combine_backward = define_op(
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, *routing):
+    def forward(ctx, run, x, *routing):
         *maps, ctx.top_k = routing
         ctx.save_for_backward(*maps)
-        return _run_gather(x, *routing)
+        return run(x, *routing)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, dout):
-        return sum_rows(dout, None, *saved, ctx.top_k), None, None, None, None
+        return None, sum_rows(dout, None, *saved, ctx.top_k), None, None, None, None
 
 
 class _CombineRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, weights, *routing):
+    def forward(ctx, run, y, weights, *routing):
         *maps, ctx.top_k = routing
         # y is for the gradient of the weights alone.
-        ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, weights, *maps)
-        return sum_rows(y, weights, *routing)
+        ctx.save_for_backward(y if ctx.needs_input_grad[2] else None, weights, *maps)
+        return run(y, weights, *routing)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, dout):
-        needs_dy, needs_dweights, *_ = ctx.needs_input_grad
+        _, needs_dy, needs_dweights, *_ = ctx.needs_input_grad
         grads = _run_combine_backward(dout, *saved, ctx.top_k, needs_dy)
-        return *where_needed(grads, (needs_dy, needs_dweights)), None, None, None, None
+        return None, *where_needed(grads, (needs_dy, needs_dweights)), None, None, None, None
 
 
 _gather_rows = define_differentiable_op(
@@ -91,6 +91,7 @@ _gather_rows = define_differentiable_op(
     _gather,
     _GatherRows.apply,
     _run_gather,
+    _run_gather,
     _gather_fake,
 )
 _combine_rows = define_differentiable_op(
@@ -98,6 +99,7 @@ _combine_rows = define_differentiable_op(
     f"(Tensor y, Tensor weights, {_ROUTING}) -> Tensor",
     _combine,
     _CombineRows.apply,
+    sum_rows,
     sum_rows,
     _combine_fake,
 )

@@ -27,7 +27,7 @@ _NO_TRANSFORM = (
     "grouped_moe: the op {} is not differentiated by transforms of torch.func (grad, vjp, jvp, jacrev): use"
     " torch.autograd.grad, which works with torch.func.vmap and torch.func.functional_call"
 )
-_OTHER_TYPES = frozenset((bool, int, float, str, list, tuple, torch.dtype))  # of arguments
+_OTHER_TYPES = frozenset((type(None), bool, int, float, str, list, tuple, torch.dtype))  # of arguments
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
@@ -39,7 +39,7 @@ def define_op(name: str, schema: str, implementation: Callable, fake: Callable) 
     nothing of what an op does, and to differentiate its results raises RuntimeError.
 
     Returns what calls it below autograd: the op, or the implementation itself where `goes_directly` allows it, which
-    spares the op's dispatch.
+    spares the op's dispatch. Its attribute `directly` is for callers that have asked.
     """
 
     def refuse(ctx, *_):
@@ -49,7 +49,12 @@ def define_op(name: str, schema: str, implementation: Callable, fake: Callable) 
     op = _define(name, schema, run, fake)
     if "!" not in schema:  # PyTorch registers no backward of ops that write to their arguments
         torch.library.register_autograd(add_op_namespace_prefix(name), refuse)
-    return lambda *args: run(*args) if goes_directly(*args) else op(*args)
+
+    def call(*args):
+        return run(*args) if goes_directly(*args) else op(*args)
+
+    call.directly = run
+    return call
 
 
 def _with_backend(implementation: Callable) -> Callable:
@@ -80,10 +85,12 @@ def _without_none(function: Callable) -> Callable:
 
 
 def define_differentiable_op(
-    name: str, schema: str, implementation: Callable, recorded: Callable, plain: Callable, fake: Callable
-) -> Callable[..., torch.Tensor]:
+    name: str, schema: str, implementation: Callable, recorded: Callable, forward: Callable, plain: Callable,
+    fake: Callable,
+) -> Callable[..., torch.Tensor]:  # fmt: skip
     """Defines an op that calls `recorded` where autograd has to record it, else `plain`: both are made of other ops.
 
+    recorded: called with what runs its forward, `forward` of `define_op` or its implementation, before the arguments.
     Returns what a public function calls: the op or, where `goes_directly` allows it, `recorded` or `implementation`,
     which computes what `plain` does and calls no op.
     """
@@ -93,14 +100,14 @@ def define_differentiable_op(
             return plain(*args)
         if _compat.in_transform(if_unknown=False) and not torch.compiler.is_compiling():
             raise NotImplementedError(_NO_TRANSFORM.format(name))
-        return recorded(*args)
+        return recorded(forward, *args)
 
     def call(*args):
         if not goes_directly(*args):
             return op(*args)
         if not needs_autograd(*args):
             return run(*args)
-        return op(*args) if _compat.is_below_autograd() else recorded(*args)
+        return op(*args) if _compat.is_below_autograd() else recorded(forward.directly, *args)
 
     run, op = _with_backend(implementation), _define(name, schema, plain, fake)
     torch.library.impl(add_op_namespace_prefix(name), "Autograd")(choose)
@@ -120,9 +127,6 @@ def goes_directly(first: torch.Tensor, *args: object) -> bool:
         return False
     for arg in args:
         kind = type(arg)
-        if kind in PLAIN_TYPES:
-            if arg.is_neg():
-                return False
-        elif arg is not None and kind not in _OTHER_TYPES:
+        if kind not in _OTHER_TYPES and (kind not in PLAIN_TYPES or arg.is_neg()):
             return False
     return True

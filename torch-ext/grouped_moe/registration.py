@@ -39,7 +39,7 @@ def define_op(name: str, schema: str, implementation: Callable, fake: Callable) 
     nothing of what an op does, and to differentiate its results raises RuntimeError.
 
     Returns what calls it below autograd: the op, or the implementation itself where `goes_directly` allows it, which
-    spares the op's dispatch. Its attribute `directly` is for callers that have asked.
+    spares the op's dispatch. Its attributes `op` and `directly` are for callers that have asked.
     """
 
     def refuse(ctx, *_):
@@ -53,7 +53,7 @@ def define_op(name: str, schema: str, implementation: Callable, fake: Callable) 
     def call(*args):
         return run(*args) if goes_directly(*args) else op(*args)
 
-    call.directly = run
+    call.op, call.directly = op, run
     return call
 
 

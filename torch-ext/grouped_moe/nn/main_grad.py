@@ -7,10 +7,9 @@ from typing import Callable, Deque, List, NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor
 
-from .._ops import ops
 from ..common import _compat, checks
 from ..common.autograd import once_differentiable
-from ..registration import define_op
+from ..registration import define_op, goes_directly
 from ..rows import unit_rows
 from .packing import as_one, unchanged
 
@@ -104,7 +103,7 @@ def _accumulate_wgrad(
         kernels.wgrad(dy, x, alone, dw[None], accumulate=not replace)
 
 
-define_op(
+_accumulate = define_op(
     "accumulate_wgrad",
     "(Tensor dy, Tensor x, Tensor splits, SymInt num_groups, Tensor(a!)[] dws, int[]? groups, bool[] overwrite) -> ()",
     _accumulate_wgrad,
@@ -127,7 +126,8 @@ def accumulate(
         for i, weight in enumerate(wanted.weights):
             overwrite[i] = overwrite[i] and id(weight) not in seen
             seen.add(id(weight))
-    ops.accumulate_wgrad.default(dy, x, splits, wanted.num_groups, buffers, wanted.groups, overwrite)
+    run = _accumulate.directly if goes_directly(dy, x, splits, *buffers) else _accumulate.op
+    run(dy, x, splits, wanted.num_groups, buffers, wanted.groups, overwrite)
     # Anomaly mode raises for NaN in dummies, too. A compiler cannot trace the question.
     unwritten = torch.compiler.is_compiling() or not torch.is_anomaly_enabled()
     empty = torch.empty_like if unwritten else torch.zeros_like

@@ -55,11 +55,11 @@ class UpProj(Launcher):
         constants = _block_constants(p, p.width, config.block_k, halves=2 if p.gated and not p.interleaved else 1)
         super().__init__(p, config, scaled_up_proj_kernel, constants, p.n, _WIDENING)
 
-    def __call__(self, block, x, low_rank, scales, preact, act, rows) -> None:
+    def __call__(self, x, weight, bias, scales, low_rank, preact, act, rows) -> None:
         p = self.problem
         self.kernel(
-            self.grid(rows.num_rows), x, *x.stride(), *codes_and_scales(block.up, p.transposed, p.spec),
-            *bias_and_strides(block.up_bias), *(low_rank or (None, None)), preact, act, scales, rows.row_to_slot,
+            self.grid(rows.num_rows), x, *x.stride(), *codes_and_scales(weight, p.transposed, p.spec),
+            *bias_and_strides(bias), *(low_rank or (None, None)), preact, act, scales, rows.row_to_slot,
             rows.schedule,
         )  # fmt: skip
 
@@ -72,11 +72,11 @@ class QuantizedUpProj(Launcher):
         constants = _block_constants(p, p.width, config.block_k, halves=2 if p.gated else 1)
         super().__init__(p, config, quantized_up_proj_kernel, constants, p.n, _OF_CODES)
 
-    def __call__(self, block, x, low_rank, scales, preact, act, rows) -> None:
+    def __call__(self, x, weight, bias, scales, low_rank, preact, act, rows) -> None:
         p = self.problem
         self.kernel(
-            self.grid(rows.num_rows), x.codes, x.scales, *codes_and_scales(block.up, False, p.spec),
-            *bias_and_strides(block.up_bias), *(low_rank or (None, None)), preact, *values_and_scales(act), scales,
+            self.grid(rows.num_rows), x.codes, x.scales, *codes_and_scales(weight, False, p.spec),
+            *bias_and_strides(bias), *(low_rank or (None, None)), preact, *values_and_scales(act), scales,
             rows.row_to_slot, rows.schedule,
         )  # fmt: skip
 
@@ -89,10 +89,10 @@ class DownDgrad(Launcher):
         config = scaled_config("down_dgrad", p.block_m, p.n, p.dtype, p.spec, step)
         super().__init__(p, config, scaled_down_dgrad_kernel, _block_constants(p, p.n, config.block_k), p.n, _WIDENING)
 
-    def __call__(self, block, dout, low_rank, scales, preact, dpreact, act, dots, rows) -> None:
+    def __call__(self, dout, weight, scales, low_rank, preact, dpreact, act, dots, rows) -> None:
         p = self.problem
         self.kernel(
-            self.grid(rows.num_rows), dout, *dout.stride(), *codes_and_scales(block.down, p.transposed, p.spec),
+            self.grid(rows.num_rows), dout, *dout.stride(), *codes_and_scales(weight, p.transposed, p.spec),
             *(low_rank or (None, None)), scales, preact, dpreact, act, dots, rows.num_rows, rows.row_to_slot,
             rows.schedule,
         )  # fmt: skip

@@ -152,17 +152,17 @@ class UpProj(_Pipelined):
         fills_tiles = p.width > 128 and p.k % 8 == 0 if p.top_k else p.width >= 128
         return _fits(p) and fills_tiles
 
-    def __call__(self, block, x, low_rank, scales, preact, act, rows) -> None:
-        p, up = self.problem, block.up
+    def __call__(self, x, weight, bias, scales, low_rank, preact, act, rows) -> None:
+        p = self.problem
         if p.top_k:
             source, indices = (x, x.stride(0) // 8), (rows.row_to_slot,)
         else:
             source, indices = (self.x_block.of(x),), ()
         if p.gated and not p.interleaved:
-            up = up.view(p.num_groups, 2, p.n, p.k)
+            weight = weight.view(p.num_groups, 2, p.n, p.k)
         self.kernel(
-            self.grid(rows.num_rows), *source, self.w_block.of(up), *self.rank_blocks.of(low_rank),
-            *bias_and_strides(block.up_bias), *_describe_halves(preact, p, self.out_block),
+            self.grid(rows.num_rows), *source, self.w_block.of(weight), *self.rank_blocks.of(low_rank),
+            *bias_and_strides(bias), *_describe_halves(preact, p, self.out_block),
             None if act is None else self.out_block.of_rows(act), scales, *indices, rows.schedule,
         )  # fmt: skip
 
@@ -179,13 +179,13 @@ class QuantizedUpProj(_Pipelined):
         constants = {"TOP_K": p.top_k, "PRODUCT": product, "OPTIONS": p.options}
         super().__init__(p, config, hopper_quantized_up_proj_kernel, constants, p.width, _PATH_OF_CODES)
 
-    def __call__(self, block, x, low_rank, scales, preact, act, rows) -> None:
-        p, up = self.problem, block.up
-        halves = up.data.view(p.num_groups, 2, p.n, p.k)
+    def __call__(self, x, weight, bias, scales, low_rank, preact, act, rows) -> None:
+        p = self.problem
+        halves = weight.data.view(p.num_groups, 2, p.n, p.k)
         act_arguments = (None, None) if act is None else (self.act_block.of_rows(act.codes), act.scales)
         self.kernel(
             self.grid(rows.num_rows), x.codes, x.codes.stride(0) // 16, self.w_block.of(halves),
-            *self.rank_blocks.of(low_rank), x.scales, *scale_arguments(up), *bias_and_strides(block.up_bias),
+            *self.rank_blocks.of(low_rank), x.scales, *scale_arguments(weight), *bias_and_strides(bias),
             *_describe_halves(preact, p, self.preact_block), *act_arguments, scales,
             rows.row_to_slot, rows.schedule,
         )  # fmt: skip
@@ -208,12 +208,12 @@ class DownDgrad(_Pipelined):
         """Sorted copies of routed rows must suit descriptors, too."""
         return _fits(problem) and problem.k % 8 == 0 and problem.n > 64
 
-    def __call__(self, block, dout, low_rank, scales, preact, dpreact, act, dots, rows) -> None:
+    def __call__(self, dout, weight, scales, low_rank, preact, dpreact, act, dots, rows) -> None:
         p, row_block = self.problem, self.row_block
         inputs = _describe_halves(preact, p, row_block)
         outputs = inputs if dpreact is preact else _describe_halves(dpreact, p, row_block)
         self.kernel(
-            self.grid(rows.num_rows), self.x_block.of(dout), self.w_block.of(block.down),
+            self.grid(rows.num_rows), self.x_block.of(dout), self.w_block.of(weight),
             *self.rank_blocks.of(low_rank), scales, *inputs, *outputs, None if act is None else row_block.of_rows(act),
             dots, rows.num_rows, rows.row_to_slot, rows.schedule,
         )  # fmt: skip
@@ -225,9 +225,10 @@ class Wgrad(Launcher):
     def __init__(self, problem: WgradProblem):
         p, self.problem, self.config = problem, problem, self.choose(problem)
         config = self.config
-        self.m_tiles, self.n_tiles = -(-p.m // config.block_m), -(-p.n // config.block_n)
+        m_tiles, n_tiles = -(-p.m // config.block_m), -(-p.n // config.block_n)
+        self.programs = min(p.num_groups * m_tiles * n_tiles, p.spec.num_sms)
         order_size = power_of_two(p.num_groups, 32) if p.num_groups <= _MAX_ORDERED else 0
-        tiling = WgradTiling(p.num_groups, self.m_tiles, self.n_tiles, config.group_m, order_size)
+        tiling = WgradTiling(p.num_groups, m_tiles, n_tiles, config.group_m, order_size)
         constants = {"ACCUMULATE": p.accumulate, "TILING": tiling, "STAGES": config.num_stages}
         self.lhs_block = RaggedTmaBlock(p.dtype, config.block_k, config.block_m)
         self.rhs_block = RaggedTmaBlock(p.dtype, config.block_k, config.block_n)
@@ -258,8 +259,7 @@ class Wgrad(Launcher):
             operands = rhs, rhs.stride(0) // 8, rows.row_to_slot, self.lhs_block.of_rows(lhs)
         else:
             operands = self.lhs_block.of_rows(lhs), self.rhs_block.of_rows(rhs)
-        tiles = p.num_groups * self.m_tiles * self.n_tiles
-        self.kernel((min(tiles, p.spec.num_sms), 1, 1), *operands, self.out_block.of(out), rows.schedule)
+        self.kernel((self.programs, 1, 1), *operands, self.out_block.of(out), rows.schedule)
 
 
 LAUNCHERS = {

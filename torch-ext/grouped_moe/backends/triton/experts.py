@@ -43,11 +43,11 @@ def up_proj(
     if activate:
         act = empty_rows(num_rows, n, x) if of_codes else x.new_empty(num_rows, n)
     if num_rows:
-        if not of_codes and not isinstance(block.up, Tensor):
-            block = block._replace(up=for_rows(block.up, rows.block_m, x.dtype))
-        problem = problem_of(block, x, block.up, low_rank, rows, save, block.transposed)
+        weight = block.up if of_codes else for_rows(block.up, rows.block_m, x.dtype)
+        problem = problem_of(block, x, weight, low_rank, rows, save, block.transposed)
         launcher = launcher_of("quantized_up_proj" if of_codes else "up_proj", problem)
-        launcher(block, quantize_rows(x, rows) if of_codes else x, low_rank, scales, preact, act, rows)
+        x = quantize_rows(x, rows) if of_codes else x
+        launcher(x, weight, block.up_bias, scales, low_rank, preact, act, rows)
     return preact, act
 
 
@@ -83,16 +83,15 @@ def down_dgrad(
         dact = gemm(quantize_rows(dout, rows, sorts=True), block.down, rows, transposed=True, low_rank=low_rank)
         return activation_grad(block, dact, rows, scales, preact, needs, more_dots=more_dots, overwrite=overwrite)
     dpreact = (preact if overwrite else torch.empty_like(preact)) if needs.beyond_x or needs.x else None
-    if not isinstance(block.down, Tensor):
-        block = block._replace(down=for_rows(block.down, rows.block_m, dout.dtype))
-    problem = problem_of(block, dout, block.down, low_rank, rows, False, not block.transposed)
+    weight = for_rows(block.down, rows.block_m, dout.dtype)
+    problem = problem_of(block, dout, weight, low_rank, rows, False, not block.transposed)
     launcher = launcher_of("down_dgrad", problem)
     if num_rows and launcher.reads_sorted_rows and rows.top_k:
         dout = sort_rows(dout, rows)
     act = dout.new_empty(num_rows, n) if needs.act else None
     dots = dout.new_empty(launcher.n_tiles + more_dots, num_rows, dtype=torch.float32) if needs.act_scales else None
     if num_rows:
-        launcher(block, dout, low_rank, scales, preact, dpreact, act, dots, rows)
+        launcher(dout, weight, scales, low_rank, preact, dpreact, act, dots, rows)
     return dpreact, None, act, dots
 
 

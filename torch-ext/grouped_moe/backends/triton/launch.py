@@ -131,8 +131,8 @@ class Launcher:
 
     What a call takes, whatever the backend (the modules of `backends.triton` say what it means):
         gemm        x, weight, bias, scales, low_rank, y, rows
-        up_proj     block, x, low_rank, scales, preact, act, rows
-        down_dgrad  block, dout, low_rank, scales, preact, dpreact, act, dots, rows
+        up_proj     x, weight, bias, scales, low_rank, preact, act, rows
+        down_dgrad  dout, weight, scales, low_rank, preact, dpreact, act, dots, rows
         wgrad       lhs, rhs, out, rows
     constants: the constexprs besides TILING, and STAGES in Gluon, else BLOCK_N. columns: of the result. path: how the
     log calls the kernel.

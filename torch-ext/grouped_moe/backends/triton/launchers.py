@@ -65,14 +65,13 @@ class UpProj(Launcher):
         constants = _block_constants(p, config.block_k, self.by_tma)
         super().__init__(p, config, up_proj_kernel, constants, p.n, _path(self.by_tma))
 
-    def __call__(self, block, x, low_rank, scales, preact, act, rows) -> None:
-        p = self.problem
+    def __call__(self, x, weight, bias, scales, low_rank, preact, act, rows) -> None:
         if self.by_tma:
-            weight = self._describe(block.up), 0, 0, 0
+            w_and_strides = self._describe(weight), 0, 0, 0
         else:
-            weight = block.up, *nk_strides(block.up, p.transposed)
+            w_and_strides = weight, *nk_strides(weight, self.problem.transposed)
         self.kernel(
-            self.grid(rows.num_rows), x, *x.stride(), *weight, *bias_and_strides(block.up_bias),
+            self.grid(rows.num_rows), x, *x.stride(), *w_and_strides, *bias_and_strides(bias),
             *(low_rank or (None, None)), preact, act, scales, rows.row_to_slot, rows.schedule,
         )  # fmt: skip
 
@@ -94,14 +93,14 @@ class DownDgrad(Launcher):
         constants = _block_constants(p, config.block_k, self.by_tma)
         super().__init__(p, config, down_dgrad_kernel, constants, p.n, _path(self.by_tma))
 
-    def __call__(self, block, dout, low_rank, scales, preact, dpreact, act, dots, rows) -> None:
-        p = self.problem
+    def __call__(self, dout, weight, scales, low_rank, preact, dpreact, act, dots, rows) -> None:
+        transposed = self.problem.transposed
         if self.by_tma:
-            weight = describe(block.down, (1, *self.config.weight_block(p.transposed))), 0, 0, 0
+            w_and_strides = describe(weight, (1, *self.config.weight_block(transposed))), 0, 0, 0
         else:
-            weight = block.down, *nk_strides(block.down, p.transposed)
+            w_and_strides = weight, *nk_strides(weight, transposed)
         self.kernel(
-            self.grid(rows.num_rows), dout, *dout.stride(), *weight, *(low_rank or (None, None)), scales, preact,
+            self.grid(rows.num_rows), dout, *dout.stride(), *w_and_strides, *(low_rank or (None, None)), scales, preact,
             dpreact, act, dots, rows.num_rows, rows.row_to_slot, rows.schedule,
         )  # fmt: skip
 
@@ -122,6 +121,8 @@ class Wgrad(Launcher):
             "ROW_UNIT": p.row_unit, "PRECISION": p.precision, "BLOCK_K": config.block_k,
         }  # fmt: skip
         super().__init__(p, config, wgrad_kernel, constants, p.n, _path(self.by_tma))
+        tiles = p.num_groups * -(-p.m // config.block_m) * self.n_tiles
+        self.programs = min(tiles, p.spec.num_sms * config.programs_per_sm) if config.programs_per_sm else tiles
 
     def __call__(self, lhs, rhs, out, rows) -> None:
         p, config = self.problem, self.config
@@ -131,11 +132,9 @@ class Wgrad(Launcher):
             rhs_desc = describe(rhs, (config.block_k, config.block_n))
         if self.out_by_tma:
             out_desc = describe(out, (1, config.block_m, config.block_n))
-        tiles = p.num_groups * -(-p.m // config.block_m) * self.n_tiles
-        programs = min(tiles, p.spec.num_sms * config.programs_per_sm) if config.programs_per_sm else tiles
         self.kernel(
-            (programs, 1, 1), lhs, lhs.stride(0), rhs, rhs.stride(0), lhs_desc, rhs_desc, out, *out.stride(), out_desc,
-            None if p.gathered is None else rows.row_to_slot, rows.schedule,
+            (self.programs, 1, 1), lhs, lhs.stride(0), rhs, rhs.stride(0), lhs_desc, rhs_desc, out, *out.stride(),
+            out_desc, None if p.gathered is None else rows.row_to_slot, rows.schedule,
         )  # fmt: skip
 
 

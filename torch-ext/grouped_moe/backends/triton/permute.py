@@ -18,7 +18,6 @@ _SORT_BYTES = 2048  # of a row that one warp copies
 
 # As many warps per program as its share of a row is for.
 _FUNCTIONS = {
-    "combine": (combine_kernel, {"num_warps": 2}),
     "sort_rows": (sort_rows_kernel, {"num_warps": 1}),
     "gather_rows": (gather_rows_kernel, {}),
     "combine_grad": (combine_grad_kernel, {}),
@@ -26,9 +25,18 @@ _FUNCTIONS = {
 
 
 @lru_cache(maxsize=None)
-def _kernel(name: str, h: int, top_k: int, block_h: int, **constants: int) -> Kernel:
+def _kernel(name: str, h: int, top_k: int, block_h: int) -> Kernel:
     function, options = _FUNCTIONS[name]
-    return Kernel(function, {"H": h, "TOP_K": top_k, "BLOCK_H": block_h, **constants}, options)
+    return Kernel(function, {"H": h, "TOP_K": top_k, "BLOCK_H": block_h}, options)
+
+
+@lru_cache(maxsize=None)
+def _combine_kernel(h: int, top_k: int, itemsize: int, num_dots: int) -> Kernel:
+    constants = {
+        "H": h, "TOP_K": top_k, "BLOCK_H": min(power_of_two(h), _COMBINE_BYTES // itemsize), "NUM_DOTS": num_dots,
+        "BLOCK_K": power_of_two(top_k),
+    }  # fmt: skip
+    return Kernel(combine_kernel, constants, {"num_warps": 2})
 
 
 def combine(
@@ -42,10 +50,10 @@ def combine(
     num_tokens, h = rows.slot_to_row.shape[0] // rows.top_k, y.shape[1]
     out = y.new_empty(num_tokens, h)
     if num_tokens:
-        block_h = min(power_of_two(h), _COMBINE_BYTES // y.element_size())
         num_dots, stride = (0, 0) if dots is None else (dots.shape[0], dots.stride(0))
-        kernel = _kernel("combine", h, rows.top_k, block_h, NUM_DOTS=num_dots, BLOCK_K=power_of_two(rows.top_k))
-        kernel((num_tokens, -(-h // block_h), 1), y, weights, dots, stride, rows.slot_to_row, out, dscales)
+        kernel = _combine_kernel(h, rows.top_k, y.element_size(), num_dots)
+        grid = num_tokens, -(-h // kernel.constants["BLOCK_H"]), 1
+        kernel(grid, y, weights, dots, stride, rows.slot_to_row, out, dscales)
     return out
 
 

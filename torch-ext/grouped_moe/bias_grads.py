@@ -96,6 +96,7 @@ def grouped_dbias_dscales(
     forward mode.
     """
     refuse_transforms("grouped_dbias_dscales", dy, bias_scales, bias)
+    checks.check_tensor("dy", dy)
     checks.check_matrix("dy", dy, "(rows, N)")
     checks.check_scales("bias_scales", bias_scales, dy, "dy")
     checks.check_operand("bias", bias, (None, dy.shape[1]), "(G, N)", dy.device, dy.dtype, "dy")

@@ -95,7 +95,7 @@ def check_and_pack(
     scalings = [0.0 if lora is None else float(lora.scaling) for lora in (block.up_lora, block.down_lora)]
     clamps = limit is not None and limit <= torch.finfo(wide_dtype(x.dtype)).max  # else no number is above it
     parameters = [float(alpha), float(limit) if clamps else 0.0, float(up_offset), *scalings]
-    flags = [int(flag) for flag in (block.gated, block.interleaved, block.transposed, block.recompute)]
+    flags = [*map(int, (block.gated, block.interleaved, block.transposed, block.recompute))]
     capacity = block.capacity if x.is_cpu or _compat.has_device_assertions() else None  # an overflow would go unseen
     if isinstance(capacity, int) and capacity > _MAX_INT64:
         capacity = None  # there is room for all slots, and ops hold no such number

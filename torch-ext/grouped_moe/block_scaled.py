@@ -99,7 +99,7 @@ def _checked_block(name: str, parts_name: str, block: object, parts: object, n: 
     """The extents of a block. Raises TypeError or ValueError unless they, and the parts of N, are what kernels take."""
     if type(parts) is not int or parts < 1 or n % parts:
         raise ValueError(f"{parts_name}: expected an int that divides N = {n}, got {parts!r}")
-    if not isinstance(block, (tuple, list)) or len(block) != 2 or not all(type(extent) is int for extent in block):
+    if not isinstance(block, (tuple, list)) or [*map(type, block)] != [int, int]:
         raise TypeError(f"{name}: expected two ints, got {block!r}")
     for extent, whole in zip(block, (n // parts, k)):
         if not 0 < extent < 1 << 63 or (extent % MULTIPLE and extent < whole):

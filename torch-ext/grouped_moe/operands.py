@@ -155,7 +155,7 @@ def _new_packed_grad(lora: LoRA, name: str, num_experts: int) -> Tensor:
     dtype = wide_dtype(factor.dtype) if is_shared else factor.dtype
     height, width = factor.shape[-2:]
     shape = (lora.padded_rank, width) if name == "a" else (height, lora.padded_rank)
-    return factor.new_empty((num_experts, *shape), dtype=dtype)
+    return factor.new_empty(num_experts, *shape, dtype=dtype)
 
 
 def unpack_grads(
@@ -224,12 +224,9 @@ def _check_lora(name: str, lora: LoRA, weight: Tensor, x: Tensor) -> None:
     wide = wide_dtype(x.dtype)
     if not abs(lora.scaling) <= torch.finfo(wide).max:  # nan, too
         raise ValueError(f"{name}.scaling: expected a finite number of {wide}, got {lora.scaling}")
-    for field in ("a", "b"):
-        factor = getattr(lora, field)
-        checks.check_tensor(f"{name}.{field}", factor)
-        checks.check_compute_dtype(f"{name}.{field}", factor)
-        checks.check_device(f"{name}.{field}", factor, x.device, "the input")
     (num_experts, n, k), (a, b, _) = weight.shape, lora
+    checks.check_tensor(f"{name}.a", a)
+    checks.check_tensor(f"{name}.b", b)
     if a.dim() not in (3, 4):
         raise ValueError(f"{name}.a: expected shape (E, r, K) or (L, E, r, K), got {tuple(a.shape)}")
     rank, adapters = a.shape[-2], a.shape[:-3]
@@ -238,4 +235,5 @@ def _check_lora(name: str, lora: LoRA, weight: Tensor, x: Tensor) -> None:
     prefix = "L, " if adapters else ""
     for field, factor, shape, legend in (("a", a, (rank, k), "r, K"), ("b", b, (n, rank), "N, r")):
         experts = 1 if factor.dim() > 2 and factor.shape[-3] == 1 else num_experts
-        checks.check_shape(f"{name}.{field}", factor, (*adapters, experts, *shape), f"({prefix}E or 1, {legend})")
+        shape, legend = (*adapters, experts, *shape), f"({prefix}E or 1, {legend})"
+        checks.check_operand(f"{name}.{field}", factor, shape, legend, x.device, None, "the input")

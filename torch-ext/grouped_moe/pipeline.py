@@ -115,7 +115,7 @@ def backward(
         del dx
     del dots
     if needs.up_bias:
-        grads["up_bias"] = dout.new_empty(block.up_bias.shape)
+        grads["up_bias"] = dout.new_empty(*block.up_bias.shape)
         in_place = rows._replace(top_k=0, row_to_slot=None, slot_to_row=None)  # as those of dpreact are
         kernels.bias_grads(dpreact, in_place, None, None, grads["up_bias"], None)
     if needs.up_a:
@@ -153,22 +153,22 @@ def _scale_and_bias_grads(
 
     dots: the parts of <gradient of the activation, activation> of each row, and room for more_dots, of <dout, bias>.
     """
-    dbias = dout.new_empty(block.down_bias.shape) if needs.down_bias else None
+    dbias = dout.new_empty(*block.down_bias.shape) if needs.down_bias else None
     d_act_scales = d_bias_scales = bias_dots = None
     if more_dots:
         bias_dots = dots[-more_dots:]
     elif needs.bias_scales:
         num_parts = kernels.num_bias_dots(dout.shape[1])
-        bias_dots = dout.new_empty((num_parts, rows.num_rows), dtype=wide_dtype(dout.dtype))
+        bias_dots = dout.new_empty(num_parts, rows.num_rows, dtype=wide_dtype(dout.dtype))
     if needs.down_bias or bias_dots is not None:
         scales = act_scales if rows.top_k else bias_scales
         kernels.bias_grads(dout, rows, scales, block.down_bias, dbias, bias_dots)
     if needs.act_scales:
-        d_act_scales = act_scales.new_empty(act_scales.shape)
+        d_act_scales = act_scales.new_empty(*act_scales.shape)
         if not _combines_dots(rows, needs):
             kernels.sum_dots(dots, rows, d_act_scales)
     if needs.bias_scales:
-        d_bias_scales = bias_scales.new_empty(bias_scales.shape)
+        d_bias_scales = bias_scales.new_empty(*bias_scales.shape)
         kernels.sum_dots(bias_dots, rows, d_bias_scales)
     return {"act_scales": d_act_scales, "bias_scales": d_bias_scales, "down_bias": dbias}
 

@@ -49,4 +49,4 @@ def schedule_size(num_rows: int, num_groups: int) -> int:
 
 def unit_rows(x: Tensor) -> Tensor:
     """x itself if its columns are contiguous, else a contiguous copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if x.stride()[-1] == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -119,8 +119,10 @@ def check_num_groups(name: str, groups: int, what: str = "groups") -> None:
 
 
 def check_matrix(name: str, x: Tensor, legend: str) -> None:
-    """Raises TypeError or ValueError unless x is (rows, columns) of a dtype to compute in, with rows that fit int32."""
-    check_tensor(name, x)
+    """Raises TypeError or ValueError unless x is (rows, columns) of a dtype to compute in, with rows that fit int32.
+
+    x: a dense tensor.
+    """
     check_compute_dtype(name, x)
     if x.dim() != 2:
         raise wrong_shape(name, x, (None, None), legend)
@@ -194,7 +196,6 @@ def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed, sca
     if h == 0 or i == 0:
         raise ValueError(f"gate_up_proj: expected H and I above 0, got {tuple(up.shape)}")
     device, dtype = x.device, x.dtype
-    check_tensor("down_proj", down)
     up_scaled, down_scaled = scaled
     up_dtype, down_dtype = up.dtype if up_scaled else dtype, down.dtype if down_scaled else dtype
     if transposed:

@@ -21,9 +21,11 @@ def factor_of(factor: Optional[Tensor]) -> Factor:
 
     Strides that are compile-time values keep its loads wide at any rank.
     """
-    if factor is None:
-        return _NO_FACTOR
-    shape, strides = factor.shape, factor.stride()
+    return _NO_FACTOR if factor is None else _factor_of(factor.shape, factor.stride())
+
+
+@lru_cache(maxsize=None)
+def _factor_of(shape: Tuple[int, ...], strides: Tuple[int, ...]) -> Factor:
     strides = [0 if n == 1 else step for n, step in zip(shape, strides)]
     return Factor(pad_rank(shape[0] * shape[3]), shape[0], shape[3], *strides)
 
@@ -40,7 +42,7 @@ def pack_factors(factors: Sequence[Optional[Tensor]], rows: Rows, dtype: torch.d
     for i, factor in enumerate(factors):
         if factor is not None and rows.num_rows >= factor.shape[1] and _has_experts_side_by_side(factor):
             *shape, rank = factor.shape
-            packed[i] = factor.new_empty((*shape, pad_rank(rank)), dtype=dtype)
+            packed[i] = factor.new_empty(*shape, pad_rank(rank), dtype=dtype)
             copied.append((factor, packed[i]))
     _copy(copied)
     return packed

@@ -34,9 +34,8 @@ def route(
     ids = top_k_index if top_k_index.is_contiguous() else top_k_index.contiguous()
     num_slots, block_m = ids.numel(), choose_block_m(ids.numel(), num_experts, dtype, quantizes)
     num_rows = num_slots if capacity is None else min(num_slots, capacity)
-    row_to_slot, slot_to_row, schedule = (
-        ids.new_empty(n, dtype=torch.int32) for n in (num_rows, num_slots, schedule_size(num_rows, num_experts))
-    )
+    row_to_slot, slot_to_row = ids.new_empty(num_rows, dtype=torch.int32), ids.new_empty(num_slots, dtype=torch.int32)
+    schedule = ids.new_empty(schedule_size(num_rows, num_experts), dtype=torch.int32)
     num_routed = ids.new_empty(1, dtype=torch.int32) if num_rows < num_slots else None
     rows = Rows(schedule, num_experts, num_rows, block_m, top_k_index.shape[1], row_to_slot, slot_to_row)
     _place_slots(ids, rows, num_routed)
@@ -69,7 +68,8 @@ def _place_slots(ids: Tensor, rows: Rows, num_routed: Optional[Tensor]) -> None:
     all_three, few_chunks, one_chunk = launches_of(num_slots)
     counts = totals = None
     if all_three:
-        counts, totals = (ids.new_empty(shape, dtype=torch.int32) for shape in ((num_chunks, num_experts), num_experts))
+        counts = ids.new_empty(num_chunks, num_experts, dtype=torch.int32)
+        totals = ids.new_empty(num_experts, dtype=torch.int32)
         _count_kernel(num_experts)((num_chunks, 1, 1), ids, counts, num_slots)
         scan = _scan_kernel(num_experts, few_chunks)
         scan((-(-num_experts // scan.constants["WIDTH"]), 1, 1), counts, totals, num_chunks)

@@ -1,5 +1,6 @@
 """Descriptors of the tensor memory accelerator (TMA): which tensors it takes, and how kernels get them."""
 
+import math
 from typing import Optional, Sequence, Tuple
 
 from torch import Tensor
@@ -19,10 +20,7 @@ def tma_strides(tensor: Tensor) -> Optional[Tuple[int, ...]]:
     strides, unit = tensor.stride(), ALIGNMENT // tensor.element_size()
     if strides[-1] != 1 or tensor.data_ptr() % ALIGNMENT:
         return None
-    for stride in strides[:-1]:
-        if stride <= 0 or stride % unit:
-            break
-    else:
+    if min(strides) > 0 and math.gcd(*strides[:-1]) % unit == 0:
         return strides
     shape = tensor.shape
     taken = [stride if size > 1 else -(-shape[-1] // unit) * unit for size, stride in zip(shape[:-1], strides)]

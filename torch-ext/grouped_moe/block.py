@@ -77,27 +77,29 @@ def check_and_pack(
     checks.check_tensor(owner, x)
     dtype = checks.autocast_dtype(x)
     x = checks.autocast(x, dtype)
-    scaled = (
-        check_scaled("gate_up_proj", block.up, x, owner, block.transposed),
-        check_scaled("down_proj", block.down, x, owner, block.transposed),
-    )
-    (up, up_scale, up_block), (down, down_scale, down_block) = parts_of(block.up), parts_of(block.down)
-    weights = [up, down, block.up_bias, block.down_bias]
+    up, down, *biases, up_lora, down_lora, activation, gated, interleaved, transposed, recompute, capacity = block
+    up_is_scaled = check_scaled("gate_up_proj", up, x, owner, transposed)
+    scaled = up_is_scaled, check_scaled("down_proj", down, x, owner, transposed)
+    (up, up_scale, up_block), (down, down_scale, down_block) = parts_of(up), parts_of(down)
+    weights = [up, down, *biases]
     if dtype is not None:
         weights = [checks.autocast(tensor, dtype) for tensor in weights]
-    checks.check_experts(owner, x, *weights, block.gated, block.transposed, scaled)
+    checks.check_experts(owner, x, *weights, gated, transposed, scaled)
     up, down, *_ = weights
-    loras = {"gate_up_lora": (block.up_lora, up), "down_lora": (block.down_lora, down)}
-    check_loras(loras, block.transposed, x, adapter_index)
+    check_loras({"gate_up_lora": (up_lora, up), "down_lora": (down_lora, down)}, transposed, x, adapter_index)
     adapters = None if adapter_index is None else adapter_index.contiguous()
-    weights += *_factors_of(block.up_lora, block.down_lora), up_scale, down_scale
-    name, alpha, limit, up_offset = block.activation
-    scalings = [0.0 if lora is None else float(lora.scaling) for lora in (block.up_lora, block.down_lora)]
+    # Zeros that are no globals, of which a compiler makes variables with dynamic=True.
+    up_a, up_b, up_scaling = up_lora or (None, None, 0.0)
+    down_a, down_b, down_scaling = down_lora or (None, None, 0.0)
+    weights += up_a, up_b, down_a, down_b, up_scale, down_scale
+    name, alpha, limit, up_offset = activation
     clamps = limit is not None and limit <= torch.finfo(wide_dtype(x.dtype)).max  # else no number is above it
-    parameters = [float(alpha), float(limit) if clamps else 0.0, float(up_offset), *scalings]
-    flags = [*map(int, (block.gated, block.interleaved, block.transposed, block.recompute))]
-    capacity = block.capacity if x.is_cpu or _compat.has_device_assertions() else None  # an overflow would go unseen
-    if isinstance(capacity, int) and capacity > _MAX_INT64:
+    limit = float(limit) if clamps else 0.0
+    parameters = [float(alpha), limit, float(up_offset), float(up_scaling), float(down_scaling)]
+    flags = [*map(int, (gated, interleaved, transposed, recompute))]
+    if not x.is_cpu and not _compat.has_device_assertions():
+        capacity = None  # an overflow would go unseen
+    elif isinstance(capacity, int) and capacity > _MAX_INT64:
         capacity = None  # there is room for all slots, and ops hold no such number
     return x, adapters, weights, (name, parameters, flags, [*up_block, *down_block], capacity)
 

@@ -27,7 +27,7 @@ _NO_TRANSFORM = (
     "grouped_moe: the op {} is not differentiated by transforms of torch.func (grad, vjp, jvp, jacrev): use"
     " torch.autograd.grad, which works with torch.func.vmap and torch.func.functional_call"
 )
-_OTHER_TYPES = frozenset((type(None), bool, int, float, str, list, tuple, torch.dtype))  # of arguments
+_OTHER_TYPES = frozenset((bool, int, float, str, list, tuple, torch.dtype))  # of arguments
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
@@ -126,7 +126,6 @@ def goes_directly(first: torch.Tensor, *args: object) -> bool:
     if not is_plain(first) or first.is_neg():
         return False
     for arg in args:
-        kind = type(arg)
-        if kind not in _OTHER_TYPES and (kind not in PLAIN_TYPES or arg.is_neg()):
+        if arg is not None and type(arg) not in _OTHER_TYPES and (type(arg) not in PLAIN_TYPES or arg.is_neg()):
             return False
     return True

@@ -72,7 +72,7 @@ def without_nodes(monkeypatch, compat):
 
 
 def without_versions(monkeypatch, compat):
-    monkeypatch.setattr(compat, "version_of", lambda tensor: 0)
+    monkeypatch.setattr(compat, "versions_of", lambda tensors: [0 for _ in tensors])
 
 
 def with_unknown_triton(monkeypatch, compat):
@@ -116,14 +116,14 @@ def test_shared_memory_as_another_dtype(module, monkeypatch):
 
 
 def test_versions_are_0_where_there_are_none(module):
-    assert module("common._compat").version_of(object()) == 0
+    assert module("common._compat").versions_of([object()]) == [0]
 
 
 def test_known_names_are_asked(module):
     """Of this PyTorch, which has them all: what the fallbacks stand in for is really there."""
     compat, tensor = module("common._compat"), torch.ones(2)
     tensor.add_(1)
-    assert compat.version_of(tensor) == 1 and not compat.has_tangents()
+    assert compat.versions_of([tensor, None]) == [1, 0] and not compat.has_tangents()
     assert compat.has_device_assertions() == (torch.version.hip is None)
     asked = []
     torch.func.vmap(lambda x: asked.append(compat.in_transform()) or x)(tensor)

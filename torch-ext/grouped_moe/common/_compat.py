@@ -6,7 +6,8 @@ The docstring of each function says what is private, why nothing public does the
 import contextlib
 import importlib
 from functools import lru_cache
-from typing import Any, Iterable, Tuple
+from itertools import repeat
+from typing import Any, Iterable, List, Optional, Tuple
 
 import torch
 
@@ -154,12 +155,12 @@ def assert_on_device(condition: torch.Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor was modified in place, as autograd counts; always 0 where that is not to be had.
+def versions_of(tensors: Iterable[Optional[torch.Tensor]]) -> List[int]:
+    """How often each tensor was modified in place, as autograd counts; always 0 where that is not to be had.
 
     `save_for_backward` compares it, too, but a thousand weights of a layer would cost a thousand saved tensors.
     """
-    return getattr(tensor, "_version", 0)
+    return [*map(getattr, tensors, repeat("_version"), repeat(0))]
 
 
 def is_transparent(kind: type) -> bool:

@@ -307,7 +307,7 @@ class GroupedLinear(nn.Module):
 
     def _wanted(self) -> Wanted:
         weights = self._of("weight")
-        require = [weight.requires_grad for weight in weights]
+        require = [*map(operator.attrgetter("requires_grad"), weights)]
         groups, *named = ([*compress(each, require)] for each in (range(len(weights)), self._names["weight"], weights))
         return Wanted(*named, self.num_groups, None if self.single_grouped_weight else groups)
 

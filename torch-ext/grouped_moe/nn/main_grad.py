@@ -120,7 +120,7 @@ def accumulate(
     (G, N, K) tensor, else one per group. dy: (rows, N), x: (rows, K), in one dtype. splits: as `as_splits` gives them.
     Not differentiable; arguments are not checked. Returns the dummies for autograd.
     """
-    buffers, overwrite = [target.buffer for target in targets], [target.overwrite for target in targets]
+    buffers, overwrite, dummies = map(list, zip(*targets))
     if any(overwrite):  # of groups that share a weight the first one overwrites, others add
         seen = set()
         for i, weight in enumerate(wanted.weights):
@@ -132,7 +132,7 @@ def accumulate(
     unwritten = torch.compiler.is_compiling() or not torch.is_anomaly_enabled()
     empty = torch.empty_like if unwritten else torch.zeros_like
     make = {"none": lambda weight: None, "empty": empty, "zeros": torch.zeros_like}
-    return [make[target.dummy](weight) for weight, target in zip(wanted.weights, targets)]
+    return [make[dummy](weight) for weight, dummy in zip(wanted.weights, dummies)]
 
 
 class Delayed(NamedTuple):

@@ -63,13 +63,13 @@ def unchanged(
     tensors: Sequence[Optional[Tensor]], name_of: Callable[[int], str] = "weight{}".format
 ) -> Callable[[], None]:
     """A check that raises RuntimeError if a tensor was modified in place after this call, as autograd's own does."""
-    versions = [0 if tensor is None else _compat.version_of(tensor) for tensor in tensors]
+    versions = _compat.versions_of(tensors)
 
     def check() -> None:
-        for place, (tensor, version) in enumerate(zip(tensors, versions)):
-            if tensor is not None and _compat.version_of(tensor) != version:
-                name = name_of(place)
-                raise RuntimeError(f"{name}: modified in place before the gradients that depend on it were computed")
+        modified = [*map(operator.ne, versions, _compat.versions_of(tensors))]
+        if any(modified):
+            name = name_of(modified.index(True))
+            raise RuntimeError(f"{name}: modified in place before the gradients that depend on it were computed")
 
     return check
 

@@ -310,7 +310,8 @@ def main() -> int:
         print("tune.py: no GPU that torch.cuda sees: nothing to tune", file=sys.stderr)
         return 1
     package, target = compile_check.Package(load_kernel()), driver.active.get_current_target()
-    files, spec = package["tuning.files"], package["common.device"].device_spec("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
+    files, spec = package["tuning.files"], package["common.device"].device_spec(device)
     if not spec.bandwidth:
         print("tune.py: expected a GPU whose driver tells the memory's clock and width", file=sys.stderr)
         return 1

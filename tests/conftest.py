@@ -107,10 +107,10 @@ def module(grouped_moe):
 def kernels_of_codes(request, module, monkeypatch) -> None:
     """Hopper's own kernels for rows of 8-bit floats, and those for any GPU with e4m3, which a Hopper runs as well."""
     device = module("common.device")
-    spec = device.device_spec("cuda", torch.cuda.current_device())
+    spec = device.device_spec(torch.device("cuda", torch.cuda.current_device()))
     if request.param == "triton":
         spec = dataclasses.replace(spec, hopper=False)
-        monkeypatch.setattr(device, "device_spec", lambda device_type, index: spec)
+        monkeypatch.setattr(device, "device_spec", lambda device: spec)
     elif not spec.hopper:
         pytest.skip("needs a GPU of compute capability 9.0")
 

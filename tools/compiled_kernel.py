@@ -50,7 +50,7 @@ def compiling_for(package, gpu: GPUTarget, spec, collect: Callable) -> Iterator[
     try:
         with (
             mock.patch.object(JITFunction, "run", compile_only),
-            mock.patch.object(package["common.device"], "device_spec", lambda device_type, index: spec),
+            mock.patch.object(package["common.device"], "device_spec", lambda device: spec),
             mock.patch.object(compat, "assert_on_device", lambda *_: None),  # no kernel ran that would have counted
         ):
             yield

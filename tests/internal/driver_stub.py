@@ -137,7 +137,7 @@ def _patch_package(stub, monkeypatch):
         stub.module("common._compat"),
     )
     spec = device.DeviceSpec(132, 232448, hopper=compat.has_gluon(), name="NVIDIA H200", capability=(9, 0))
-    monkeypatch.setattr(device, "device_spec", lambda device_type, index: spec)
+    monkeypatch.setattr(device, "device_spec", lambda device: spec)
     monkeypatch.setattr(stub.module("backends"), "_load", lambda device_type: kernels)
     monkeypatch.setattr(compat, "keeps_variants", lambda is_cuda: True)
 

@@ -136,7 +136,7 @@ OTHERS = ("sm89", "sm100", "sm120")  # GPUs with e4m3 that are no Hopper
 def become(stub, monkeypatch, name, **changes):
     """Makes the stub's GPU another one."""
     spec = dataclasses.replace(Package(sys.modules[stub.package]).spec(name, TARGETS[name]), **changes)
-    monkeypatch.setattr(stub.module("common.device"), "device_spec", lambda device_type, index: spec)
+    monkeypatch.setattr(stub.module("common.device"), "device_spec", lambda device: spec)
 
 
 def test_the_kinds_launch_all_kernels(grouped_moe, stub, monkeypatch):

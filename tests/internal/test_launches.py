@@ -89,7 +89,7 @@ def test_who_launches_dependently(load, capability, dependent):
 def test_which_kernels_hopper_takes(grouped_moe, load, monkeypatch, n, kind, taken):
     """For the up-projection of gathered rows and of rows in place, and for the dgrad in place."""
     spec = load("common.device").DeviceSpec(132, 232448, hopper=True, name="stub")
-    monkeypatch.setattr(load("common.device"), "device_spec", lambda device_type, index: spec)
+    monkeypatch.setattr(load("common.device"), "device_spec", lambda device: spec)
     launcher_of, problem_of = load("backends.table").launcher_of, load("backends.triton.experts").problem_of
     kind = {"gated": True, "interleaved": False, "transposed": False, "activation": "silu", "num_rows": ROWS, **kind}
     transposed, p = kind["transposed"], 2 * n if kind["gated"] else n
@@ -123,7 +123,7 @@ def scaled(load, n, k, parts=1, block=(128, 128), lies="nk", **kept):
 def kind_of_gpu(request, load, monkeypatch):
     """The name of a GPU with kernels for rows of 8-bit floats."""
     spec = load("common.device").DeviceSpec(132, 232448, hopper=request.param == "hopper", float8=True, name="stub")
-    monkeypatch.setattr(load("common.device"), "device_spec", lambda device_type, index: spec)
+    monkeypatch.setattr(load("common.device"), "device_spec", lambda device: spec)
     monkeypatch.setattr(load("backends.triton.codes"), "reinterpret_method", lambda: object)
     return request.param
 
@@ -174,7 +174,7 @@ def test_which_blocks_take_codes(grouped_moe, load, kind_of_gpu, kind, hopper, o
 def test_which_linear_layers_take_codes(load, kind_of_gpu, n, k, kind, hopper, other):
     """In the forward, and in the backward, which multiplies with the transpose."""
     weight, rows = scaled(load, n, k, **kind), load("rows").Rows(torch.empty(0), EXPERTS, ROWS, block_m=128)
-    takes, spec = load("backends.triton.codes").gemm_takes_codes, load("common.device").device_spec("cpu", 0)
+    takes, spec = load("backends.triton.codes").gemm_takes_codes, load("common.device").device_spec(torch.device("cpu"))
     found = tuple(takes(weight, torch.bfloat16, rows, spec, transposed, None) for transposed in (False, True))
     assert found == (hopper if kind_of_gpu == "hopper" else other)
 
@@ -198,7 +198,7 @@ def test_what_hopper_packs(load, layout, adapters, rank, dtype, copied):
 def test_one_line_says_what_runs(load, caplog, monkeypatch):
     """Once per kernel and config, by the first launch; none below INFO, none for kernels without a choice."""
     launch, config, device = load("backends.triton.launch"), load("tuning.heuristic").GemmConfig, load("common.device")
-    monkeypatch.setattr(device, "device_spec", lambda device_type, index: device.DeviceSpec(132, 232448))
+    monkeypatch.setattr(device, "device_spec", lambda _: device.DeviceSpec(132, 232448))
     kernel = MagicMock(fn=lambda x_ptr, y_ptr, BLOCK_M: None, __name__="some_kernel")  # takes every launch
     launch._log_once.cache_clear()
     choices = [config(128, 64, 32, 4, 3, tuned=tuned).describe("a path") for tuned in (False, True)]

@@ -122,7 +122,7 @@ def test_a_case_is_compiled_with_its_tile(grouped_moe, package, device_spec, mon
 @pytest.mark.parametrize("layer", [SMOKE, SMOKE_GPT_OSS], ids=lambda layer: layer.name)
 def test_products_of_candidates_agree(package, layer, device):
     """With the tiles in use and with the first that fits beside them."""
-    spec = package["common.device"].device_spec("cuda", 0)
+    spec = package["common.device"].device_spec(torch.device("cuda", 0))
     with tune.replaced(package, spec) as tiles:
         for name, call in tune.make_products(package, layer, 64, device).items():
             tiles.take({})

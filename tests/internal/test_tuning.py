@@ -150,7 +150,7 @@ def test_tables_are_of_one_maker(package, monkeypatch, maker):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: mi210)
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda index: "Intel(R) Data Center GPU Max 1550")
     monkeypatch.setattr(driver, "_active", active)
-    spec = device.device_spec.__wrapped__({"AMD": "cuda", "Intel": "xpu"}[maker], 0)
+    spec = device.device_spec.__wrapped__(torch.device({"AMD": "cuda", "Intel": "xpu"}[maker], 0))
     assert spec.name.startswith(maker) and spec.capability == (0, 0) and files.tiles_of(spec) == {}
     assert not (spec.wide_tiles or spec.hopper or spec.float8)
 

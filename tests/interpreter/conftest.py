@@ -23,7 +23,7 @@ def device_spec(module):
     """There is no driver to ask for one: two programs at a time, so that a persistent grid loops."""
     device = module("common.device")
     patch, spec = pytest.MonkeyPatch(), device.DeviceSpec(2, 232448)
-    patch.setattr(device, "device_spec", lambda device_type, index: spec)
+    patch.setattr(device, "device_spec", lambda device: spec)
     yield
     patch.undo()
 

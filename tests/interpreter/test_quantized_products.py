@@ -30,7 +30,7 @@ def spec(request, module, monkeypatch):
     """A GPU with e4m3, whose matrix instructions read operands from shared memory, or from registers."""
     device = module("common.device")
     found = device.DeviceSpec(2, 101376, wide_tiles=request.param, float8=True, capability=(12, 0))
-    monkeypatch.setattr(device, "device_spec", lambda device_type, index: found)
+    monkeypatch.setattr(device, "device_spec", lambda device: found)
 
 
 @pytest.mark.usefixtures("accelerated")

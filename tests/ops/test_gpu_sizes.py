@@ -69,7 +69,7 @@ def need_shared_tiles(grouped_moe, rows: int, groups: int, n: int, k: int) -> No
     """Two warp groups share the tiles of such a grouped GEMM on a Hopper; other GPUs have no such tiles."""
     heuristic = importlib.import_module(f"{grouped_moe.__name__}.tuning.heuristic")
     device = importlib.import_module(f"{grouped_moe.__name__}.common.device")
-    spec = device.device_spec("cuda", torch.cuda.current_device())
+    spec = device.device_spec(torch.device("cuda", torch.cuda.current_device()))
     if not spec.hopper:
         pytest.skip("other tiles on this GPU")
     wide = heuristic.wide_pays(rows, groups, n, k, spec)

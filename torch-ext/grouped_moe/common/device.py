@@ -51,11 +51,11 @@ class DeviceSpec:
 
 
 @lru_cache(maxsize=None)
-def device_spec(device_type: str, index: int) -> DeviceSpec:
+def device_spec(device: torch.device) -> DeviceSpec:
     """The properties of an accelerator."""
-    if device_type != "cuda":
-        return _xpu_spec(index)
-    properties = torch.cuda.get_device_properties(index)
+    if device.type != "cuda":
+        return _xpu_spec(device.index)
+    properties = torch.cuda.get_device_properties(device.index)
     on_amd = torch.version.hip is not None
     capability = (0, 0) if on_amd else (properties.major, properties.minor)  # ROCm says 9.0 of an MI210
     # The clock of the memory is in kHz, its bus width in bits, and there are two transfers per clock.
@@ -94,7 +94,7 @@ def device_type(tensor: torch.Tensor) -> str:
 
 def spec_of(tensor: torch.Tensor) -> DeviceSpec:
     """`device_spec` of the device that holds `tensor`."""
-    return device_spec(device_type(tensor), tensor.device.index or 0)
+    return device_spec(tensor.device)
 
 
 def launch_context(tensor: torch.Tensor) -> ContextManager[None]:

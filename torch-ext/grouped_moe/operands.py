@@ -168,7 +168,7 @@ def unpack_grads(
             continue
         factor = getattr(lora, name)
         if lora.num_adapters == 1 and factor.is_contiguous() and grad.shape == factor.shape[-3:]:
-            grads[i] = grad.view_as(factor)
+            grads[i] = grad if factor.dim() == 3 else grad.view_as(factor)
             continue
         grads[i] = torch.empty_like(factor)
         sources.append(_by_adapter(grad, lora, name, is_shared=factor.shape[-3] != grad.shape[0]))

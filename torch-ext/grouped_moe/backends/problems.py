@@ -81,8 +81,8 @@ class WgradProblem(NamedTuple):
 
     gathered: "lhs" or "rhs" for the operand that is read at the tokens of the rows, else None. rows_per_group: the
     class of the average (`tuning.heuristic.rows_per_group`). rows_by_tma: whether both operands can be read by
-    descriptor. row_unit: 8 if that divides both row strides and 16 does not, else 1. out_by_tma: whether dw can be
-    written by descriptor.
+    descriptor, out_by_tma: whether dw can be written so; neither is asked of N up to `tuning.heuristic.THIN`.
+    row_unit: 8 if that divides both row strides and 16 does not, else 1.
     """
 
     spec: DeviceSpec

@@ -79,12 +79,13 @@ def wgrad(
         out, m, n = out.transpose(1, 2), n, m
         lhs, rhs, lhs_of_tokens, rhs_of_tokens = rhs, lhs, rhs_of_tokens, lhs_of_tokens
     lhs, rhs, spec, num_rows = unit_rows(lhs), unit_rows(rhs), spec_of(lhs), rows.num_rows
+    wide = num_rows > 0 and n > THIN  # thin ones go by pointer
     problem = WgradProblem(
         spec, lhs.dtype, out.dtype, dot_precision(lhs.dtype, spec), num_groups, m, n, rows.top_k,
         "lhs" if lhs_of_tokens else "rhs" if rhs_of_tokens else None, rows_per_group(num_rows, num_groups),
-        num_rows > 0 and takes_rows(lhs, num_rows, spec) and takes_rows(rhs, num_rows, spec),
+        wide and takes_rows(lhs, num_rows, spec) and takes_rows(rhs, num_rows, spec),
         8 if math.gcd(lhs.stride(0), rhs.stride(0), 16) == 8 else 1,
-        out.dtype != torch.float64 and tma_strides(out) is not None, accumulate,
+        wide and out.dtype != torch.float64 and tma_strides(out) is not None, accumulate,
     )  # fmt: skip
     launcher_of("wgrad", problem)(lhs, rhs, out, rows)
 

@@ -23,7 +23,7 @@ def _dbias_dscales(
     torch.autograd.graph.increment_version([dbias, dscales])
     adds_dbias, adds_dscales = accumulate
     rows = kernels.split_rows(splits, bias.shape[0], dy.shape[0], dy.dtype)
-    dots = dy.new_empty((kernels.num_bias_dots(dy.shape[1]), dy.shape[0]), dtype=dscales.dtype)
+    dots = dy.new_empty(kernels.num_bias_dots(dy.shape[1]), dy.shape[0], dtype=dscales.dtype)
     kernels.bias_grads(unit_rows(dy), rows, scales, bias, dbias, dots, accumulate=adds_dbias)
     kernels.sum_dots(dots, rows, dscales, accumulate=adds_dscales)
 

@@ -95,7 +95,7 @@ def _bias_backward(
     rows = kernels.split_rows(splits, num_groups, dy.shape[0], dy.dtype)
     scales, dots = None if scales is None else scales.contiguous(), None
     if bias is not None:
-        dots = dy.new_empty((kernels.num_bias_dots(dy.shape[1]), dy.shape[0]), dtype=wide_dtype(dy.dtype))
+        dots = dy.new_empty(kernels.num_bias_dots(dy.shape[1]), dy.shape[0], dtype=wide_dtype(dy.dtype))
     kernels.bias_grads(unit_rows(dy), rows, scales, bias, dbias, dots)
     if bias is not None:
         kernels.sum_dots(dots, rows, dscales)
@@ -103,8 +103,8 @@ def _bias_backward(
 
 
 def _bias_backward_fake(dy, splits, num_groups, bias, scales, needs_bias):
-    dbias = dy.new_empty((num_groups, dy.shape[1])) if needs_bias else None
-    return dbias, None if bias is None else scales.new_empty(scales.shape)
+    dbias = dy.new_empty(num_groups, dy.shape[1]) if needs_bias else None
+    return dbias, None if bias is None else scales.new_empty(*scales.shape)
 
 
 _run_forward = define_op(

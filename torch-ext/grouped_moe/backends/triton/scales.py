@@ -26,7 +26,7 @@ def for_rows(weight: Weight, block_m: int, dtype: torch.dtype) -> Weight:
     if not isinstance(weight, BlockScaled) or block_m < _MANY_ROWS:
         return weight
     spec, (num_experts, n, k) = spec_of(weight.data), weight.shape
-    plain = weight.data.new_empty(weight.shape, dtype=dtype)
+    plain = weight.data.new_empty(num_experts, n, k, dtype=dtype)
     block_n, block_k = _DEQUANTIZED
     grid = -(-n // block_n), -(-k // block_k), num_experts
     _dequantize_kernel(n, k, scale_blocks(weight, False))(grid, *codes_and_scales(weight, False, spec), plain)
@@ -94,7 +94,7 @@ def transpose_codes(weight: BlockScaled) -> BlockScaled:
     codes = data.transpose(1, 2)
     if not codes.is_contiguous() or codes.data_ptr() % ALIGNMENT:  # descriptors do not take others
         num_experts, n, k = data.shape
-        codes = data.new_empty((num_experts, k, n))
+        codes = data.new_empty(num_experts, k, n)
         given, grid = data.view(torch.uint8), (-(-n // _TRANSPOSED), -(-k // _TRANSPOSED), num_experts)
         _transpose_kernel(n, k)(grid, given, *nk_strides(given, False), codes.view(torch.uint8))
     return BlockScaled(codes, scales.transpose(1, 2), (block_k, block_n), 1, products)

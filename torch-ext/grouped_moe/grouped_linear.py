@@ -30,7 +30,7 @@ def _forward(
     rows = kernels.split_rows(splits, weight.shape[0], x.shape[0], x.dtype)
     low_rank = projected = None
     if a is not None:
-        rows = rows._replace(adapters=adapters)
+        rows = rows if adapters is None else rows._replace(adapters=adapters)
         (factors,) = read_factors(kernels, [LoRA(a, b, scaling)], rows, x.dtype)
         low_rank, projected = project(kernels, factors, x, rows)
     y = kernels.gemm(
@@ -58,8 +58,9 @@ def _backward(
     dy = unit_rows(dy)
     rows = kernels.split_rows(splits, weight.shape[0], dy.shape[0], dy.dtype)
     if a is not None:
-        adapters = None if adapters is None else adapters.contiguous()  # hooks on saved tensors may change strides
-        rows, lora = rows._replace(adapters=adapters), LoRA(a, b, scaling)
+        lora = LoRA(a, b, scaling)
+        if adapters is not None:  # hooks on saved tensors may change strides
+            rows = rows._replace(adapters=adapters.contiguous())
         if needs_x or needs_a or needs_b:
             (factors,) = read_factors(kernels, [lora], rows, dy.dtype)
             low_rank, db = project_backward(kernels, factors, dy, rows, projected.contiguous() if needs_b else None)

@@ -116,7 +116,7 @@ def backward(
     del dots
     if needs.up_bias:
         grads["up_bias"] = dout.new_empty(*block.up_bias.shape)
-        in_place = rows._replace(top_k=0, row_to_slot=None, slot_to_row=None)  # as those of dpreact are
+        in_place = Rows(rows.schedule, rows.num_groups, rows.num_rows, rows.block_m)  # as those of dpreact are
         kernels.bias_grads(dpreact, in_place, None, None, grads["up_bias"], None)
     if needs.up_a:
         grads["up_a"] = grad_of_a(kernels, block.up_lora, low_rank, x, rows, of_tokens=routed)

@@ -1,6 +1,5 @@
 """Grouped GEMM over rows that are sorted by group, and the weight gradient over a group's rows."""
 
-import math
 from functools import lru_cache
 from typing import Optional, Union
 
@@ -84,7 +83,7 @@ def wgrad(
         spec, lhs.dtype, out.dtype, dot_precision(lhs.dtype, spec), num_groups, m, n, rows.top_k,
         "lhs" if lhs_of_tokens else "rhs" if rhs_of_tokens else None, rows_per_group(num_rows, num_groups),
         wide and takes_rows(lhs, num_rows, spec) and takes_rows(rhs, num_rows, spec),
-        8 if math.gcd(lhs.stride(0), rhs.stride(0), 16) == 8 else 1,
+        8 if (lhs.stride()[0] | rhs.stride()[0]) % 16 == 8 else 1,
         wide and out.dtype != torch.float64 and tma_strides(out) is not None, accumulate,
     )  # fmt: skip
     launcher_of("wgrad", problem)(lhs, rhs, out, rows)

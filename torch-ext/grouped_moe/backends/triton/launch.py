@@ -84,7 +84,7 @@ class Kernel:
         if _compiles_only.get():
             self.function.warmup(*args, grid=grid, **self._named(first))
             return
-        if not _compat.keeps_variants(first.is_cuda):
+        if not self.variants and not _compat.keeps_variants(first.is_cuda):  # where there are some, they are kept
             self.compile_and_launch(grid, first, args)
             return
         key, addresses = [first.get_device(), self.sizes_of(args)], 0

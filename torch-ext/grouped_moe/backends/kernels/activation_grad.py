@@ -69,17 +69,16 @@ def activation_grad_kernel(
     dpreact[r] = w[r] dact[r] * a'(preact[r]); scaled_act[r] = w[r] a[r]; partials[n tile, r] = <dact[r], a[r]> in the
     tile. A scale of dpreact quantized is the largest magnitude of 128 columns over 448. Rows of no expert are neither
     read nor written.
-    Grid: (row tiles at most * n tiles,).
+    Grid: (programs,), persistent.
     The caller guarantees contiguous rows and, with codes_ptr, that N is a multiple of BLOCK_N, and this of 128.
     """
     wait_for_stream()
     N: tl.constexpr = OPTIONS.N
     NUM_N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    begin, end = tl.load(schedule_ptr), end_of_rows(schedule_ptr, NUM_EXPERTS)
     # Tiles of the same rows run at the same time, so that all of a row is read at once.
-    row = tl.load(schedule_ptr) + tl.program_id(0) // NUM_N_TILES * BLOCK_M
-    end = end_of_rows(schedule_ptr, NUM_EXPERTS)
-    if row < end:
-        n_tile = tl.program_id(0) % NUM_N_TILES
+    for tile in range(tl.program_id(0), tl.cdiv(end - begin, BLOCK_M) * NUM_N_TILES, tl.num_programs(0)):
+        row, n_tile = begin + tile // NUM_N_TILES * BLOCK_M, tile % NUM_N_TILES
         column = n_tile * BLOCK_N
         rows, row_mask = tile_rows(row, end - row, BLOCK_M)
         inside = column + tl.arange(0, BLOCK_N) < N

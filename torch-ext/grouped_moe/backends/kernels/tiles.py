@@ -167,7 +167,7 @@ def store_columns(ptr, value, first_row, row_mask, first_column, N: tl.constexpr
 def store_parts(ptr, stride_pn, parts, n_tile, first_row, row_mask):
     """Stores an n tile's part of an inner product of each row to a (n tiles, rows) tensor; nothing without ptr."""
     if ptr is not None:
-        ptrs = ptr + n_tile.to(tl.int64) * stride_pn + first_row + tl.arange(0, parts.shape[0])
+        ptrs = ptr + tl.cast(n_tile, tl.int64) * stride_pn + first_row + tl.arange(0, parts.shape[0])
         tl.store(ptrs, parts, mask=row_mask)
 
 

@@ -25,7 +25,8 @@ from .permute import sort_rows
 from .quantize import BLOCK, QuantizedRows, empty_rows, quantize_rows, values_and_scales
 from .scales import for_rows, scale_blocks
 
-_ROWS = 16  # of a program of `activation_grad`, which takes the activation's columns of one scale
+_ROWS = 16  # of a tile of `activation_grad`, whose columns are those of one scale
+_PROGRAMS_PER_SM = 32  # of it
 
 
 def up_proj(
@@ -112,8 +113,9 @@ def activation_grad(
     num_tiles = -(-n // BLOCK)
     dots = dact.new_empty(num_tiles + more_dots, num_rows, dtype=torch.float32) if needs.act_scales else None
     kernel = _activation_grad_kernel(rows.num_groups, n, block.gated, block.interleaved, block.activation)
+    programs = min(-(-num_rows // _ROWS) * num_tiles, spec_of(dact).num_sms * _PROGRAMS_PER_SM)
     kernel(
-        (-(-num_rows // _ROWS) * num_tiles, 1, 1), dact, scales, preact, dpreact,
+        (programs, 1, 1), dact, scales, preact, dpreact,
         *values_and_scales(codes), act, dots, num_rows, rows.row_to_slot, rows.schedule,
     )  # fmt: skip
     return dpreact, codes, act, dots

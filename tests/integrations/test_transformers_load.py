@@ -97,6 +97,18 @@ def test_capacity_as_a_share_of_the_slots(grouped_moe, device):
     assert torch.equal(experts(x, ids, weights), want)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_trace_has_room_for_all_slots(grouped_moe, device):
+    """`torch.jit.trace` has tensors for sizes: a share of the slots of one call would be too few for a larger one."""
+    experts = build(GPT_OSS, device, grouped_moe.register_experts_implementation("shares", capacity=0.5))
+    x, ids, weights = (tensor[:16] for tensor in make_inputs(device)[:3])
+    ids, weights = ids[:, :2], weights[:, :2]
+    ids[:, 1] = EXPERTS
+    for tokens in (1, 4):
+        traced = torch.jit.trace(experts, (x[:tokens], ids[:tokens], weights[:tokens]), check_trace=False)
+        assert torch.equal(traced(x, ids, weights), experts(x, ids, weights))
+
+
 WITHOUT_TRANSFORMERS = """
 import kernels, sys
 kernel = kernels.get_kernel({!r}, version={})

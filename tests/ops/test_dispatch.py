@@ -206,6 +206,20 @@ def test_traced_by_torch_jit(operation):
     assert_bitwise("traced", traced(*others), function(*others))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_capacity_made_of_sizes_is_traced(grouped_moe, device):
+    """`torch.jit.trace` has tensors for sizes. What it makes has room for all slots of any number of tokens."""
+    shapes = (12, 16), (12, 2), (3, 8, 16), (3, 16, 4)
+    x, weights, up, down = (torch.randn(shape, device=device) for shape in shapes)
+    ids = torch.arange(24, device=device).reshape(12, 2) % 3
+
+    def function(x, ids, weights):
+        return grouped_moe.grouped_mm_experts(x, ids, weights, up, down, capacity=2 * x.shape[0])
+
+    traced = torch.jit.trace(function, (x[:5], ids[:5], weights[:5]), check_trace=False)
+    assert_bitwise("traced", traced(x, ids, weights), function(x, ids, weights))
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop.*:UserWarning")
 def test_batched_gradients(operation, device):
     """`is_grads_batched`, as vectorized Jacobians ask for it, gives each gradient; the graph of them it cannot."""

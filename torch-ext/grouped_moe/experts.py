@@ -2,6 +2,7 @@
 
 from typing import Optional, Union
 
+import torch
 from torch import Tensor
 
 from .backends.native.decode import decode_directly
@@ -67,7 +68,8 @@ def grouped_mm_experts(
     are, nothing is accessed out of bounds, and an error comes instead of a wrong result: on CPU RuntimeError with both
     numbers; on an accelerator, which counts them without telling the host, an assertion on the device, in a graph's
     replay as well: CUDA reports it at the next sync and prints a message that names grouped_mm_experts and capacity.
-    ROCm, whose PyTorch is built without such assertions, makes room for all slots instead.
+    ROCm, whose PyTorch is built without such assertions, makes room for all slots instead. So does a trace of
+    `torch.jit` if the capacity is made of sizes.
     Decode calls on an accelerator have room for all slots, and ignore it.
 
     Raises TypeError or ValueError that names the argument, before anything is launched, and NotImplementedError in
@@ -75,6 +77,8 @@ def grouped_mm_experts(
     """
     checks.check_flags(gated=gated, interleaved=interleaved, transposed=transposed, recompute=recompute)
     activation = as_activation(activation, gated, interleaved)
+    if capacity is not None and torch.jit.is_tracing() and isinstance(capacity, Tensor):
+        capacity = None  # made of sizes, for which a trace has tensors
     checks.check_count("capacity", capacity)
     if IS_BUILT:
         experts = gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias

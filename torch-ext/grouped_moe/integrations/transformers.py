@@ -35,8 +35,13 @@ def _weight(
     return (local_parameter(experts, name), lora) if in_place is None else in_place
 
 
-def capacity_of(num_slots: int, share: Share) -> int:
-    """The slots' share, rounded up, or 1 without slots. Their number may be symbolic."""
+def capacity_of(num_slots: Union[int, Tensor], share: Share) -> Optional[int]:
+    """The slots' share, rounded up, or 1 without slots. Their number may be symbolic.
+
+    None for all of them in a trace of `torch.jit`, which has tensors for sizes.
+    """
+    if isinstance(num_slots, Tensor):
+        return None
     numerator, denominator = share
     return max(1, -(-num_slots * numerator // denominator))
 

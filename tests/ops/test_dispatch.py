@@ -220,6 +220,19 @@ def test_a_capacity_made_of_sizes_is_traced(grouped_moe, device):
     assert_bitwise("traced", traced(x, ids, weights), function(x, ids, weights))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_number_of_experts_that_is_a_size_is_traced(grouped_moe, device):
+    x, weight = torch.randn(12, 16, device=device), torch.randn(3, 8, 16, device=device)
+    ids = torch.arange(24, device=device).reshape(12, 2) % 4
+
+    def function(x, ids, weight):
+        routing = grouped_moe.route(ids, weight.shape[0])
+        return grouped_moe.grouped_linear(grouped_moe.gather_rows(x, routing), weight, routing.expert_offsets)
+
+    traced = torch.jit.trace(function, (x[:5], ids[:5], weight), check_trace=False)
+    assert_bitwise("traced", traced(x, ids, weight), function(x, ids, weight))
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop.*:UserWarning")
 def test_batched_gradients(operation, device):
     """`is_grads_batched`, as vectorized Jacobians ask for it, gives each gradient; the graph of them it cannot."""

@@ -14,7 +14,7 @@ Rows are sorted by expert and, within an expert, by slot (a stable counting sort
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Tuple
+from typing import Tuple, Union
 
 import torch
 from torch import Tensor
@@ -69,6 +69,11 @@ def rows_of(expert_offsets: Tensor, row_to_slot: Tensor, slot_to_row: Tensor, to
     return Rows(expert_offsets, expert_offsets.shape[0] - 1, row_to_slot.shape[0], 0, top_k, row_to_slot, slot_to_row)
 
 
+def _as_number(size: Union[int, Tensor]) -> int:
+    """A size as it is, symbolic ones too; in a trace of `torch.jit`, which has tensors for them, its number."""
+    return int(size) if torch.jit.is_tracing() and isinstance(size, Tensor) else size
+
+
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
     """Sorts slots by expert, without a host sync; not differentiable.
 
@@ -76,7 +81,6 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     num_experts: E, 1 to 1024. Raises TypeError for other dtypes, ValueError for other shapes, E out of range or more
     than 2^31 - 129 slots.
     """
+    num_experts = _as_number(num_experts)
     check_routing(top_k_index, num_experts)
-    top_k = top_k_index.shape[1]
-    top_k = int(top_k) if torch.jit.is_tracing() else top_k  # a trace takes sizes for tensors, a compiler for symbols
-    return Routing(*_run_route(top_k_index, num_experts), top_k)
+    return Routing(*_run_route(top_k_index, num_experts), _as_number(top_k_index.shape[1]))

@@ -64,12 +64,12 @@ __device__ __forceinline__ float dot(const uint4 &a, const uint4 &b, float acc) 
   return dot_pair<Element>(a.w, b.w, acc);
 }
 
-// The sums over each LANES lanes of a warp of ROWS values of each, both powers of two: lanes [i * LANES / ROWS,
-// (i + 1) * LANES / ROWS) of these get that of value i. Each step halves the values that a lane still adds up.
-template <int LANES = WARP, int ROWS>
+// The sums over a warp of ROWS values of each lane, ROWS a power of two: lanes [i * 32 / ROWS, (i + 1) * 32 / ROWS) get
+// that of value i. Each step halves the values that a lane still adds up.
+template <int ROWS>
 __device__ __forceinline__ float warp_sums(float (&v)[ROWS]) {
   const int lane = threadIdx.x % WARP;
-  int offset = LANES / 2;
+  int offset = WARP / 2;
 #pragma unroll
   for (int rows = ROWS / 2; rows; rows /= 2, offset /= 2) {
     const bool upper = lane & offset;
@@ -82,17 +82,6 @@ __device__ __forceinline__ float warp_sums(float (&v)[ROWS]) {
 #pragma unroll
   for (; offset; offset /= 2) v[0] += __shfl_xor_sync(0xffffffffu, v[0], offset);
   return v[0];
-}
-
-// The sum of choice k for lane k, if that is one of CHOICES * SIDES choices from `first` on, else 0. A side is an equal
-// part of a warp and has every SIDES-th choice: parts[c] of its lanes are those of choice first + c * SIDES + side.
-template <int SIDES = 1, int CHOICES>
-__device__ __forceinline__ float sum_of_choice(float (&parts)[CHOICES], int first) {
-  constexpr int LANES = WARP / SIDES;
-  const unsigned choice = threadIdx.x % WARP - first;
-  const float sum = warp_sums<LANES>(parts);
-  const float own = __shfl_sync(0xffffffffu, sum, choice % SIDES * LANES + choice / SIDES * (LANES / CHOICES));
-  return choice < CHOICES * SIDES ? own : 0.f;
 }
 
 // A piece of weights, which is read once: past L1; zeros unless wanted. Volatile, and no read of constant memory

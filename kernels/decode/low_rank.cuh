@@ -59,35 +59,33 @@ __device__ __forceinline__ void add_ranks(const DecodeArgs &a, int slot, int exp
   }
 }
 
-// What down's pair adds to the product of a column and choice k of a token, for lane k, which knows the expert of that
-// choice. Half a warp goes along the ranks, and two choices are side by side. The kernel has waited for z.
-__device__ __forceinline__ float ranks_of_choice(const DecodeArgs &a, int token, int column, int expert) {
-  constexpr int CHOICES = 4, SIDES = 2, LANES = WARP / SIDES;
+// sum + a lane's part of what down's pair adds to a column of a token: every 32nd rank of all choices, one after the
+// other. Lane k knows the expert and the weight of choice k. The kernel has waited for z.
+__device__ __forceinline__ float add_ranks_of_choices(const DecodeArgs &a, int token, int column, int expert,
+                                                      float weight, float sum) {
+  constexpr int STEPS = 4;
   const LowRank &pair = a.down_lora;
-  const int adapter = load_adapter(a, token), side = threadIdx.x % WARP / LANES, seat = threadIdx.x % LANES;
-  if (adapter < 0) return 0.f;
-  const char *z = reinterpret_cast<const char *>(a.z + int64_t(token) * a.top_k * pair.rank);
+  const int adapter = load_adapter(a, token), lane = threadIdx.x % WARP, count = a.top_k * pair.rank;
+  if (adapter < 0) return sum;
+  const char *z = reinterpret_cast<const char *>(a.z + int64_t(token) * count);
   const char *b = factor_at(pair.b, adapter, 0) + column * pair.b.stride_n;
-  float product = 0.f;
 #pragma unroll 1
-  for (int first = 0; first < a.top_k; first += SIDES * CHOICES) {
-    float parts[CHOICES] = {};
-#pragma unroll 1
-    for (int start = 0; start < pair.rank; start += LANES) {
-      const int rank = start + seat;
-      unsigned rows[CHOICES];
-      FactorBits bits[CHOICES];
+  for (int first = lane; first < count + lane; first += STEPS * WARP) {
+    unsigned rows[STEPS];
+    float weights[STEPS];
+    FactorBits bits[STEPS];
 #pragma unroll
-      for (int c = 0; c < CHOICES; ++c) {
-        const int choice = first + SIDES * c + side, e = __shfl_sync(0xffffffffu, expert, choice);
-        const bool wanted = e >= 0 && rank < pair.rank;
-        rows[c] = load_bits<4>(z + (choice * pair.rank + rank) * sizeof(float), wanted);
-        bits[c] = load_factor(pair.b, b + e * pair.b.stride_e + rank * pair.b.stride_k, wanted);
-      }
-#pragma unroll
-      for (int c = 0; c < CHOICES; ++c) parts[c] = fmaf(__uint_as_float(rows[c]), to_float(pair.b, bits[c]), parts[c]);
+    for (int s = 0; s < STEPS; ++s) {
+      const int at = first + s * WARP, choice = at / pair.rank, rank = at - choice * pair.rank;
+      const int e = __shfl_sync(0xffffffffu, expert, choice);  // of any choice past the last one
+      const bool routed = at < count && e >= 0;
+      weights[s] = __shfl_sync(0xffffffffu, weight, choice);
+      rows[s] = load_bits<4>(z + at * sizeof(float), routed);
+      bits[s] = load_factor(pair.b, b + e * pair.b.stride_e + rank * pair.b.stride_k, routed);
     }
-    product += sum_of_choice<SIDES>(parts, first);
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s)
+      sum = fmaf(weights[s] * __uint_as_float(rows[s]), to_float(pair.b, bits[s]), sum);
   }
-  return product;
+  return sum;
 }

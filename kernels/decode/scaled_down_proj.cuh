@@ -16,15 +16,15 @@ __global__ void __launch_bounds__(WARPS *WARP, 5) scaled_down_proj_kernel(const 
   const int token = blockIdx.y, lane = threadIdx.x % WARP, column = blockIdx.x * WARPS + threadIdx.x / WARP;
   if (column >= a.hidden) return;
   const int expert = lane < a.top_k ? load_expert(a, token, lane) : -1;
-  const int row = a.intermediate / CODES, side = threadIdx.x % WARP / LANES, seat = threadIdx.x % LANES;
+  const float weight = expert >= 0 ? load_weight(a, token, lane) : 0.f;
+  const int row = a.intermediate / CODES, side = lane / LANES, seat = lane % LANES;
   const uint4 *w = row_at<char>(a.down, column * a.stride_dn);
   const uint4 *act = row_at<Element>(a.act, int64_t(token) * a.top_k * a.intermediate);
   const int64_t of_expert = a.stride_de / CODES;
   const char *of_column = scales_of(a.down_scales, 0, column);
-  float product = 0.f;  // of a lane's choice
+  float sum = 0.f;
   bool waits = true;
-  for (int first = 0; first < a.top_k; first += 2 * CHOICES) {
-    float parts[CHOICES] = {};
+  for (int first = 0; first < a.top_k; first += 2 * CHOICES)
     for (int step = 0; step < row; step += LANES * PIECES) {
       const int start = step + seat;
       uint4 pieces[CHOICES][PIECES];
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(WARPS *WARP, 5) scaled_down_proj_kernel(const 
 #pragma unroll
       for (int c = 0; c < CHOICES; ++c) {
         const int choice = first + 2 * c + side, e = __shfl_sync(0xffffffffu, expert, choice);
-        routed[c] = e >= 0;
+        routed[c] = choice < a.top_k && e >= 0;
         scale_rows[c] = of_column + e * a.down_scales.stride_e;
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
@@ -54,24 +54,23 @@ __global__ void __launch_bounds__(WARPS *WARP, 5) scaled_down_proj_kernel(const 
         for (int i = 0; i < PIECES; ++i)
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            const int at = (first + 2 * c + side) * row + start + i * LANES;
-            v[i][j] = routed[c] && start + i * LANES < row ? act[2 * at + j] : make_uint4(0, 0, 0, 0);
+            const int at = start + i * LANES, of_slot = (first + 2 * c + side) * row;
+            v[i][j] = routed[c] && at < row ? act[2 * (of_slot + at) + j] : make_uint4(0, 0, 0, 0);
           }
+        float product = 0.f;
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
           float2 values[CODES / 2];
           unpack_pieces<Element>(v[i], values);
-          parts[c] = fmaf(dot_codes(pieces[c][i], values), scales[c][i], parts[c]);
+          product = fmaf(dot_codes(pieces[c][i], values), scales[c][i], product);
         }
+        sum = fmaf(__shfl_sync(0xffffffffu, weight, first + 2 * c + side), product, sum);
       }
     }
-    product += sum_of_choice<2>(parts, first);
-  }
-  const float weight = expert >= 0 ? load_weight(a, token, lane) : 0.f;
   if (expert >= 0 && a.down_bias)
-    product += load_bias<Element>(a.down_bias, expert * a.stride_dbe + column * a.stride_dbn);
-  if constexpr (LOW_RANK) product += ranks_of_choice(a, token, column, expert);
-  float sums[] = {weight * product};
-  const float sum = warp_sums(sums);
+    sum = fmaf(weight, load_bias<Element>(a.down_bias, expert * a.stride_dbe + column * a.stride_dbn), sum);
+  if constexpr (LOW_RANK) sum = add_ranks_of_choices(a, token, column, expert, weight, sum);
+  float sums[] = {sum};
+  sum = warp_sums(sums);
   if (lane == 0) static_cast<Element *>(a.out)[int64_t(token) * a.hidden + column] = from_float<Element>(sum);
 }

@@ -7,7 +7,8 @@
 import contextlib
 import inspect
 import logging
-from concurrent.futures import Executor
+import threading
+from concurrent.futures import Executor, Future
 from contextvars import ContextVar
 from functools import lru_cache
 from operator import itemgetter
@@ -34,6 +35,22 @@ _log = logging.getLogger("grouped_moe")
 _compiles_only: ContextVar[bool] = ContextVar("grouped_moe_compiles_only", default=False)
 
 
+class _Held(Executor):
+    """Hands on to an executor what runs once `started` is set."""
+
+    def __init__(self, executor: Executor):
+        self.executor, self.started = executor, threading.Event()
+
+    def submit(self, function: Any, *args: Any, **kwargs: Any) -> Future:
+        """As of any executor."""
+
+        def run() -> Any:
+            self.started.wait()
+            return function(*args, **kwargs)
+
+        return self.executor.submit(run)
+
+
 @contextlib.contextmanager
 def compiling_together(executor: Executor) -> Iterator[None]:
     """In this context launches run nothing; the executor compiles the variants that they lack, all before it ends.
@@ -41,10 +58,15 @@ def compiling_together(executor: Executor) -> Iterator[None]:
     It holds for this thread alone, so backwards have to run in it (`torch.autograd.set_multithreading_enabled`). What
     kernels would have written stays unwritten. A variant that fails to compile does so again when it is launched.
     """
-    token = _compiles_only.set(True)
+    token, held = _compiles_only.set(True), _Held(executor)
     try:
-        with triton.AsyncCompileMode(executor, ignore_errors=True):
-            yield
+        with triton.AsyncCompileMode(held, ignore_errors=True):
+            try:
+                yield
+            finally:
+                # Not earlier: CPython before 3.11.8 and 3.12.2 may fail to parse a kernel while another thread parses
+                # (python/cpython#106905). What the executor fails to parse is compiled when it is launched.
+                held.started.set()
     finally:
         _compiles_only.reset(token)
 

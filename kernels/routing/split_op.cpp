@@ -11,8 +11,8 @@ Tensor split_rows_op(const Tensor &splits, int64_t num_groups, int64_t num_rows,
   STD_TORCH_CHECK(type == ScalarType::Long || type == ScalarType::Int, "split_rows: expected splits of int32 or int64");
   STD_TORCH_CHECK(fits_schedule(num_groups, num_rows, block_m, schedule_size) && splits.dim() == 1 &&
                       (splits.size(0) == num_groups || splits.size(0) == num_groups + 1),
-                  "split_rows: expected sizes or offsets of 1 to 1024 groups, up to 2^31 - 129 rows, tiles of up to 128 "
-                  "and a schedule with room for them");
+                  "split_rows: expected sizes or offsets of 1 to 1024 groups, up to 2^31 - 129 rows, tiles of up to "
+                  "128 and a schedule with room for them");
   const int32_t device = splits.get_device_index();
   const OnDevice guard(device);
   Tensor schedule = empty({schedule_size}, aoti_torch_dtype_int32(), device);

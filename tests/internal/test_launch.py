@@ -6,6 +6,7 @@ import pkgutil
 import random
 import re
 import sys
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,22 @@ def test_kernels_compile_together(grouped_moe, compiling_stub, monkeypatch):
     compiled = len(compiling_stub.variants)
     KINDS["linear-2048-kn-plain"](grouped_moe)
     assert compiling_stub.launches and len(compiling_stub.variants) == compiled > count
+
+
+@pytest.mark.slow
+def test_what_others_launch_runs_while_kernels_compile_together(compiling_stub):
+    """As the activation of a user's layer may: its launch waits for a variant, which must not wait for the launch."""
+    x, slots, out = torch.ones(4, 64), torch.arange(8, dtype=torch.int32), torch.empty(8, 64)
+    sort = compiling_stub.module("backends.triton.permute")._kernel("sort_rows", 64, 2, 64)
+    done, threads = threading.Event(), ThreadPoolExecutor(1)
+
+    def launch():
+        with compiling_stub.module("backends.triton.launch").compiling_together(threads):
+            sort.compile_and_launch((4, 1, 1), x, (x, x.stride(0), slots, out))
+        done.set()
+
+    threading.Thread(target=launch, daemon=True).start()
+    assert done.wait(120) and len(compiling_stub.launches) == 1
 
 
 @pytest.mark.slow

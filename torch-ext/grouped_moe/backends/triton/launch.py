@@ -36,7 +36,7 @@ _compiles_only: ContextVar[bool] = ContextVar("grouped_moe_compiles_only", defau
 
 
 class _Held(Executor):
-    """Hands on to an executor what runs once `started` is set."""
+    """Hands on to an executor what runs once `started` is set, or a result is asked for."""
 
     def __init__(self, executor: Executor):
         self.executor, self.started = executor, threading.Event()
@@ -48,7 +48,13 @@ class _Held(Executor):
             self.started.wait()
             return function(*args, **kwargs)
 
-        return self.executor.submit(run)
+        def result(timeout: Optional[float] = None) -> Any:
+            self.started.set()
+            return wait(timeout)
+
+        future = self.executor.submit(run)
+        wait, future.result = future.result, result
+        return future
 
 
 @contextlib.contextmanager
@@ -65,7 +71,8 @@ def compiling_together(executor: Executor) -> Iterator[None]:
                 yield
             finally:
                 # Not earlier: CPython before 3.11.8 and 3.12.2 may fail to parse a kernel while another thread parses
-                # (python/cpython#106905). What the executor fails to parse is compiled when it is launched.
+                # (python/cpython#106905). What the executor fails to parse is compiled when it is launched. But others'
+                # launches in this context, as of a layer's own activation, wait for results.
                 held.started.set()
     finally:
         _compiles_only.reset(token)

@@ -6,10 +6,7 @@ import pkgutil
 import random
 import re
 import sys
-import threading
-import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -62,45 +59,6 @@ def test_later_launches_are_tritons_own(grouped_moe, stub, compared, monkeypatch
     KINDS[kind](grouped_moe)
     assert stub.names() == compiled
     assert {*compiled} == {*compared}
-
-
-@pytest.mark.slow
-def test_kernels_compile_together(grouped_moe, compiling_stub, monkeypatch):
-    """By the executor, none before all are known; launches run nothing, nor do those of kernels that are compiled."""
-    threads, futures = ThreadPoolExecutor(1), []  # several that parse at once may fail, see `compiling_together`
-    submit, source, parsed = threads.submit, importlib.import_module("triton.compiler").ASTSource, []
-    threads.submit = lambda *args: futures.append(submit(*args)) or futures[-1]
-    make_ir = source.make_ir
-    monkeypatch.setattr(source, "make_ir", lambda *args: parsed.append(args[0]) or make_ir(*args))
-    KINDS["linear-64-nk-bias"](grouped_moe)
-    count = len(compiling_stub.variants)
-    del compiling_stub.launches[:], parsed[:]
-    with threads, compiling_stub.module("backends.triton.launch").compiling_together(threads):
-        for kind in ("linear-64-nk-bias", "linear-2048-kn-plain", "linear-2048-kn-plain"):
-            KINDS[kind](grouped_moe)
-        time.sleep(0.5)
-        assert not parsed
-    assert futures and not any(future.exception() for future in futures)
-    assert not compiling_stub.launches
-    compiled = len(compiling_stub.variants)
-    KINDS["linear-2048-kn-plain"](grouped_moe)
-    assert compiling_stub.launches and len(compiling_stub.variants) == compiled > count
-
-
-@pytest.mark.slow
-def test_what_others_launch_runs_while_kernels_compile_together(compiling_stub):
-    """As the activation of a user's layer may: its launch waits for a variant, which must not wait for the launch."""
-    x, slots, out = torch.ones(4, 64), torch.arange(8, dtype=torch.int32), torch.empty(8, 64)
-    sort = compiling_stub.module("backends.triton.permute")._kernel("sort_rows", 64, 2, 64)
-    done, threads = threading.Event(), ThreadPoolExecutor(1)
-
-    def launch():
-        with compiling_stub.module("backends.triton.launch").compiling_together(threads):
-            sort.compile_and_launch((4, 1, 1), x, (x, x.stride(0), slots, out))
-        done.set()
-
-    threading.Thread(target=launch, daemon=True).start()
-    assert done.wait(120) and len(compiling_stub.launches) == 1
 
 
 @pytest.mark.slow

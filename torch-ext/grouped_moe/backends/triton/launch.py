@@ -36,7 +36,7 @@ _compiles_only: ContextVar[bool] = ContextVar("grouped_moe_compiles_only", defau
 
 
 class _Held(Executor):
-    """Hands on to an executor what runs once `started` is set, or a result is asked for."""
+    """Hands on to an executor what runs once `started` is set or a result is asked for."""
 
     def __init__(self, executor: Executor):
         self.executor, self.started = executor, threading.Event()
@@ -46,7 +46,10 @@ class _Held(Executor):
 
         def run() -> Any:
             self.started.wait()
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except SystemError:  # of CPython's parser, see below; Triton 3.8 would raise it at each launch from then on
+                return function(*args, **kwargs)
 
         def result(timeout: Optional[float] = None) -> Any:
             self.started.set()
@@ -71,8 +74,8 @@ def compiling_together(executor: Executor) -> Iterator[None]:
                 yield
             finally:
                 # Not earlier: CPython before 3.11.8 and 3.12.2 may fail to parse a kernel while another thread parses
-                # (python/cpython#106905). What the executor fails to parse is compiled when it is launched. But others'
-                # launches in this context, as of a layer's own activation, wait for results.
+                # (python/cpython#106905). Others' launches in this context, as of a layer's own activation, do not
+                # wait for its end.
                 held.started.set()
     finally:
         _compiles_only.reset(token)

@@ -13,7 +13,6 @@ pytest_plugins = ["driver_stub"]
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
 def test_kernels_compile_together(grouped_moe, compiling_stub, monkeypatch):
     """By the executor, none before all are known; launches run nothing, nor do those of kernels that are compiled."""
     threads, futures = ThreadPoolExecutor(1), []  # several that parse at once may fail, see `compiling_together`
@@ -36,7 +35,6 @@ def test_kernels_compile_together(grouped_moe, compiling_stub, monkeypatch):
     assert compiling_stub.launches and len(compiling_stub.variants) == compiled > count
 
 
-@pytest.mark.slow
 def test_what_fails_to_be_parsed_is_tried_again(grouped_moe, compiling_stub, monkeypatch):
     """As it may while another thread parses. Triton 3.8 would raise the error at each launch from then on."""
     source, failed = importlib.import_module("triton.compiler").ASTSource, []
@@ -58,7 +56,6 @@ def test_what_fails_to_be_parsed_is_tried_again(grouped_moe, compiling_stub, mon
     assert failed and len(compiling_stub.variants) == compiled
 
 
-@pytest.mark.slow
 def test_what_others_launch_runs_while_kernels_compile_together(compiling_stub):
     """As the activation of a user's layer may: its launch waits for a variant, which must not wait for the launch."""
     x, slots, out = torch.ones(4, 64), torch.arange(8, dtype=torch.int32), torch.empty(8, 64)

@@ -1,6 +1,7 @@
 """What must not be read is made NaN: fresh memory, rows, weights and the memory around a tensor."""
 
 import contextlib
+import gc
 import warnings
 from typing import Callable, Dict, Iterator, Optional
 
@@ -107,6 +108,7 @@ def dirty_allocator(device: str, floats: int = 1 << 20) -> None:
 def no_memory(device):
     """Neither of the GPU nor in PyTorch's cache."""
     taken = []
+    gc.collect()  # now, not within
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(0.0)
     try:

@@ -48,7 +48,7 @@ class _Held(Executor):
             self.started.wait()
             try:
                 return function(*args, **kwargs)
-            except SystemError:  # of CPython's parser, see below; Triton 3.8 would raise it at each launch from then on
+            except Exception:  # of CPython's parser, see below; Triton 3.8 would raise it at each launch from then on
                 return function(*args, **kwargs)
 
         def result(timeout: Optional[float] = None) -> Any:

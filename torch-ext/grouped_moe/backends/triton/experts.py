@@ -26,7 +26,7 @@ from .quantize import BLOCK, QuantizedRows, empty_rows, quantize_rows, values_an
 from .scales import for_rows, scale_blocks
 
 _ROWS = 16  # of a tile of `activation_grad`, whose columns are those of one scale
-_PROGRAMS_PER_SM = 32  # of it
+_PROGRAMS_PER_SM = 32  # of `activation_grad`: some rounds of those that run at once, so that the last one is small
 
 
 def up_proj(

@@ -16,7 +16,7 @@ _MAX_BLOCK_H = 2048
 _COMBINE_BYTES = 2048  # of a row that two warps sum up
 _SORT_BYTES = 2048  # of a row that one warp copies
 
-# As many warps per program as its share of a row is for.
+# One warp per program where a program's share of a row is that of a warp.
 _FUNCTIONS = {
     "sort_rows": (sort_rows_kernel, {"num_warps": 1}),
     "gather_rows": (gather_rows_kernel, {}),

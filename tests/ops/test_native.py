@@ -250,16 +250,17 @@ def test_what_is_handed_over(grouped_moe, device, taken):
     transposed, views = FEW._replace(transposed=True), {w: getattr(inputs, w).mT for w in ("gate_up_proj", "down_proj")}
     out = call(grouped_moe, transposed, inputs._replace(**views))
     assert_bitwise("transposed views", out, call(grouped_moe, FEW, inputs))
-    out = call(grouped_moe, transposed, inputs._replace(**{name: view.contiguous() for name, view in views.items()}))
+    turned = inputs._replace(**{name: view.contiguous() for name, view in views.items()})
+    out = call(grouped_moe, transposed, turned)
     assert_close("transposed", out, run_reference(grouped_moe, FEW, inputs)["out"], torch.bfloat16)
     assert taken[-3:] == [(True, True)] * 3 and not any(took for _, took in taken[:-3])
     with pytest.raises(ValueError, match="^down_proj: expected shape"):
         call(grouped_moe, FEW, inputs._replace(down_proj=inputs.down_proj[:, :, :8]))
     for name in ("hidden_states", "down_proj"):
-        for case, dims in ((FEW, {}), (transposed, {"sparse_dim": 1})):
-            sparse = getattr(inputs, name).to_sparse(**dims)
+        for case, dense, dims in ((FEW, inputs, {}), (transposed, turned, {"sparse_dim": 1})):
+            sparse = getattr(dense, name).to_sparse(**dims)
             with pytest.raises(TypeError, match=f"^{name}: expected a dense tensor"):
-                call(grouped_moe, case, inputs._replace(**{name: sparse}))
+                call(grouped_moe, case, dense._replace(**{name: sparse}))
     with pytest.raises(TypeError, match="^hidden_states: expected a tensor"):
         call(grouped_moe, FEW, inputs._replace(hidden_states=None))
     for name in ("hidden_states", "top_k_index", "top_k_weights", "down_proj"):

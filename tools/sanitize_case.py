@@ -35,10 +35,11 @@ FP8 = {"scaled": ("gate_up_proj", "down_proj"), "block": (128, 128), "products":
 PAIRS = {"adapted": ("gate_up_proj", "down_proj"), "rank": 20}
 GPT_OSS, TRANSPOSED = {"interleaved": True, "transposed": True}, {"H": 136, "I": 72, "transposed": True}
 FEW_RANKS = {**PAIRS, "rank": 6}
+AS_PEFT = {**FEW_RANKS, "as_peft": True}  # where b lies as (N, r E)
 BLOCKS = (
     Block("gated", 9),
     Block("gated, LoRA", 700, Layer(H=136, I=72), options=PAIRS),
-    Block("LoRA, many experts of many rows", 1000, Layer(top_k=4, E=60, H=520, I=72), options=FEW_RANKS),
+    Block("LoRA, many experts of many rows", 1000, Layer(top_k=4, E=60, H=520, I=72), options=AS_PEFT),
     Block("LoRA, all rows for three of many", 1000, Layer(top_k=4, E=60, H=520, I=72), idle=57, options=FEW_RANKS),
     Block("gated, many slots, whole tiles", 1100, Layer(H=128, I=64)),
     Block("gated, part of a step", 700, Layer(H=136, I=136), BIASES),
@@ -152,6 +153,9 @@ def main(argv: Optional[List[str]] = None) -> None:
         trial = Trial(kernel, case, arguments.device, reference_on="cpu")
         # Copies alone, without memory around them that a stray access could land in unnoticed.
         tensors = {name: value.to(arguments.device, copy=True) for name, value in trial.values.items()}
+        if "as_peft" in case.options:
+            for factor in (f"{weight}_b" for weight in case.pairs):
+                tensors[factor] = tensors[factor].movedim(0, -1).contiguous().movedim(-1, 0)
         routings = [routing.to(arguments.device) for routing in case.routings]
         trial.compare(case.run(trial.call, tensors, routings), case.routings)
         print(f"{name}: right", flush=True)

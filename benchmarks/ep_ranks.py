@@ -131,7 +131,7 @@ def slowest(value: float) -> float:
     return largest.item()
 
 
-def measure(case: Case, kernel: object, weights: Sequence[Tensor], mesh: DeviceMesh, arguments: argparse.Namespace):
+def measure(case: Case, kernel: object, weights: Sequence[Tensor], mesh: DeviceMesh) -> dict:
     """The cell of a case."""
     kernel.register_experts_implementation(ep_max_tokens=case.tokens)
     batch = batch_of(case)
@@ -151,7 +151,7 @@ def measure(case: Case, kernel: object, weights: Sequence[Tensor], mesh: DeviceM
         cell["wrong"] += [name] if not error < MAX_ERROR[torch.bfloat16] else []
         peak = timing.peak_mib(each["step"])
         cell["peak_mib"][name] = None if peak is None else slowest(peak)
-    plan = timing.Plan(0.0, arguments.rounds, math.inf, arguments.sample_seconds, 2)
+    plan = timing.Plan(0.0, rounds=8, seconds=math.inf, sample_seconds=4e-3, least_calls=2)
     cell["times"].update(time_layers(calls, plan, agree=slowest))
     graphs = {"layer": {name: each["layer"] for name, each in calls.items() if name != ALL_TO_ALL}}
     graphs["layer"][WIRE] = wire_of(case)
@@ -168,8 +168,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, also without a GPU")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cells whose name has all these words")
-    parser.add_argument("--rounds", type=int, default=8, help="in which all providers take their turn (8)")
-    parser.add_argument("--sample-seconds", type=float, default=4e-3, help="of calls in a row (0.004)")
     arguments = parser.parse_args()
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -183,7 +181,7 @@ def main() -> None:
         if case.layer != layer:
             weights.clear()
             layer, weights[:] = case.layer, make_weights(case.layer)
-        results["cells"].append(measure(case, kernel, weights, mesh, arguments))
+        results["cells"].append(measure(case, kernel, weights, mesh))
         timing.release_memory()
         if dist.get_rank() == 0:
             print(summary(results["cells"][-1]), flush=True)

@@ -43,7 +43,6 @@ from workload import (
 
 RECOMPUTE, GROUPED, BATCHED = "ours, recompute", "grouped_mm", "batched_mm"
 SONICMOE, DENSE = "SonicMoE", "dense"
-PROVIDERS = (OURS, RECOMPUTE, GROUPED, BATCHED, SONICMOE, DENSE)
 # Input sets that calls go through in turn: one set's weights could stay in the cache. A series, which keeps a graph per
 # set, has as many only up to so many tokens.
 SETS, FEW_TOKENS = 4, 256

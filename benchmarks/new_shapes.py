@@ -106,7 +106,7 @@ def run(kernel: ModuleType, shapes: Shapes, arguments: argparse.Namespace) -> Li
     warm = [shapes.first + 1 + BETWEEN * i for i in range(0, count, every)] if shapes.first else []
     sizes = [shapes.first + BETWEEN * i for i in range(count)] if shapes.first else DECODE_TOKENS
     problem = make(kernel, block, shapes, [*warm, *sizes])
-    cell = start(problem, arguments.first_seconds)
+    cell = start(problem)
     calls = {name: make_call(provider, problem.parts[0]) for name, provider in problem.providers.items()}
     passes = 2 if arguments.smoke else PASSES if shapes.first else DECODE_PASSES
     numbers = range(len(warm) + len(sizes))

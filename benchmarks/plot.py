@@ -1,6 +1,6 @@
 """Draws what is recorded of one GPU into the folder of the results:
 
-    python benchmarks/plot.py [--gpu h200] [--results benchmarks/results]
+    python benchmarks/plot.py [--gpu h200]
 
 Lines differ by dash and marker, bars by shade and hatch, so the figures read without colour.
 """
@@ -241,11 +241,10 @@ def draw(folder: Path, gpu: Optional[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="h200", help="as in the names of the results (h200)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of results and figures")
     arguments = parser.parse_args()
-    if not any((arguments.results / result_name(name, arguments.gpu)).exists() for name in FIGURES):
-        parser.error(f"--gpu: expected one with results in {arguments.results}, got {arguments.gpu!r}")
-    draw(arguments.results, arguments.gpu)
+    if not any((RESULTS / result_name(name, arguments.gpu)).exists() for name in FIGURES):
+        parser.error(f"--gpu: expected one with results in {RESULTS}, got {arguments.gpu!r}")
+    draw(RESULTS, arguments.gpu)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ FORWARD, DGRAD, WGRAD, STEP = "forward", "dgrad", "wgrad", "step"
 MAX_ERROR = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 NOT_CAPTURED = "is timed eagerly alone"
 GROUPS_AT_A_TIME = 16  # of the reference in fp32
+FIRST_SECONDS = 200.0  # for a first call, which may compile or tune
 
 
 class Unsupported(Exception):
@@ -132,13 +133,13 @@ def check(problem: Problem, name: str, wanted: List[Tensor]) -> Tuple[Dict[str, 
     return errors, all(error < most for what, error in errors.items() if what not in problem.unjudged)
 
 
-def start(problem: Problem, first_seconds: float) -> dict:
+def start(problem: Problem) -> dict:
     """The cell without times. Providers whose first call fails leave the problem."""
     cell = {**problem.described, "times": {}, "skipped": dict(problem.absent), "errors": {}, "wrong": []}
     wanted = expected(problem, backward=STEP in problem.parts)
     for name in list(problem.providers):
         try:
-            with timing.time_box(first_seconds):
+            with timing.time_box(FIRST_SECONDS):
                 cell["errors"][name], good = check(problem, name, wanted)
                 timing.synchronize()
         except Exception as error:  # of any library: the other providers go on
@@ -165,7 +166,7 @@ def run_group(
     problems: List[Problem], ways: Sequence[str], arguments: argparse.Namespace, memory: bool = False
 ) -> List[dict]:
     """The cells of problems that take turns with each other, provider by provider."""
-    cells = [start(problem, arguments.first_seconds) for problem in problems]
+    cells = [start(problem) for problem in problems]
     for cell, problem in zip(cells, problems):
         cell.update(measure_memory(problem) if memory else {})
     for way in ways:

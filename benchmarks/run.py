@@ -25,7 +25,7 @@ import lora
 import new_shapes
 import routing
 import torch
-from experts import PROVIDERS, SUITES, Experts, cells_of
+from experts import SUITES, Experts, cells_of
 from machine import DEVICE, RESULTS, build_id, describe_machine, first_line, load_kernel, result_name, summary, write
 from problems import OURS, run_group
 from timing import EAGER, GRAPH, time_box
@@ -72,7 +72,7 @@ def tasks_of(benchmark: str, kernel: ModuleType, arguments: argparse.Namespace) 
     """Those of a benchmark."""
     if benchmark in SUITES:
         suite = SUITES[benchmark]
-        return experts_tasks(benchmark, {OURS: kernel}, arguments, arguments.peers or suite.names, suite.ways)
+        return experts_tasks(benchmark, {OURS: kernel}, arguments, suite.names, suite.ways)
     if benchmark == "linear":
         return linear_tasks({OURS: kernel}, arguments, True, (EAGER, GRAPH))
     module = MODULES[benchmark]
@@ -94,9 +94,7 @@ def make_parser(description: Optional[str], budget: float = 900) -> argparse.Arg
     add("--only", nargs="+", action="append", metavar="WORD", help="cells whose name has all these words; repeatable")
     add("--budget", type=float, default=budget, help=f"seconds after which no cell starts ({budget:g})")
     add("--seconds", type=float, help="of one measurement, past all orders (2, of linear and builds 1, of ep 0.2)")
-    add("--warm-seconds", type=float, default=0.3, help="before each measurement (0.3)")
     add("--rounds", type=int, default=7, help="in which all providers take their turn (7)")
-    add("--first-seconds", type=float, default=200, help="for a first call, which may compile or tune (200)")
     return parser
 
 
@@ -152,19 +150,16 @@ def run_each(names: Sequence[str], smoke: bool, folder: Path) -> int:
 def main(argv: Optional[Sequence[str]] = None) -> dict:
     parser = make_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
-    peers = f"these providers of the experts block alone, of {', '.join(map(repr, PROVIDERS))}"
-    parser.add_argument("--peers", nargs="+", choices=PROVIDERS, metavar="NAME", help=peers)
-    parser.add_argument("--results", type=Path, help="folder of JSON and figures, not with --smoke by default results/")
     arguments = parser.parse_args(argv)
     if not set(arguments.names) <= set(BENCHMARKS):
         parser.error(f"expected {', '.join(BENCHMARKS)}, got {' '.join(arguments.names)}")
     if len(arguments.names) != 1:
         given = {name for name, value in vars(arguments).items() if value != parser.get_default(name)}
-        if given := given - {"names", "smoke", "results"}:
+        if given := given - {"names", "smoke"}:
             parser.error(
                 f"expected one NAME with {', '.join(sorted(given))}, got {' '.join(arguments.names) or 'none'}"
             )
-        folder = arguments.results or (Path(tempfile.mkdtemp()) if arguments.smoke else RESULTS)
+        folder = Path(tempfile.mkdtemp()) if arguments.smoke else RESULTS
         sys.exit(run_each(arguments.names or BENCHMARKS, arguments.smoke, folder))
     (name,), kernel = arguments.names, load_kernel()
     arguments.seconds = arguments.seconds or {"linear": 1.0, "ep": 0.2}.get(name, 2.0)

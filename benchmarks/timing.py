@@ -38,7 +38,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     """The plan that the options of a benchmark ask for."""
     if arguments.smoke:
         return Plan(0.0, 2, 0.0, 1e-4, 1, 2)
-    return Plan(arguments.warm_seconds, arguments.rounds, arguments.seconds)
+    return Plan(rounds=arguments.rounds, seconds=arguments.seconds)
 
 
 def graph_of(

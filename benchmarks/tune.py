@@ -3,7 +3,6 @@
     python benchmarks/tune.py [--output FILE] [--budget SECONDS]
     python benchmarks/tune.py --quick --output quick.json           # one layer, one step away from the tiles in use
     python benchmarks/tune.py --layers Mixtral OLMoE --rows 32 128  # these layers, so many rows per expert
-    python benchmarks/tune.py --products up down --rows 1 4         # these products, of small batches
 
 `make build` packs the file with the package; tiles that were not timed stay those that the GPU has now. Hopper's fused
 kernels, thin weight gradients and the kernels of FP8 weights have fixed tiles: there is nothing to choose.
@@ -43,6 +42,8 @@ import compile_check  # noqa: E402
 
 PRODUCTS = ("up", "down", "down dgrad", "dx", "up wgrad", "down wgrad", "linear wgrad", "linear wgrad fp32")
 ROWS, QUICK_ROWS = (16, 32, 64, 128, 256, 1024), (32, 256)  # per expert
+STEPS = 6  # of a search, for a kernel and size
+WORKERS = max(1, (os.cpu_count() or 1) - 1)  # that compile
 WON = 0.98  # of the time of the tile in use
 PLAN = timing.Plan(warm_seconds=0.15, rounds=7, seconds=0.0, sample_seconds=3e-3)
 TOLERANCE = 1e-2  # between results of two tiles, by norm: the order of their sums differs
@@ -293,9 +294,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=1800, help="no search starts past so many seconds (1800)")
     parser.add_argument("--layers", nargs="+", metavar="WORD", help="layers of workload.py with one of these words")
     parser.add_argument("--rows", nargs="+", type=int, help=f"per expert ({' '.join(map(str, ROWS))})")
-    parser.add_argument("--products", nargs="+", choices=PRODUCTS, metavar="NAME", help=f"of {', '.join(PRODUCTS)}")
-    parser.add_argument("--steps", type=int, help="of the search, for a kernel and size (6)")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="that compile")
     parser.add_argument("--quick", action="store_true", help="one layer, few row counts, one step, no linear layers")
     arguments, names = parser.parse_args(), [layer.name for layer in LAYERS]
     for word in arguments.layers or ():
@@ -318,13 +316,13 @@ def main() -> int:
     gpu = Gpu((target.backend, target.arch, target.warp_size), astuple(spec))
     words = arguments.layers or (["Qwen3-30B"] if arguments.quick else [""])
     layers = [layer for layer in LAYERS if any(word in layer.name for word in words)]
-    names = arguments.products or PRODUCTS[: -2 if arguments.quick else None]
+    names, steps = (PRODUCTS[:-2], 1) if arguments.quick else (PRODUCTS, STEPS)
     rows = arguments.rows or (QUICK_ROWS if arguments.quick else ROWS)
     cases = [Case(layer, row, name) for layer in layers for row in rows for name in names]
     output = arguments.output or ROOT / "torch-ext" / "grouped_moe" / "configs" / files.file_of(spec.name).name
     print(f"{spec.name}: {len(cases)} cases of {', '.join(layer.name for layer in layers)}", flush=True)
     spawn, found = multiprocessing.get_context("spawn"), {}
-    with ProcessPoolExecutor(arguments.workers, mp_context=spawn) as pool, replaced(package, spec) as tiles:
+    with ProcessPoolExecutor(WORKERS, mp_context=spawn) as pool, replaced(package, spec) as tiles:
         bench = Bench(package, tiles)
 
         def compile_all(jobs: List[tuple]) -> list:
@@ -335,7 +333,6 @@ def main() -> int:
             if time.monotonic() - begun > arguments.budget:
                 print("past the budget", flush=True)
                 break
-            steps = arguments.steps or (1 if arguments.quick else 6)
             found[key], gain = search(key, tile, of_key, bench, compile_all, spec.shared_memory, steps)
             # Written after each, so that a run that is cut short leaves what it has.
             table = files.Table(spec.name, spec.capability, spec.num_sms, spec.bandwidth, {**tiles.base, **found})

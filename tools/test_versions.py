@@ -1,10 +1,10 @@
 """The tests without a GPU on each pair of PyTorch and Triton that the package supports: `make test-versions`.
 
-    python tools/test_versions.py [--only NAME] [--workers 2] [--folder DIR] [--output JSON]
+    python tools/test_versions.py [--only NAME] [--workers 2]
 
-Each pair gets a virtual environment in DIR, which stays for the next time; the newest one gets the newest transformers
-and peft, too. The JSON has what pytest counted, first of the tests, then of those under Triton's interpreter. Exits
-with 1 if a pair did not pass.
+Each pair gets a virtual environment, which stays for the next time; the newest one gets the newest transformers
+and peft, too. The recorded result has what pytest counted, first of the tests, then of those under Triton's
+interpreter. Exits with 1 if a pair did not pass.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from typing import Dict, Tuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
+FOLDER = Path(tempfile.gettempdir()) / "grouped-moe-versions"  # of the environments
 # Triton 3.6's interpreter makes scalars of arrays with a dimension, which NumPy 2.4 refuses.
 PAIRS: Dict[str, Tuple[str, ...]] = {
     "oldest": ("torch==2.11.0", "triton==3.6.0", "numpy==2.3.5"),
@@ -65,13 +66,11 @@ def main() -> int:
     add = parser.add_argument
     add("--only", choices=PAIRS, action="append", help="this pair, repeatable; all without")
     add("--workers", type=int, default=2, help="processes that test (2)")
-    add("--folder", type=Path, default=Path(tempfile.gettempdir()) / "grouped-moe-versions", help="of the environments")
-    add("--output", type=Path, default=RESULTS, help="JSON file, in which pairs that do not run stay")
     arguments = parser.parse_args()
-    steps = json.loads(arguments.output.read_text(encoding="utf-8"))["steps"] if arguments.output.exists() else {}
+    steps = json.loads(RESULTS.read_text(encoding="utf-8"))["steps"]  # pairs that do not run stay
     names = arguments.only or PAIRS
     for name in names:
-        found = steps[name] = test(install(arguments.folder / name, PAIRS[name]), arguments.workers)
+        found = steps[name] = test(install(FOLDER / name, PAIRS[name]), arguments.workers)
         said = f"torch {found['torch']}, triton {found['triton']}: {found['status']}, {found['counts']}"
         print(f"{name}: {said}", flush=True)
         results = {
@@ -80,7 +79,7 @@ def main() -> int:
             "triton": ", ".join(sorted({step["triton"] for step in steps.values()})),
             "steps": steps,
         }
-        arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return int(any(steps[name]["status"] != "passed" for name in names))
 
 

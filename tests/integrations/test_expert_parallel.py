@@ -1,4 +1,4 @@
-"""Expert parallelism on ranks: expert_parallel.py, _arguments.py, _models.py and _lora.py have the checks they run."""
+"""Expert parallelism on ranks: expert_parallel.py, _models.py and _lora.py have the checks that they run."""
 
 import importlib.util
 import sys
@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="needs a transformers with EPImplementation")
 
-MODULES = ["expert_parallel", "expert_parallel_arguments", "expert_parallel_models"]
+MODULES = ["expert_parallel", "expert_parallel_models"]
 MODULES += ["expert_parallel_lora"] if importlib.util.find_spec("peft") else []
 
 

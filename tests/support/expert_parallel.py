@@ -1,16 +1,14 @@
 """What every expert-parallel rank computes is what one process computes: checks that `ranks` runs."""
 
-import os
 import sys
 from functools import lru_cache, partial
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 
-import kernels
 import torch
 import torch.distributed as dist
 from cases import kept
 from compare import assert_bitwise, assert_close
-from hub import ROOT, read_hub
+from machine import load_kernel
 from poison import poisoned_allocations
 from ranks import device
 from timing import graph_of
@@ -26,8 +24,7 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-os.environ.setdefault("LOCAL_KERNELS", f"{read_hub().repo_id}={ROOT / 'build'}")
-grouped_moe = kernels.get_kernel(read_hub().repo_id, version=read_hub().version)
+grouped_moe = load_kernel()
 exchange = sys.modules[f"{grouped_moe.__name__}.exchange"]
 
 E, H, INNER, TOP_K, MOST = 8, 32, 16, 3, 12  # experts of all ranks; MOST: tokens of a rank
@@ -313,24 +310,45 @@ def check_fp8():
 
 
 def check_compile():
-    """Fullgraph, forward and backward, one compilation for all numbers of tokens; not without ep_max_tokens."""
-    together = init_device_mesh(device(), (size(),), mesh_dim_names=("tp",))
-    for name, meshes, backend in ((WITH_MOST, (), "aot_eager"), (OURS, 2 * (together,), "eager")):
+    """Fullgraph, forward and backward, one compilation for all numbers of tokens: the bits of eager mode.
+
+    Where capacity is short as much is dropped. Without ep_max_tokens only a batch that ranks share is compiled.
+    """
+    shared = 2 * (init_device_mesh(device(), (size(),), mesh_dim_names=("tp",)),)
+    for name, meshes in ((WITH_MOST, ()), (OURS, shared), (SMALL, ()), (SMALL, shared)):
         torch.compiler.reset()
-        counter, experts = CompileCounterWithBackend(backend), make_module(name, meshes)
+        counter = CompileCounterWithBackend("aot_eager")
+        eager, experts = (make_module(name, meshes) for _ in range(2))
         experts.forward = torch.compile(experts.forward, fullgraph=True, backend=counter)
         for tokens in ([12, 5, 9, 2], [6, 9, 5, 12], [9, 7, 6, 5]):
-            batches, mine = (make_batches(tokens[:1]), 0) if meshes else (make_batches(tokens[: size()]), rank())
-            got = run(experts, batches[mine], dynamic=True)
-            compare(f"{name}, {backend}, {tokens}", got, expected(batches, mine))
+            batch = make_batches(tokens[: size()])[0 if meshes else rank()]
+            assert_same_bits(f"{name}, {tokens}", run(experts, batch, dynamic=True), run(eager, batch))
         assert counter.frame_count == 1
+        if name == SMALL:
+            assert torch.equal(experts.ep_dropped_slots, eager.ep_dropped_slots) and eager.ep_dropped_slots > 0
     torch.compiler.reset()
     experts = make_module(OURS)
     experts.forward = torch.compile(experts.forward, fullgraph=True, backend="eager")
-    assert "without it ranks compare their numbers" in raised(Exception, partial(run, experts, batches[0]))
+    assert "without it ranks compare their numbers" in raised(Exception, partial(run, experts, batch))
 
 
 check_compile.sizes = (2,)
+
+
+def check_arguments_that_do_not_fit():
+    """An error that names one, before anything is sent."""
+    x, ids, weights, _ = make_batches([6])[0]
+    wrong = {"hidden_states": (x[0], ids, weights), "top_k_index": (torch.cat((x, x)), ids, weights)}
+    wrong["top_k_weights"] = x, ids[:, :1], weights
+    for name in (WITH_MOST, SMALL):
+        experts = make_module(name)
+        for argument, given in wrong.items():
+            assert raised(ValueError, partial(experts, *given)).startswith(f"{argument}: expected shape (T, ")
+        assert raised(TypeError, partial(experts, x, weights, ids)).startswith("top_k_index: expected torch.int32 or ")
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            call = partial(experts, dual, ids, weights)
+            assert "no forward-mode differentiation" in raised(NotImplementedError, call)
 
 
 def check_graphs():

@@ -1,13 +1,17 @@
-"""What grouped_linear and grouped_mlp have in common: rows of no group, splits, layouts, autocast, repeatability."""
+"""grouped_linear and grouped_mlp: rows of no group, splits, layouts, autocast, which gradients, repeatability."""
+
+import itertools
 
 import group_splits
 import pytest
 import torch
-from compare import assert_bitwise, assert_same
+from cases import BY_ID
+from compare import assert_bitwise, assert_close, assert_part, assert_same
 from errors import raises
-from linears import BY_LINEAR, LINEARS, SCALED
-from marks import DTYPES, by_dtype, by_fp32_and_bf16
-from mlps import BY_MLP, MLPS
+from linears import BY_LINEAR, LINEARS, SCALED, Linear
+from marks import DTYPES, by_dtype, by_fp32_and_bf16, by_recompute
+from mlps import BY_MLP, MLPS, NAMES, PER_GROUP, Mlp
+from operations import record
 from poison import LAYOUTS, dirty_allocator, poisoned_allocations
 from sorted_rows import PER_ROW, SCALES, assert_matches, run, run_reference, with_leaves
 
@@ -149,3 +153,154 @@ def test_autocast(grouped_moe, device, case, scales_dtype):
     inputs = case.make(torch.float64, "cpu")
     with torch.autocast("cpu", torch.bfloat16):
         assert case.call(grouped_moe, inputs, inputs.offsets).dtype == torch.float64
+
+
+KINDS = ("silu-bias", "gpt-oss", "gelu-not-gated", "relu2-not-gated")
+SMALL = [
+    *(Linear("small", (2, 0, 3), 2, 1, 3, 4, transposed, *flags)
+      for transposed in (False, True) for flags in ((False, False), (True, False), (True, True))),
+    *(Mlp("small", BY_ID[kind]._replace(H=4, I=3), scales, sizes=(2, 0, 3), tail=2, head=1)
+      for kind in KINDS for scales in ("two", "same")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: type(case).__name__)
+def test_gradcheck(grouped_moe, case):
+    """Finite differences in fp64, independent of the reference's autograd."""
+    inputs = with_leaves(case.make(torch.float64, "cpu"))
+
+    def function(*leaves):
+        changed = dict(zip(inputs.given(), leaves))
+        return case.call(grouped_moe, inputs.map(lambda name, _: changed[name]), inputs.offsets)
+
+    assert torch.autograd.gradcheck(function, list(inputs.given().values()))
+
+
+def subsets(names):
+    """Of the operands, those that want a gradient, all of them first."""
+    return [chosen for count in range(len(names), 0, -1) for chosen in itertools.combinations(names, count)]
+
+
+OPERANDS = ("x", "weight", "bias", "bias_scales")
+
+
+@by_fp32_and_bf16
+@pytest.mark.parametrize("transposed", [False, True], ids=["nk", "kn"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed-apart", "guarded"])
+@pytest.mark.parametrize("names", [OPERANDS[:2], OPERANDS[:3], OPERANDS], ids=["no bias", "bias", "scales"])
+def test_every_combination_of_linear_operands(grouped_moe, device, names, layout, transposed, dtype):
+    """Of operands, those that want a gradient, layouts of the weight: next to NaN wherever nothing must be read."""
+    linear = Linear("all", head=3, transposed=transposed, bias=True, scales=True)
+    inputs = linear.make(dtype, device, torch.float32)
+    inputs = inputs.replace(**{name: None for name in OPERANDS if name not in names})
+    poisoned, full = inputs.poisoned(), None
+    if layout in LAYOUTS:
+        poisoned = poisoned.replace(weight=LAYOUTS[layout](poisoned.tensors["weight"]))
+    for wanted in subsets(names):
+        with poisoned_allocations():
+            got = run(grouped_moe, linear, poisoned, frozen=set(names) - set(wanted))
+        full = full or got
+        assert_part(got, full)
+    assert_matches(full, run_reference(grouped_moe, linear, inputs), dtype, torch.float32)
+
+
+SCALED_BIAS = BY_LINEAR["bias-scales"]
+
+
+@pytest.mark.parametrize(
+    "wanted, changed, read",
+    [
+        ("weight", "weight", False),
+        ("bias", "weight", False),
+        ("x", "bias", False),
+        ("bias", "x", False),
+        ("x", "weight", True),
+        ("weight", "x", True),
+        ("bias_scales", "bias", True),
+    ],
+)
+def test_what_the_backward_does_not_read_may_change(grouped_moe, device, wanted, changed, read):
+    """In place, before it. What it reads may not."""
+    inputs, frozen = SCALED_BIAS.make(torch.float32, device), set(OPERANDS) - {wanted}
+    leaves = inputs.map(lambda name, tensor: tensor.clone().requires_grad_(name == wanted))
+    y = SCALED_BIAS.call(grouped_moe, leaves, inputs.offsets)
+    with torch.no_grad():
+        leaves.tensors[changed].mul_(3)
+    if read:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(inputs.dy)
+    else:
+        y.backward(inputs.dy)
+        assert_bitwise(wanted, leaves.tensors[wanted].grad, run(grouped_moe, SCALED_BIAS, inputs, frozen)[wanted])
+
+
+@pytest.mark.parametrize("sizes", [[8, 8, 8, 8], [17, 0, 0, 0], [5, -1, 5, 5], [2**63, 0, 0, 0], [20, -10, 0, 0]])
+def test_lists_that_do_not_fit_the_rows(grouped_moe, device, sizes):
+    x, weight, bias = (torch.randn(shape, device=device) for shape in ((16, 8), (4, 8, 8), (4, 8)))
+    calls = (
+        lambda: grouped_moe.grouped_linear(x, weight, sizes),
+        lambda: grouped_moe.grouped_mlp(x, tuple(sizes), None, weight, weight, gated=False),
+        lambda: grouped_moe.GroupedLinear(4, 8, 8, device=device)(x, sizes),
+        lambda: grouped_moe.grouped_dbias_dscales(x, x[:, 0], bias, sizes),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="^splits: expected sizes of at least 0 and together at most the 16 rows"):
+            call()
+
+
+@by_recompute
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_are_not_rounded(grouped_moe, device, name, recompute):
+    """Neither an fp32 scale nor its gradient passes through the bf16 of the operands."""
+    mlp = BY_MLP["two-scales"]
+    inputs = mlp.make(torch.bfloat16, device, torch.float32)
+    rounded = inputs.replace(**{name: inputs.tensors[name].bfloat16().float()})
+    got, other = (run(grouped_moe, mlp, given, recompute=recompute) for given in (inputs, rounded))
+    assert not torch.equal(got["y"], other["y"])
+    assert not torch.equal(got[name], got[name].bfloat16().float())
+    if name == "bias_scales":
+        want = run_reference(grouped_moe, mlp, inputs)[name]
+        assert_close(name, got[name], want, torch.float32, inner_products=True)
+
+
+def test_scales_of_two_dtypes(grouped_moe, device):
+    inputs = BY_MLP["two-scales"].make(torch.bfloat16, device)
+    wide = inputs.replace(bias_scales=inputs.tensors["bias_scales"].float())
+    got, same = run(grouped_moe, BY_MLP["two-scales"], wide), run(grouped_moe, BY_MLP["two-scales"], inputs)
+    assert got["bias_scales"].dtype == torch.float32
+    assert_bitwise("bias_scales", got["bias_scales"].bfloat16(), same["bias_scales"])
+    assert_same({**got, "bias_scales": same["bias_scales"]}, same)
+
+
+FROZEN = [tuple(name for name in NAMES if name != only) for only in NAMES] + [(name,) for name in NAMES]
+FROZEN += [SCALES, PER_GROUP, PER_GROUP[:2], PER_GROUP[2:], ("x", "gate_up_proj"), ("down_proj", "activation_scales")]
+
+
+@by_recompute
+@pytest.mark.parametrize("frozen", FROZEN, ids="-".join)
+def test_only_gradients_asked_for(grouped_moe, device, frozen, recompute):
+    """A gradient does not depend on which others are asked for; what is frozen gets none."""
+    mlp = BY_MLP["gpt-oss"]
+    inputs = mlp.make(torch.float32, device)
+    want = run(grouped_moe, mlp, inputs, recompute=recompute)
+    got = run(grouped_moe, mlp, inputs, frozen=frozen, recompute=recompute)
+    assert want.keys() - got.keys() == set(frozen)
+    assert_part(got, want)
+
+
+by_some_mlps = pytest.mark.parametrize("mlp", [BY_MLP[name] for name in ("two-scales", "gpt-oss", "relu2-not-gated")])
+
+
+@by_dtype
+@by_some_mlps
+def test_recompute_changes_nothing(grouped_moe, device, mlp, dtype):
+    inputs = mlp.make(dtype, device)
+    assert_same(run(grouped_moe, mlp, inputs, recompute=True), run(grouped_moe, mlp, inputs, recompute=False))
+
+
+@by_some_mlps
+def test_recompute_saves_inputs_alone(grouped_moe, device, mlp):
+    inputs = with_leaves(mlp.make(torch.float32, device))
+    _, saved = record(lambda: mlp.call(grouped_moe, inputs, inputs.offsets, recompute=True))
+    given = {tensor.data_ptr() for tensor in inputs.given().values()}
+    assert not [t.shape for t in saved if t.data_ptr() not in given and t.is_floating_point() and t.numel()]

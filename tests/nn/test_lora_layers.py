@@ -1,16 +1,18 @@
 """Low-rank pairs of grouped_linear, GroupedLinear and grouped_mlp against merged weights in fp64; errors of all."""
 
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
-from compare import assert_bitwise, assert_close, assert_matches, assert_part, assert_same
+from compare import assert_bitwise, assert_matches, assert_part, assert_same
 from errors import raises
-from leaves import collect, leaves_of
+from leaves import leaves_of
 from linears import Linear
 from marks import by_fp32_and_bf16, by_recompute
+from mlps import BY_MLP
 from operations import count_flops
-from pairs import Pairs, factors, make_index, make_lora, with_factors
+from pairs import WEIGHTS, Pairs, factors, make_index, make_lora, with_factors
 from poison import poisoned_allocations
 from sorted_rows import run, run_reference
 
@@ -42,14 +44,6 @@ def make(grouped_moe, pairs, dtype, device, transposed=False, factor_dtype=None)
     if pairs.adapters:
         arguments["adapter_index"] = make_index(pairs.adapters, ROWS).to(device)
     return linear, inputs, arguments
-
-
-def differentiate(function, tensors, arguments, dy):
-    """{"y": ..., name: gradient}: of function(tensors, arguments), by fresh leaves."""
-    leaves = leaves_of({**tensors, **factors(arguments)})
-    y = function({name: leaves[name] for name in tensors}, with_factors(arguments, leaves))
-    y.backward(dy)
-    return collect({"y": y}, leaves)
 
 
 @by_fp32_and_bf16
@@ -112,6 +106,15 @@ def test_linear_flops(grouped_moe, device, adapters):
         assert count_flops(lambda: run(grouped_moe, linear, inputs, frozen, **arguments)) == 2 * ROWS * products
 
 
+class Layer(NamedTuple):
+    """A module in the place of grouped_linear, whose weight and bias are its own."""
+
+    module: torch.nn.Module
+
+    def call(self, grouped_moe, inputs, splits, **lora):
+        return self.module(inputs.tensors["x"], splits, inputs.tensors["bias_scales"], **lora)
+
+
 MODES = {
     "plain": {},
     "main-grad": {"accumulate_into_main_grad": True},
@@ -134,12 +137,7 @@ def test_modules_pass_pairs_on(grouped_moe, device, mode, frozen, adapters):
     layer.requires_grad_(not frozen)
     for parameter in layer.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
-
-    def forward(leaves, pair):
-        return layer(leaves["x"], inputs.offsets.diff(), leaves["bias_scales"], **pair)
-
-    got = differentiate(forward, {name: tensors[name] for name in ("x", "bias_scales")}, arguments, inputs.dy)
-    assert_part(got, want)
+    assert_part(run(grouped_moe, Layer(layer), inputs.replace(weight=None, bias=None), **arguments), want)
     layer.backward_dw()
     for name, parameter in layer.named_parameters():
         in_main_grad = "main-grad" in mode and name.startswith("weight")
@@ -150,38 +148,21 @@ def test_modules_pass_pairs_on(grouped_moe, device, mode, frozen, adapters):
             assert_bitwise(name, grad, want[kind][int(group)] if group else want[kind])
 
 
+@by_fp32_and_bf16
 @by_recompute
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "not-gated"])
+@pytest.mark.parametrize("mlp", ["two-scales", "same-scales", "transposed", "relu2-not-gated", "head-and-tail"])
 @pytest.mark.parametrize("pairs", [Pairs(), Pairs(rank=3, shared="a", adapters=2)], ids=["one", "adapters"])
-def test_mlp_is_two_linear_layers(grouped_moe, device, pairs, gated, recompute):
-    """In fp64 on a CPU, else in fp32: within rounding of grouped_linear with the same pairs."""
-    dtype = torch.float64 if device == "cpu" else FP32
-    _, (tensors, offsets, _), arguments = make(grouped_moe, pairs, dtype, device)
-    width = N if gated else N // 2
-    tensors = {"x": tensors["x"], "scales": tensors["bias_scales"]}
-    tensors["up"], tensors["down"] = torch.randn(G, width, K) / K**0.5, torch.randn(G, K, N // 2) / N**0.5
-    tensors = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
-    index = {name: value for name, value in arguments.items() if name == "adapter_index"}
-    loras = {
-        name: make_lora(grouped_moe, pairs, tensors[weight], False, scaling, dtype)
-        for name, weight, scaling in (("gate_up_lora", "up", 0.7), ("down_lora", "down", 1.25))
+def test_mlp_matches_merged_weights(grouped_moe, device, pairs, mlp, recompute, dtype):
+    mlp = BY_MLP[mlp]
+    inputs = mlp.make(dtype, device)
+    arguments = {
+        name: make_lora(grouped_moe, pairs, inputs.tensors[weight], mlp.case.transposed, scaling, dtype)
+        for (name, weight), scaling in zip(WEIGHTS.items(), (0.7, 1.25))
     }
-    dy, both = torch.randn(ROWS, K, device=device, dtype=dtype), {**loras, **index}
-
-    def mlp(given, pair):
-        x, scales, up, down = given.values()
-        return grouped_moe.grouped_mlp(x, offsets.diff(), scales, up, down, gated=gated, recompute=recompute, **pair)
-
-    def layers(given, pair):
-        linear = partial(grouped_moe.grouped_linear, splits=offsets.diff(), **index)
-        rows = linear(given["x"], given["up"], lora=pair["gate_up_lora"])
-        gate, *up = rows.chunk(2, dim=1) if gated else (rows,)
-        rows = torch.nn.functional.silu(gate) * (up[0] if up else 1.0) * given["scales"][:, None]
-        return linear(rows, given["down"], lora=pair["down_lora"])
-
-    got, want = (differentiate(function, tensors, both, dy) for function in (mlp, layers))
-    for name, tensor in got.items():
-        assert_close(name, tensor, want[name].double(), dtype, inner_products=name == "scales")
+    if pairs.adapters:
+        arguments["adapter_index"] = make_index(pairs.adapters, mlp.rows).to(device)
+    got = run(grouped_moe, mlp, inputs, recompute=recompute, **arguments)
+    assert_matches(got, run_reference(grouped_moe, mlp, inputs, **arguments), dtype)
 
 
 T, H, I, L = 6, 16, 8, 3  # noqa: E741

@@ -15,7 +15,7 @@ from marks import by_fp32_and_bf16
 from pairs import Pairs
 from poison import poisoned_allocations
 from scaled import Blocks, scale
-from sorted_rows import run_reference
+from sorted_rows import run, run_reference
 from torch import nn
 
 CODES, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -93,17 +93,11 @@ def test_lora_on_top(grouped_moe, device, adapters, dtype):
     """Gradients of x, of the bias and its scales and of the factors, as of the sum of both weights."""
     pairs = Pairs(rank=5, adapters=adapters)
     linear, inputs, arguments = pairs_of_layers.make(grouped_moe, pairs, dtype, device)
-    tensors, offsets, dy = inputs
-    layer, plain = make(grouped_moe, device, SMALL, "scaled", dtype, tensors["weight"].float())
-    layer.load_state_dict({"bias": tensors["bias"]}, strict=False)
+    layer, plain = make(grouped_moe, device, SMALL, "scaled", dtype, inputs.tensors["weight"].float())
+    layer.load_state_dict({"bias": inputs.tensors["bias"]}, strict=False)
     want = run_reference(grouped_moe, linear, inputs.replace(weight=plain.weight.detach()), **arguments)
-    given = {name: tensors[name] for name in ("x", "bias_scales")}
-
-    def forward(leaves, pair):
-        return layer(leaves["x"], offsets, leaves["bias_scales"], **pair)
-
-    got = pairs_of_layers.differentiate(forward, given, arguments, dy)
-    got["bias"] = layer.bias.grad
+    given = inputs.replace(weight=None, bias=None)
+    got = {**run(grouped_moe, pairs_of_layers.Layer(layer), given, **arguments), "bias": layer.bias.grad}
     del want["weight"]
     compare.assert_matches(got, want, dtype)
     assert layer.weight.grad is None

@@ -7,6 +7,7 @@ from typing import NamedTuple, Optional, Tuple, Union
 
 import torch
 from cases import BY_ID, Case, make_inputs
+from pairs import WEIGHTS, merged, over_adapters
 from sorted_rows import PER_ROW, Inputs
 from torch import Tensor
 
@@ -52,9 +53,17 @@ class Mlp(NamedTuple):
         kind = {**self.case.kind(grouped_moe), **changes}
         return grouped_moe.grouped_mlp(splits=splits, **inputs.tensors, **kind)
 
-    def reference(self, grouped_moe, inputs: Inputs) -> Tensor:
-        mlp, kind = grouped_moe.reference.grouped_mlp, self.case.reference_kind()
-        return mlp(group_offsets=inputs.offsets, **inputs.tensors, **kind)
+    def reference(self, grouped_moe, inputs: Inputs, **loras) -> Tensor:
+        """With weights that LoRAs are merged into."""
+        mlp, tensors, case = grouped_moe.reference.grouped_mlp, inputs.tensors, self.case
+
+        def part(adapter, chosen):
+            pairs = ((weight, loras.get(lora)) for lora, weight in WEIGHTS.items())
+            weights = {weight: merged(tensors[weight], lora, adapter, case.transposed) for weight, lora in pairs}
+            y = mlp(group_offsets=inputs.offsets, **{**tensors, **weights}, **case.reference_kind())
+            return y if chosen is None else y * chosen[:, None]
+
+        return over_adapters(part, loras)
 
 
 TALL = (150, 0, 260, 90)

@@ -211,20 +211,4 @@ def measure(kernel: ModuleType, case: Training) -> List[dict]:
         "from_bf16": apart, "skipped": {}, "errors": {FP8: apart[FP8]},
         "wrong": [] if apart[FP8]["rms"] <= MOST * apart[ROUNDED]["rms"] else [FP8],
     }  # fmt: skip
-    show(cell)
     return [cell]
-
-
-def show(cell: dict) -> None:
-    """Prints losses, differences and memory; the times are in the line of the cell."""
-    names = list(cell["losses"])
-    print(f"\n{'step':>5}" + "".join(f"{name:>26}" for name in names))
-    for place, step in enumerate(cell["shown_steps"]):
-        print(f"{step:5d}" + "".join(f"{cell['losses'][name][place]:26.5f}" for name in names))
-    print(f"losses less those of {BF16}; final: mean of the last {LAST} steps")
-    for name, values in cell["from_bf16"].items():
-        print(f"{name:>24}: " + ", ".join(f"{key} {value:.2e}" for key, value in values.items()))
-    for name in names:
-        peak = cell["peak_mib"][name]
-        said = f"resident {cell['resident_mib'][name]:.0f} MiB" + (f", peak {peak:.0f} MiB" if peak else "")
-        print(f"{name:>24}: {said}")

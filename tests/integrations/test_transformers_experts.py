@@ -175,19 +175,17 @@ def test_gates_that_are_not_of_a_class_or_change(implementation, fused_calls, de
 
 
 @pytest.mark.parametrize("where", ["module", "class"])
-def test_another_forward_of_an_activation_runs(where, implementation, fused_calls, device):
+def test_another_forward_of_an_activation_runs(where, implementation, fused_calls, device, monkeypatch):
     """Of a module's and of its class's; the latter's are the same for another module."""
     experts = make_custom(device)
     kind, usual = type(experts.act_fn), type(experts.act_fn).forward
-    try:
+    with monkeypatch.context() as patch:
         if where == "module":
             experts.act_fn.forward = lambda x: usual(experts.act_fn, x).clamp(max=0.05)
         else:
-            kind.forward = lambda self, x: usual(self, x).clamp(max=0.05)
+            patch.setattr(kind, "forward", lambda self, x: usual(self, x).clamp(max=0.05))
         assert_as_eager(experts, implementation)
         assert not fused_calls
-    finally:
-        kind.forward = usual
     assert_as_eager(make_custom(device), implementation)
     assert fused_calls
 

@@ -10,10 +10,9 @@ import pytest
 from hub import ROOT
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(ROOT / "tools"))
 
-import compile_check  # noqa: E402
-import compiled_kernel  # noqa: E402
+import compile_check
+import compiled_kernel
 
 ALLOCATED = """
     %ring = ttg.local_alloc : () -> !ttg.memdesc<6x32x256xbf16, #shared, #smem, mutable>

@@ -1,6 +1,6 @@
 """Experts and small models under peft, how they are run, and which LoRAs the package is given by them."""
 
-from typing import Dict, List, NamedTuple, Optional
+from typing import Dict, Iterator, List, NamedTuple, Optional
 
 import pytest
 import torch
@@ -56,11 +56,14 @@ def calls(module, monkeypatch) -> List[Call]:
 
 
 @pytest.fixture
-def fresh_peft(module, implementation, fresh_compiler) -> None:
-    """Warnings about peft come once for each reason: in each test again."""
+def fresh_peft(module, implementation, fresh_compiler) -> Iterator[None]:
+    """Warnings about peft come once for each reason: in each test again. What is found of a peft, a test may change."""
     ours = module("integrations.peft")
     ours._warned.clear()
     assert ours._is_known(False) and ours._is_known(True)
+    yield
+    ours._computes_our_sum.cache_clear()
+    ours._adds_factors.cache_clear()
 
 
 def forget_registration(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from compare import assert_bitwise, assert_matches, assert_part, assert_same
 from errors import raises
 from leaves import leaves_of
 from linears import Linear
-from marks import by_fp32_and_bf16, by_recompute
+from marks import by_recompute
 from mlps import BY_MLP
 from operations import count_flops
 from pairs import WEIGHTS, Pairs, factors, make_index, make_lora, with_factors
@@ -32,6 +32,9 @@ PAIRS = {
     "adapters-shared": Pairs(rank=16, shared="b", adapters=2),
 }
 by_pairs = pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
+by_dtypes = pytest.mark.parametrize(
+    "dtype, factor_dtype", [(FP32, FP32), (BF16, BF16), (BF16, FP32)], ids=["fp32", "bf16", "fp32-on-bf16"]
+)
 by_transposed = pytest.mark.parametrize("transposed", [False, True], ids=["nk", "kn"])
 
 
@@ -46,23 +49,16 @@ def make(grouped_moe, pairs, dtype, device, transposed=False, factor_dtype=None)
     return linear, inputs, arguments
 
 
-@by_fp32_and_bf16
+@by_dtypes
 @by_transposed
 @by_pairs
-def test_linear_matches_merged_weights(grouped_moe, device, pairs, transposed, dtype):
-    linear, inputs, arguments = make(grouped_moe, pairs, dtype, device, transposed)
-    sizes = inputs.offsets.diff()
+def test_linear_matches_merged_weights(grouped_moe, device, pairs, transposed, dtype, factor_dtype):
+    linear, inputs, arguments = make(grouped_moe, pairs, dtype, device, transposed, factor_dtype)
+    sizes, own = inputs.offsets.diff(), dict.fromkeys(factors(arguments), factor_dtype)
     got = run(grouped_moe, linear, inputs, splits=sizes, **arguments)
-    assert_matches(got, run_reference(grouped_moe, linear, inputs, **arguments), dtype)
+    assert_matches(got, run_reference(grouped_moe, linear, inputs, **arguments), dtype, own)
     for frozen in (("weight", "bias", "bias_scales"), ("x", "lora.a"), ("x", "weight", "lora.b")):
         assert_part(run(grouped_moe, linear, inputs, frozen, sizes, **arguments), got)
-
-
-@pytest.mark.parametrize("pairs", [Pairs(), Pairs(rank=3, shared="a", adapters=2)], ids=["one", "adapters"])
-def test_linear_takes_fp32_factors_on_bf16(grouped_moe, device, pairs):
-    linear, inputs, arguments = make(grouped_moe, pairs, BF16, device, factor_dtype=FP32)
-    got, want = (each(grouped_moe, linear, inputs, **arguments) for each in (run, run_reference))
-    assert_matches(got, want, BF16, {"lora.a": FP32, "lora.b": FP32})
 
 
 @by_pairs
@@ -148,21 +144,22 @@ def test_modules_pass_pairs_on(grouped_moe, device, mode, frozen, adapters):
             assert_bitwise(name, grad, want[kind][int(group)] if group else want[kind])
 
 
-@by_fp32_and_bf16
+@by_dtypes
 @by_recompute
 @pytest.mark.parametrize("mlp", ["two-scales", "same-scales", "transposed", "relu2-not-gated", "head-and-tail"])
 @pytest.mark.parametrize("pairs", [Pairs(), Pairs(rank=3, shared="a", adapters=2)], ids=["one", "adapters"])
-def test_mlp_matches_merged_weights(grouped_moe, device, pairs, mlp, recompute, dtype):
+def test_mlp_matches_merged_weights(grouped_moe, device, pairs, mlp, recompute, dtype, factor_dtype):
     mlp = BY_MLP[mlp]
     inputs = mlp.make(dtype, device)
     arguments = {
-        name: make_lora(grouped_moe, pairs, inputs.tensors[weight], mlp.case.transposed, scaling, dtype)
+        name: make_lora(grouped_moe, pairs, inputs.tensors[weight], mlp.case.transposed, scaling, factor_dtype)
         for (name, weight), scaling in zip(WEIGHTS.items(), (0.7, 1.25))
     }
     if pairs.adapters:
         arguments["adapter_index"] = make_index(pairs.adapters, mlp.rows).to(device)
     got = run(grouped_moe, mlp, inputs, recompute=recompute, **arguments)
-    assert_matches(got, run_reference(grouped_moe, mlp, inputs, **arguments), dtype)
+    own = dict.fromkeys(factors(arguments), factor_dtype)
+    assert_matches(got, run_reference(grouped_moe, mlp, inputs, **arguments), dtype, own)
 
 
 T, H, I, L = 6, 16, 8, 3  # noqa: E741

@@ -74,7 +74,7 @@ def warm_up(
     layers = {layer.kind: layer for layer in _find_layers(target, top_k, backward)}.values()
     if not layers:
         return 0
-    from .backends.triton.launch import COMPILED, compiling_together
+    from .backends.triton.launch import COMPILED, compile_together
 
     count, (first, last) = len(COMPILED), num_tokens
     smallest = [{layer.choice(tokens): tokens for tokens in range(last, first - 1, -1)}.values() for layer in layers]
@@ -87,9 +87,8 @@ def warm_up(
 
     # Whatever modes the caller is in. Outside inference mode `_twin` fails with parameters that were made in it.
     with torch.inference_mode(not backward), torch.autograd.set_detect_anomaly(False):
-        with _CompilingThreads(progress) as threads:
-            with compiling_together(threads), torch.autograd.set_multithreading_enabled(False):
-                run_all()
+        with _CompilingThreads(progress) as threads, torch.autograd.set_multithreading_enabled(False):
+            compile_together(threads, run_all)
         run_all()
     return len(COMPILED) - count
 
@@ -110,8 +109,11 @@ class _CompilingThreads(ThreadPoolExecutor):
         future = super().submit(*args, **kwargs)
         if self._bar is not None:
             self._bar.total += 1
-            future.add_done_callback(lambda _: self._bar.update())
+            future.add_done_callback(lambda future: future.cancelled() or self._bar.update())
         return future
+
+    def __exit__(self, kind: Optional[type], *_: Any) -> None:
+        self.shutdown(cancel_futures=kind is not None)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """As of any executor."""

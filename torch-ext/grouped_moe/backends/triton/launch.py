@@ -4,15 +4,14 @@
 `compiled[grid](...)`, as Triton's tutorial on fused softmax launches what it has compiled, takes 8 to 11.
 """
 
-import contextlib
+import contextvars
 import inspect
 import logging
 import threading
-from concurrent.futures import Executor, Future
-from contextvars import ContextVar
+from concurrent.futures import CancelledError, Executor, Future
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 import triton
 from torch import Tensor
@@ -32,7 +31,7 @@ VARYING = frozenset(
 COMPILED = set()  # the variants that were ever launched, which `warm_up` counts
 
 _log = logging.getLogger("grouped_moe")
-_compiles_only: ContextVar[bool] = ContextVar("grouped_moe_compiles_only", default=False)
+_compiles_only: contextvars.ContextVar[bool] = contextvars.ContextVar("grouped_moe_compiles_only", default=False)
 
 
 class _Held(Executor):
@@ -46,6 +45,9 @@ class _Held(Executor):
 
         def run() -> Any:
             self.started.wait()
+            return call()
+
+        def call() -> Any:
             try:
                 return function(*args, **kwargs)
             except Exception:  # of CPython's parser, see below; Triton 3.8 would raise it at each launch from then on
@@ -53,32 +55,40 @@ class _Held(Executor):
 
         def result(timeout: Optional[float] = None) -> Any:
             self.started.set()
-            return wait(timeout)
+            try:
+                return wait(timeout)
+            except CancelledError:  # by whoever shut the executor down; a launch needs the variant nevertheless
+                return call()
 
         future = self.executor.submit(run)
         wait, future.result = future.result, result
         return future
 
 
-@contextlib.contextmanager
-def compiling_together(executor: Executor) -> Iterator[None]:
-    """In this context launches run nothing; the executor compiles the variants that they lack, all before it ends.
+def compile_together(executor: Executor, run: Callable[[], None]) -> None:
+    """Calls `run`, in which launches run nothing; the executor compiles the variants that they lack, before this ends.
 
     It holds for this thread alone, so backwards have to run in it (`torch.autograd.set_multithreading_enabled`). What
-    kernels would have written stays unwritten. A variant that fails to compile does so again when it is launched.
+    kernels would have written stays unwritten. A variant that fails to compile does so again when it is launched. After
+    an error or an interrupt nothing is waited for.
     """
-    token, held = _compiles_only.set(True), _Held(executor)
-    try:
-        with triton.AsyncCompileMode(held, ignore_errors=True):
-            try:
-                yield
-            finally:
-                # Not earlier: CPython before 3.11.8 and 3.12.2 may fail to parse a kernel while another thread parses
-                # (python/cpython#106905). Others' launches in this context, as of a layer's own activation, do not
-                # wait for its end.
-                held.started.set()
-    finally:
-        _compiles_only.reset(token)
+
+    def in_context() -> None:
+        _compiles_only.set(True)
+        held = _Held(executor)
+        mode = triton.AsyncCompileMode(held, ignore_errors=True)
+        mode.__enter__()
+        try:
+            run()
+        finally:
+            # Not earlier: CPython before 3.11.8 and 3.12.2 may fail to parse a kernel while another thread parses
+            # (python/cpython#106905). Others' launches in this context, as of a layer's own activation, do not wait
+            # for its end.
+            held.started.set()
+        mode.__exit__(None, None, None)
+
+    # Triton 3.6 would stay in the mode where its end is interrupted.
+    contextvars.copy_context().run(in_context)
 
 
 def runs_nothing() -> bool:
@@ -142,7 +152,7 @@ class Kernel:
         if self.tile is not None and _log.isEnabledFor(logging.INFO):
             _log_once(f"{self.function.__name__} on {first.device}: {self.tile}")
         compiled = self.function[grid](*args, **self._named(first))
-        if isinstance(compiled, triton.FutureKernel):  # which `compiling_together` may leave, done, in Triton's cache
+        if isinstance(compiled, triton.FutureKernel):  # which `compile_together` may leave, done, in Triton's cache
             compiled = compiled.result()
         COMPILED.add(compiled)
         return compiled

@@ -104,11 +104,6 @@ def check_and_pack(
     return x, adapters, weights, (name, parameters, flags, [*up_block, *down_block], capacity)
 
 
-def _factors_of(*loras: Optional[LoRA]) -> List[Optional[Tensor]]:
-    """The factors as arguments of ops, a and b of each."""
-    return [factor for lora in loras for factor in ((None, None) if lora is None else (lora.a, lora.b))]
-
-
 def make_block(
     up, down, up_bias, down_bias, up_a, up_b, down_a, down_b, up_scale, down_scale, activation, parameters, flags,
     blocks, capacity=None,
@@ -170,24 +165,6 @@ class Saved(NamedTuple):
     down_rows: Optional[Tensor]
 
 
-class Grads(namedtuple("Grads", Needs._fields, defaults=(None,) * len(Needs._fields))):
-    """The gradients, None where not asked for.
-
-    Those of weights and of factors of LoRA lie as these do (`torch.empty_like`), others are contiguous.
-    """
-
-    __slots__ = ()
-
-
-def fake_grads(
-    needs: Needs, block: Block, x: Tensor, act_scales: Optional[Tensor], bias_scales: Optional[Tensor]
-) -> Grads:
-    """The gradients that are asked for, unwritten, for shapes alone."""
-    factors = _factors_of(block.up_lora, block.down_lora)
-    like = Grads(x, act_scales, bias_scales, block.up, block.down, block.up_bias, block.down_bias, *factors)
-    contiguous = ("x", "act_scales", "bias_scales", "up_bias", "down_bias")
-    made = (
-        None if not need else tensor.new_empty(tensor.shape) if name in contiguous else torch.empty_like(tensor)
-        for name, tensor, need in zip(Grads._fields, like, needs)
-    )
-    return Grads(*made)
+# The gradients, None where not asked for. Those of weights and of factors of LoRA lie as these do (`torch.empty_like`),
+# others are contiguous.
+Grads = namedtuple("Grads", Needs._fields, defaults=(None,) * len(Needs._fields))

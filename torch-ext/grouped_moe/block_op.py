@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import pipeline
-from .block import BLOCK_SCHEMA, Block, Grads, Needs, Saved, fake_grads, make_block
+from .block import BLOCK_SCHEMA, Block, Grads, Needs, Saved, make_block
 from .common.autograd import is_plain, mark_as_own, once_differentiable, take_over, where_needed
 from .registration import define_differentiable_op, define_op
 from .rows import Rows, schedule_size
@@ -104,8 +104,14 @@ def _as_made(tensor: Optional[Tensor]) -> Optional[Tensor]:
 
 
 def _fake_grads(dout, x, act_scales, bias_scales, adapters, *rest) -> Grads:
-    *arguments, _, _, _, _, _, _, needs = rest
-    return fake_grads(Needs(*needs), make_block(*arguments), dout, act_scales, bias_scales)
+    weights, needs = rest[:8], rest[-1]  # with their biases and factors, as the last fields of `Grads`
+    like = Grads(dout, act_scales, bias_scales, *weights)
+    contiguous = ("x", "act_scales", "bias_scales", "up_bias", "down_bias")
+    made = (
+        None if not need else tensor.new_empty(tensor.shape) if name in contiguous else torch.empty_like(tensor)
+        for name, tensor, need in zip(Grads._fields, like, needs)
+    )
+    return Grads(*made)
 
 
 def _like_x(x: Tensor, *_) -> Tensor:

@@ -114,7 +114,12 @@ def combine(rows: Tensor, plan: Plan, group: dist.ProcessGroup) -> Tensor:
     return (_Combine.apply if recorded else _combine)(rows, plan.source, plan.places, group)
 
 
-class _OwnPart(torch.autograd.Function):
+class OwnPart(torch.autograd.Function):
+    """The rank's share of rows that all ranks of the group have.
+
+    The gradient is that of all rows, on each rank, divided by `batches`.
+    """
+
     @staticmethod
     def forward(ctx, whole, group, batches):
         ctx.group, ctx.batches = group, batches
@@ -126,7 +131,9 @@ class _OwnPart(torch.autograd.Function):
         return _gather(dpart if ctx.batches == 1 else dpart / ctx.batches, ctx.group), None, None
 
 
-class _AllParts(torch.autograd.Function):
+class AllParts(torch.autograd.Function):
+    """The inverse of `OwnPart`. Each rank takes its share of the gradient, which is the same on all of them."""
+
     @staticmethod
     def forward(ctx, part, group):
         ctx.group = group
@@ -151,19 +158,6 @@ def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
     gather(whole, part.contiguous(), group=group)
     return whole
-
-
-def own_part(whole: Tensor, group: dist.ProcessGroup, batches: int = 1) -> Tensor:
-    """The rank's share of rows that all ranks of the group have.
-
-    The gradient is that of all rows, on each rank, divided by `batches`.
-    """
-    return _OwnPart.apply(whole, group, batches)
-
-
-def all_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The inverse of `own_part`. Each rank takes its share of the gradient, which is the same on all of them."""
-    return _AllParts.apply(part, group)
 
 
 def agree(same: Dict[str, int], group: dist.ProcessGroup, device: str, most: int = 0) -> int:

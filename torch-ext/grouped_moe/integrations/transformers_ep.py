@@ -99,8 +99,8 @@ class FixedSizeExchange:
         more, group = -num_tokens % sharing, self.tp_mesh.get_group()
         x, weights = (F.pad(whole, (0, 0, 0, more)) for whole in (hidden_states, top_k_weights))
         ids = F.pad(top_k_index, (0, 0, 0, more), value=-1)
-        out = self._exchange(*(exchange.own_part(whole, group) for whole in (x, ids, weights)))
-        return exchange.all_parts(out, group)[:num_tokens]
+        out = self._exchange(*(exchange.OwnPart.apply(whole, group, 1) for whole in (x, ids, weights)))
+        return exchange.AllParts.apply(out, group)[:num_tokens]
 
     def _agree_on_limits(self) -> None:
         """Raises ValueError on all ranks of the expert group unless they have the same ones."""
@@ -152,8 +152,8 @@ class FixedSizeExchange:
 
     def _own(self, lora: LoRA) -> LoRA:
         """The pairs of this rank's experts."""
-        batches = self.ep_mesh.size() // self.tp_mesh.size()
-        a, b = (exchange.own_part(factor, self.ep_mesh.get_group(), batches) for factor in (lora.a, lora.b))
+        group, batches = self.ep_mesh.get_group(), self.ep_mesh.size() // self.tp_mesh.size()
+        a, b = (exchange.OwnPart.apply(factor, group, batches) for factor in (lora.a, lora.b))
         return LoRA(a, b, lora.scaling)
 
     def _capacity(self, x: Tensor, ids: Tensor, weights: Tensor) -> int:

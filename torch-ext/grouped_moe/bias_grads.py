@@ -7,8 +7,8 @@ from typing import Dict, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from .common import checks
-from .common.autograd import is_plain, refuse_transforms
+from .common import _compat, checks
+from .common.autograd import is_plain, refuse_forward_mode
 from .common.numbers import wide_dtype
 from .registration import define_op
 from .rows import unit_rows
@@ -95,7 +95,10 @@ def grouped_dbias_dscales(
     that names the argument, and NotImplementedError in transforms of torch.func and for tensors with tangents of
     forward mode.
     """
-    refuse_transforms("grouped_dbias_dscales", dy, bias_scales, bias)
+    if not torch.compiler.is_compiling() and _compat.in_transform(if_unknown=False):  # gradients would silently be 0
+        refused = "neither differentiated nor mapped by transforms of torch.func"
+        raise NotImplementedError(f"grouped_dbias_dscales: {refused}")
+    refuse_forward_mode("grouped_dbias_dscales", dy, bias_scales, bias)
     checks.check_tensor("dy", dy)
     checks.check_matrix("dy", dy, "(rows, N)")
     checks.check_scales("bias_scales", bias_scales, dy, "dy")

@@ -19,16 +19,6 @@ def needs_autograd(*args: object) -> bool:
     return False
 
 
-def refuse_transforms(name: str, *args: object) -> None:
-    """Raises NotImplementedError within a transform of torch.func, or if a tensor has a tangent of forward mode.
-
-    For what has no gradient: it would be 0 without an error.
-    """
-    if not torch.compiler.is_compiling() and _compat.in_transform(if_unknown=False):
-        raise NotImplementedError(f"{name}: neither differentiated nor mapped by transforms of torch.func")
-    refuse_forward_mode(name, *args)
-
-
 def refuse_forward_mode(name: str, *args: object) -> None:
     """Raises NotImplementedError if a tensor has a tangent, which the ops would drop silently."""
     for arg in args if _compat.has_tangents() else ():

@@ -19,7 +19,7 @@ from typing import Tuple, Union
 import torch
 from torch import Tensor
 
-from .common.checks import check_routing
+from .common import checks
 from .registration import define_op
 from .rows import Rows
 
@@ -82,5 +82,8 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     than 2^31 - 129 slots.
     """
     num_experts = _as_number(num_experts)
-    check_routing(top_k_index, num_experts)
+    checks.check_ids(top_k_index)
+    if not isinstance(num_experts, (int, torch.SymInt)) or isinstance(num_experts, bool):
+        raise TypeError(f"num_experts: expected an int, got {type(num_experts).__name__}")
+    checks.check_num_groups("num_experts", num_experts, "experts")
     return Routing(*_run_route(top_k_index, num_experts), _as_number(top_k_index.shape[1]))

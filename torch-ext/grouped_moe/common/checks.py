@@ -159,7 +159,7 @@ def check_scales(name: str, scales: Tensor, x: Tensor, owner: str = "x") -> None
     check_operand(name, scales, (x.shape[0],), "(rows,)", x.device, None, owner)
 
 
-def _check_ids(top_k_index: Tensor) -> None:
+def check_ids(top_k_index: Tensor) -> None:
     """Raises TypeError or ValueError unless they are the expert ids of the slots, of as many as kernels can count."""
     check_tensor("top_k_index", top_k_index)
     check_index_dtype("top_k_index", top_k_index)
@@ -167,14 +167,6 @@ def _check_ids(top_k_index: Tensor) -> None:
         raise ValueError(f"top_k_index: expected shape (T, top_k) with top_k > 0, got {tuple(top_k_index.shape)}")
     if top_k_index.numel() > MAX_SLOTS:
         raise ValueError(f"top_k_index: expected at most {MAX_SLOTS} slots, got {top_k_index.numel()}")
-
-
-def check_routing(top_k_index: Tensor, num_experts: int) -> None:
-    """Raises TypeError or ValueError that names the argument of `route` at fault."""
-    _check_ids(top_k_index)
-    if not isinstance(num_experts, (int, torch.SymInt)) or isinstance(num_experts, bool):
-        raise TypeError(f"num_experts: expected an int, got {type(num_experts).__name__}")
-    check_num_groups("num_experts", num_experts, "experts")
 
 
 def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed, scaled) -> None:
@@ -212,7 +204,7 @@ def check_experts(owner, x, up, down, up_bias, down_bias, gated, transposed, sca
 
 def check_choices(x, top_k_index, top_k_weights) -> None:
     """Raises TypeError or ValueError that names which choice of experts for x, the hidden states, is at fault."""
-    _check_ids(top_k_index)
+    check_ids(top_k_index)
     if top_k_index.shape[0] != x.shape[0]:
         raise wrong_shape("top_k_index", top_k_index, (x.shape[0], None), "(T, top_k)")
     device, owner = x.device, "hidden_states"

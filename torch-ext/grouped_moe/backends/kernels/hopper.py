@@ -48,6 +48,12 @@ def allocate_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def allocate_blocks(desc, NUM: gl.constexpr):
+    """Shared memory for NUM blocks of a descriptor, (NUM, ...)."""
+    return gl.allocate_shared_memory(desc.dtype, [NUM] + desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
 def ragged_coordinates(row, end, column):
     """Coordinates in a ragged descriptor (`hopper.descriptors.RaggedTmaBlock`) of the block at (row, column).
 

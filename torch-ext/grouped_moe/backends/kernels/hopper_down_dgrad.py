@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .activation import act_grad, glu_grad, zero_past
 from .dependent import wait_for_stream
-from .hopper import allocate_barriers, ragged_coordinates, tma_load, tma_store
+from .hopper import allocate_barriers, allocate_blocks, ragged_coordinates, tma_load, tma_store
 from .hopper_pipeline import Schedule, consume, find_tile, produce
 from .hopper_ring import Ranks, Ring, allocate_slots, finish_products
 from .tiles import column_pieces, load_scales, load_slots, num_row_tiles
@@ -251,8 +251,7 @@ def hopper_down_dgrad_kernel(
     TILES: gl.constexpr = (2 if OPTIONS.GATED else 1) * SLOTS
     lhs, rhs, full, empty = allocate_slots(dout_desc, w_desc, STAGES, 1)
     ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
-    staging = gl.allocate_shared_memory(w_desc.dtype, [TILES] + gate_desc.block_type.shape, gate_desc.layout)
-    preact = Preact(gate_desc, up_desc, staging, allocate_barriers(SLOTS, 1))
+    preact = Preact(gate_desc, up_desc, allocate_blocks(gate_desc, TILES), allocate_barriers(SLOTS, 1))
     pingpong = allocate_barriers(2, 1)
     output = DgradOutput(
         preact, dgate_desc, dup_desc, act_desc, weights_ptr, row_to_slot_ptr, partials_ptr, stride_pn,

@@ -10,10 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .dependent import wait_for_stream
-from .hopper import allocate_barriers, ragged_coordinates, tma_store, write_staging
-from .hopper_pipeline import Bias, Schedule, Zeros, allocate_zeros, consume, produce
+from .hopper import allocate_barriers, allocate_blocks, ragged_coordinates, tma_store, write_staging
+from .hopper_pipeline import Bias, Schedule, Zeros, add_bias, allocate_zeros, consume, produce
 from .hopper_ring import Ranks, Ring, allocate_slots, finish_products
-from .tiles import column_pieces, load_bias, load_scales, num_row_tiles
+from .tiles import column_pieces, num_row_tiles
 
 
 class Output(NamedTuple):
@@ -26,43 +26,25 @@ class Output(NamedTuple):
 
 
 @gluon.jit
-def add_bias(acc, output, row, end, column, bias_ptr, N: gl.constexpr):
-    """acc plus its columns of an expert's bias, each times the row's scale if given; acc without bias_ptr."""
-    if bias_ptr is None:
-        return acc
-    else:
-        layout: gl.constexpr = acc.type.layout
-        columns = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
-        bias = load_bias(bias_ptr, output.bias.stride_n, columns, N)[None, :]
-        if output.scales_ptr is not None:
-            rows = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
-            bias = load_scales(output.scales_ptr, gl.minimum(rows, end - 1))[:, None] * bias
-        return acc + bias
-
-
-@gluon.jit
-def store_rows(acc, output, row, end, column, bias_ptr, N: gl.constexpr):
-    """Stores the rows from `row` to `end` plus their bias, in pieces of as many columns as the staging tile has."""
+def store_rows(acc, output, tile, column, N: gl.constexpr):
+    """Stores a tile's rows plus their bias, in pieces of as many columns as the staging tile has."""
     COLUMNS: gl.constexpr = acc.shape[1]
     if COLUMNS > output.staging.shape[3]:
         left, right = column_pieces(acc, 2)
-        store_rows(left, output, row, end, column, bias_ptr, N)
-        store_rows(right, output, row, end, column + COLUMNS // 2, bias_ptr, N)
+        store_rows(left, output, tile, column, N)
+        store_rows(right, output, tile, column + COLUMNS // 2, N)
     else:
-        acc = add_bias(acc, output, row, end, column, bias_ptr, N)
+        acc = add_bias(acc, output.bias, tile, column, N, scales_ptr=output.scales_ptr)
         tma.store_wait(0)  # until the earlier store has read the staging tile
         write_staging(acc, output.staging)
-        tma_store(output.desc, ragged_coordinates(row, end, column), output.staging)
+        tma_store(output.desc, ragged_coordinates(tile.row, tile.end, column), output.staging)
 
 
 @gluon.jit
 def gemm_epilogue(GROUP: gl.constexpr, acc, ring, slot, tile, turn, output, N: gl.constexpr):
     """Stores a tile or, of a shared one, the group's half, whose first row is then tile.row."""
     acc = finish_products(acc, ring, slot)
-    BLOCK_N: gl.constexpr = acc.shape[1]
-    bias = output.bias
-    bias_ptr = bias.ptr + tile.expert.to(gl.int64) * bias.stride_e if bias.ptr is not None else None
-    store_rows(acc, output, tile.row, tile.end, tile.n_tile * BLOCK_N, bias_ptr, N)
+    store_rows(acc, output, tile, tile.n_tile * acc.shape[1], N)
 
 
 @gluon.jit
@@ -100,10 +82,9 @@ def hopper_gemm_kernel(
     wait_for_stream()
     ROWS: gl.constexpr = y_desc.block_type.shape[2]
     SHARED: gl.constexpr = ROWS < TILING.BLOCK_M
-    dtype: gl.constexpr = x_desc.dtype
     lhs, rhs, full, empty = allocate_slots(x_desc, w_desc, STAGES, 2 if SHARED else 1)
     ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
-    staging = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
+    staging = allocate_blocks(y_desc, 2)
     pingpong = allocate_barriers(2, 1)
     if ZERO_UNGROUPED:
         zeros = Zeros(y_desc, allocate_zeros(y_desc), total_rows)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .hopper import ragged_coordinates, tma_load, tma_store
 from .hopper_ring import load_weight, multiply, multiply_half, next_slot, num_steps, slot_as, slot_at
-from .tiles import end_of_rows, expert_rows, expert_tiles, grouped_order, tile_experts
+from .tiles import end_of_rows, expert_rows, expert_tiles, grouped_order, load_bias, load_scales, tile_experts
 
 
 class Schedule(NamedTuple):
@@ -50,6 +50,27 @@ class Bias(NamedTuple):
     ptr: gl.tensor
     stride_e: gl.tensor
     stride_n: gl.tensor
+
+
+@gluon.jit
+def add_bias(acc, bias, tile, first_column, N: gl.constexpr, SKIPPED: gl.constexpr = 0, scales_ptr=None):
+    """acc, of a tile's rows, plus its columns of the expert's bias, N behind SKIPPED ones; acc without a bias.
+
+    scales_ptr: factors of the bias for each row, or None.
+    """
+    if bias.ptr is None:
+        return acc
+    else:
+        layout: gl.constexpr = acc.type.layout
+        bias_ptr = bias.ptr + tile.expert.to(gl.int64) * bias.stride_e
+        columns = first_column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+        if SKIPPED > 0:
+            bias_ptr += gl.to_tensor(SKIPPED).to(gl.int64) * bias.stride_n
+        values = load_bias(bias_ptr, bias.stride_n, columns, N)[None, :]
+        if scales_ptr is not None:
+            rows = tile.row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
+            values = load_scales(scales_ptr, gl.minimum(rows, tile.end - 1))[:, None] * values
+        return acc + values
 
 
 class Zeros(NamedTuple):

@@ -8,15 +8,15 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .activation import glu
 from .dependent import wait_for_stream
-from .hopper import Tokens, allocate_barriers, ragged_coordinates, tma_store, write_staging
-from .hopper_gemm import Output, add_bias
-from .hopper_pipeline import Bias, Schedule, Zeros, allocate_zeros, produce
+from .hopper import Tokens, allocate_barriers, allocate_blocks, ragged_coordinates, tma_store, write_staging
+from .hopper_gemm import Output
+from .hopper_pipeline import Bias, Schedule, Zeros, add_bias, allocate_zeros, produce
 from .hopper_promoted import HALF, Scales, consume_promoted
 from .hopper_ring import Ranks, Ring, num_steps
 from .hopper_transposed import produce_transposed
 from .hopper_up_proj import produce_gathered, store_piece
 from .quantize import scale_of
-from .tiles import column_pieces, load_bias, load_scales, num_row_tiles
+from .tiles import column_pieces, load_scales, num_row_tiles
 
 
 @gluon.jit
@@ -24,9 +24,7 @@ def store_half(half, tile, column, output, NUMBER: gl.constexpr, N: gl.constexpr
     """Stores half of a tile plus its bias, in pieces of as many columns as a staging tile has, from NUMBER on."""
     COLUMNS: gl.constexpr = output.staging.shape[4]
     PIECES: gl.constexpr = HALF // COLUMNS
-    bias = output.bias
-    bias_ptr = bias.ptr + tile.expert.to(gl.int64) * bias.stride_e if bias.ptr is not None else None
-    half = add_bias(half, output, tile.row, tile.end, column, bias_ptr, N)
+    half = add_bias(half, output.bias, tile, column, N, scales_ptr=output.scales_ptr)
     pieces = column_pieces(half, PIECES)
     for i in gl.static_range(PIECES):
         store_piece(pieces[i], output.desc, output.staging, tile, column + i * COLUMNS, NUMBER + i)
@@ -85,14 +83,12 @@ def hopper_quantized_gemm_kernel(
     BLOCK_K: gl.constexpr = PRODUCT.BLOCK_K
     W_KN: gl.constexpr = PRODUCT.W_KN
     gl.static_assert(BLOCK_N == 2 * HALF and BLOCK_K == HALF)
-    dtype: gl.constexpr = y_desc.dtype
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_N, BLOCK_K], w_desc.dtype)
-    lhs = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)
+    lhs = allocate_blocks(x_desc, STAGES)
     rhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 1, BLOCK_N, BLOCK_K], w_layout)
     full, empty = allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2)
     ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
-    staging0 = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
-    staging1 = gl.allocate_shared_memory(dtype, [2] + y_desc.block_type.shape, y_desc.layout)
+    staging0, staging1 = allocate_blocks(y_desc, 2), allocate_blocks(y_desc, 2)
     if num_steps(PRODUCT.K, 0, BLOCK_K) > STAGES:  # only where it is waited for: see `allocate_barriers`
         lead_barrier = allocate_barriers(1, 1).index(0)
     else:
@@ -149,20 +145,14 @@ def store_preact(gate, up, tile, column, output):
 def store_quantized(gate, up, tile, output, OPTIONS: gl.constexpr):
     """Stores pre-activations as they are, if asked to, and the codes and the scales of the activation."""
     N: gl.constexpr = OPTIONS.N
-    layout: gl.constexpr = gate.type.layout
     column = tile.n_tile * HALF
-    bias = output.bias
-    if bias.ptr is not None:
-        bias_ptr = bias.ptr + tile.expert.to(gl.int64) * bias.stride_e
-        columns = column + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-        gate += load_bias(bias_ptr, bias.stride_n, columns, N)[None, :]
-        up_bias_ptr = bias_ptr + gl.to_tensor(N).to(gl.int64) * bias.stride_n
-        up += load_bias(up_bias_ptr, bias.stride_n, columns, N)[None, :]
+    gate = add_bias(gate, output.bias, tile, column, N)
+    up = add_bias(up, output.bias, tile, column, N, SKIPPED=N)
     if output.gate_desc is not None:
         store_preact(gate, up, tile, column, output)
     if output.act_desc is not None:
         value = glu(gate, up, OPTIONS)
-        rows = tile.row + gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, layout))
+        rows = tile.row + gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, value.type.layout))
         if output.scales_ptr is not None:
             value = value * load_scales(output.scales_ptr, gl.minimum(rows, tile.end - 1))[:, None]
         scale = scale_of(gl.max(gl.abs(value), axis=1))
@@ -226,7 +216,7 @@ def hopper_quantized_up_proj_kernel(
     gl.static_assert(OPTIONS.GATED and not OPTIONS.INTERLEAVED and PRODUCT.BLOCK_N == 2 * HALF and BLOCK_K == HALF)
     lhs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], w_desc.dtype)
     lhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], lhs_layout)
-    rhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    rhs = allocate_blocks(w_desc, STAGES)
     # A slot is full after the arrivals of the load of weights and of the warps that copy.
     full, empty = allocate_barriers(STAGES, 2), allocate_barriers(STAGES, 2)
     ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
@@ -238,9 +228,7 @@ def hopper_quantized_up_proj_kernel(
         act_staging0: gl.constexpr = None
         act_staging1: gl.constexpr = None
     if gate_desc is not None:
-        shape: gl.constexpr = [2] + gate_desc.block_type.shape
-        preact_staging0 = gl.allocate_shared_memory(gate_desc.dtype, shape, gate_desc.layout)
-        preact_staging1 = gl.allocate_shared_memory(gate_desc.dtype, shape, gate_desc.layout)
+        preact_staging0, preact_staging1 = allocate_blocks(gate_desc, 2), allocate_blocks(gate_desc, 2)
     else:
         preact_staging0: gl.constexpr = None
         preact_staging1: gl.constexpr = None

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.runtime.jit import constexpr_function
 
-from .hopper import allocate_barriers, reinterpret, tma_load
+from .hopper import allocate_barriers, allocate_blocks, reinterpret, tma_load
 
 
 class Ranks(NamedTuple):
@@ -56,8 +56,7 @@ def allocate_slots(lhs_desc, rhs_desc, STAGES: gl.constexpr, CONSUMERS: gl.const
 
     CONSUMERS: warp groups that read each slot.
     """
-    lhs = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES] + lhs_desc.block_type.shape, lhs_desc.layout)
-    rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES] + rhs_desc.block_type.shape, rhs_desc.layout)
+    lhs, rhs = allocate_blocks(lhs_desc, STAGES), allocate_blocks(rhs_desc, STAGES)
     return lhs, rhs, allocate_barriers(STAGES, 1), allocate_barriers(STAGES, CONSUMERS)
 
 

@@ -14,19 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .activation import glu
 from .dependent import wait_for_stream
-from .hopper import Tokens, allocate_barriers, cp_async, ragged_coordinates, tma_store, write_staging
-from .hopper_pipeline import Bias, Schedule, Tile, consume, find_tile, load_step, produce
-from .hopper_ring import (
-    Ranks,
-    Ring,
-    allocate_slots,
-    finish_products,
-    load_weight,
-    multiply_half,
-    next_slot,
-    num_steps,
-)
-from .tiles import column_pieces, load_bias, load_scales, load_slots, num_row_tiles
+from .hopper import Tokens, allocate_barriers, allocate_blocks, cp_async, ragged_coordinates, tma_store, write_staging
+from .hopper_pipeline import Bias, Schedule, Tile, add_bias, consume, find_tile, load_step, produce
+from .hopper_ring import Ranks, Ring, allocate_slots, finish_products, load_weight, multiply_half, next_slot, num_steps
+from .tiles import column_pieces, load_scales, load_slots, num_row_tiles
 
 
 class UpOutput(NamedTuple):
@@ -59,7 +50,6 @@ def store_up(acc, tile, column, output, OPTIONS: gl.constexpr):
     staging = output.staging
     gate_desc = output.gate_desc
     up_desc = output.up_desc
-    bias = output.bias
     GATED: gl.constexpr = OPTIONS.GATED
     INTERLEAVED: gl.constexpr = OPTIONS.INTERLEAVED
     WIDTH: gl.constexpr = 2 if GATED else 1
@@ -68,29 +58,19 @@ def store_up(acc, tile, column, output, OPTIONS: gl.constexpr):
     SAVED: gl.constexpr = 0 if gate_desc is None else WIDTH
     STORES: gl.constexpr = SAVED + (output.act_desc is not None)  # of each piece
     gl.static_assert(PIECES * STORES % staging.shape[0] == 0)  # the next tile goes on with the first staging tile
-    bias_ptr = bias.ptr + tile.expert.to(gl.int64) * bias.stride_e if bias.ptr is not None else None
     pieces = column_pieces(acc, PIECES if INTERLEAVED else WIDTH * PIECES)
     for i in gl.static_range(PIECES):
         first = column + i * COLUMNS
         if INTERLEAVED:
-            pair = pieces[i]
-            if bias_ptr is not None:
-                columns = 2 * first + gl.arange(0, 2 * COLUMNS, layout=gl.SliceLayout(0, pair.type.layout))
-                pair += load_bias(bias_ptr, bias.stride_n, columns, 2 * N)[None, :]
+            pair = add_bias(pieces[i], output.bias, tile, 2 * first, 2 * N)
             gate, up = pair.reshape([pair.shape[0], COLUMNS, 2]).split()
             if gate_desc is not None:
                 left, right = column_pieces(pair, 2)
                 store_piece(left, gate_desc, staging, tile, 2 * first, i * STORES)
                 store_piece(right, up_desc, staging, tile, 2 * first + COLUMNS, i * STORES + 1)
         else:
-            gate = pieces[i]
-            up = pieces[PIECES + i] if GATED else None
-            if bias_ptr is not None:
-                columns = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gate.type.layout))
-                gate += load_bias(bias_ptr, bias.stride_n, columns, N)[None, :]
-                if GATED:
-                    up_bias_ptr = bias_ptr + gl.to_tensor(N).to(gl.int64) * bias.stride_n
-                    up += load_bias(up_bias_ptr, bias.stride_n, columns, N)[None, :]
+            gate = add_bias(pieces[i], output.bias, tile, first, N)
+            up = add_bias(pieces[PIECES + i], output.bias, tile, first, N, SKIPPED=N) if GATED else None
             if gate_desc is not None:
                 store_piece(gate, gate_desc, staging, tile, first, i * STORES)
                 if GATED:
@@ -144,8 +124,7 @@ def hopper_up_proj_kernel(
     out_desc = gate_desc if act_desc is None else act_desc
     lhs, rhs, full, empty = allocate_slots(x_desc, w_desc, STAGES, 1)
     ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
-    staging0 = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
-    staging1 = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
+    staging0, staging1 = allocate_blocks(out_desc, 2), allocate_blocks(out_desc, 2)
     pingpong = allocate_barriers(2, 1)
     schedule = Schedule(schedule_ptr, num_row_tiles(schedule_ptr, TILING.NUM_EXPERTS) * TILING.NUM_N_TILES)
     bias = Bias(bias_ptr, stride_be, stride_bn)
@@ -306,12 +285,11 @@ def hopper_gathered_up_proj_kernel(
     out_desc = gate_desc if act_desc is None else act_desc
     lhs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILING.BLOCK_M, PRODUCT.BLOCK_K], w_desc.dtype)
     lhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TILING.BLOCK_M, PRODUCT.BLOCK_K], lhs_layout)
-    rhs = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    rhs = allocate_blocks(w_desc, STAGES)
     # A slot is full after the arrivals of the load of weights and of the warps that copy.
     full, empty = allocate_barriers(STAGES, 2), allocate_barriers(STAGES, 2)
     ring = Ring(lhs, rhs, full, empty, Ranks(projected_desc, factor_desc))
-    staging0 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
-    staging1 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS] + out_desc.block_type.shape, out_desc.layout)
+    staging0, staging1 = allocate_blocks(out_desc, BUFFERS), allocate_blocks(out_desc, BUFFERS)
     # Only where it is waited for: see `allocate_barriers`.
     if num_steps(PRODUCT.K, PRODUCT.R, PRODUCT.BLOCK_K) > STAGES:
         lead_barrier = allocate_barriers(1, 1).index(0)

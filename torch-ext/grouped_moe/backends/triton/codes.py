@@ -114,19 +114,17 @@ def _operand(weight: BlockScaled, pair: Union[LoRA, LowRank, None], contiguous: 
 def _block_takes_codes(
     up: _Operand, down: _Operand, gated: bool, interleaved: bool, spec: DeviceSpec, backward: bool
 ) -> bool:
-    """A backward rounds the gradients of gate and of up, which have to be of whole blocks."""
-    if not _up_proj_takes_codes(up, gated, interleaved, spec) or (backward and down.k % BLOCK):
+    """Hopper's up-projection reads [gate | up] that have blocks of their own.
+
+    A backward rounds the gradients of gate and of up, which have to be of whole blocks.
+    """
+    apart = up.n % (2 * BLOCK) == 0 if up.parts == 1 else up.parts == 2
+    if interleaved or (spec.hopper and not (gated and apart)) or not up.by_tma or not _kernels_take(up, up.k, spec):
+        return False
+    if backward and down.k % BLOCK:
         return False
     gemms = [(down, False), (down, True), (up, True)] if backward else [(down, False)]
     return all(_gemm_takes_codes(weight, transposed, spec) for weight, transposed in gemms)
-
-
-def _up_proj_takes_codes(up: _Operand, gated: bool, interleaved: bool, spec: DeviceSpec) -> bool:
-    """Hopper's kernel reads [gate | up] that have blocks of their own."""
-    apart = up.n % (2 * BLOCK) == 0 if up.parts == 1 else up.parts == 2
-    if interleaved or (spec.hopper and not (gated and apart)):
-        return False
-    return up.by_tma and _kernels_take(up, up.k, spec)
 
 
 @lru_cache(maxsize=None)

@@ -71,8 +71,6 @@ def project(
     scaled = None if scales is None else torch.empty_like(z)
     if rows.num_rows:
         spec = spec_of(values)
-        if is_quantized and not spec.float8:
-            values = values.view(torch.uint8)
         top_k = rows.top_k if of_tokens or rows.adapters is not None or scales is not None else 0
         kernel = _project_kernel(
             spec, x.dtype, dot_precision(x.dtype, spec), rows.num_groups, rows.block_m, k, layout, factor.dtype, top_k,

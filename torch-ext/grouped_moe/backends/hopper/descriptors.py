@@ -1,6 +1,6 @@
 """Descriptors of the tensor memory accelerator (TMA) for the Gluon kernels."""
 
-from typing import NamedTuple, Optional, Sequence, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -32,11 +32,11 @@ class TmaBlock:
         name = "float8e4nv" if dtype is CODES else str(dtype).replace("torch.", "")
         self.layout = gl.NVMMASharedLayout.get_default_for(self.shape, getattr(gl, name))
 
-    def of(self, tensor: Tensor, shape: Optional[Sequence[int]] = None, strides: Optional[Sequence[int]] = None):
-        """The descriptor of a tensor that TMA takes, in such blocks. shape, strides: its own by default."""
-        if strides is None:  # a dimension of one step may have a stride that the hardware does not want
-            strides = tma_strides(tensor) if 1 in tensor.shape else tensor.stride()
-        return TmaDescriptor(tensor, shape or tensor.shape, strides, self.shape, self.layout)
+    def of(self, tensor: Tensor) -> TmaDescriptor:
+        """The descriptor of a tensor that TMA takes, in such blocks."""
+        # A dimension of one step may have a stride that the hardware does not want.
+        strides = tma_strides(tensor) if 1 in tensor.shape else tensor.stride()
+        return TmaDescriptor(tensor, tensor.shape, strides, self.shape, self.layout)
 
 
 class RaggedTmaBlock(TmaBlock):
@@ -50,11 +50,11 @@ class RaggedTmaBlock(TmaBlock):
     def __init__(self, dtype: torch.dtype, rows: int, columns: int):
         super().__init__(dtype, 1, 1, rows, columns)
 
-    def of_rows(self, rows: Tensor, columns: Optional[int] = None):
+    def of_rows(self, rows: Tensor, columns: Optional[int] = None) -> TmaDescriptor:
         """The descriptor of the first columns of some rows, all by default."""
         stride = tma_strides(rows)[0] if 1 in rows.shape else rows.stride(0)
         shape = (_EXTENT, _EXTENT, MAX_RAGGED_ROWS, columns or rows.shape[1])
-        return self.of(rows, shape, (2**34 - stride, stride, stride, 1))
+        return TmaDescriptor(rows, shape, (2**34 - stride, stride, stride, 1), self.shape, self.layout)
 
 
 class RankBlocks:

@@ -38,11 +38,6 @@ def _send_fake(x, weights, ids, num_local, ranks, capacity, empty):
     return ids.new_empty((ranks * capacity, words), dtype=torch.int64), *plan
 
 
-def _receive(kernels, rows, capacity, *row) -> Tuple[Tensor, Tensor, Tensor]:
-    """(weights, ids, fits)"""
-    return kernels.unpack_rows(rows, PackedRow(*row), capacity, TOO_MANY)
-
-
 def _receive_fake(rows, capacity, *row):
     row, places = PackedRow(*row), rows.shape[0]
     weights = rows.new_empty((places, row.top_k), dtype=row.weights_dtype)
@@ -60,7 +55,7 @@ receive = define_op(
     "exchange_receive",
     "(Tensor rows, SymInt capacity, SymInt hidden, ScalarType dtype, SymInt top_k, ScalarType weights_dtype)"
     " -> (Tensor weights, Tensor ids, Tensor fits)",
-    _receive,
+    lambda kernels, rows, capacity, *row: kernels.unpack_rows(rows, PackedRow(*row), capacity, TOO_MANY),
     _receive_fake,
 )
 place_rows = define_op(

@@ -105,7 +105,6 @@ class _CompilingThreads(ThreadPoolExecutor):
         self._bar = tqdm(desc="grouped_moe: compiling", unit="kernel", total=0) if progress else None
 
     def submit(self, *args: Any, **kwargs: Any) -> Future:
-        """As of any executor."""
         future = super().submit(*args, **kwargs)
         if self._bar is not None:
             self._bar.total += 1
@@ -116,7 +115,6 @@ class _CompilingThreads(ThreadPoolExecutor):
         self.shutdown(cancel_futures=kind is not None)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """As of any executor."""
         super().shutdown(*args, **kwargs)
         if self._bar is not None:
             self._bar.close()

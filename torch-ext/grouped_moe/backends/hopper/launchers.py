@@ -44,8 +44,7 @@ class _Pipelined(Launcher):
     def product(problem: NamedTuple, config: GemmConfig, columns: int) -> Product:
         """How the product is made, as kernels take it. columns: of the result."""
         p, is_kn = problem, problem.transposed
-        ranks = p.low_rank.R
-        return Product(columns, p.k, ranks, is_kn, is_kn, config.block_n, config.block_k, RANKS_FIRST=False)
+        return Product(columns, p.k, p.low_rank.R, is_kn, is_kn, config.block_n, config.block_k, RANKS_FIRST=False)
 
 
 class Gemm(_Pipelined):
@@ -63,7 +62,6 @@ class Gemm(_Pipelined):
 
     @staticmethod
     def choose(p: GemmProblem) -> Optional[GemmConfig]:
-        """The tile, None where there is none."""
         return hopper_gemm_config(p.block_m, p.n, p.k, p.spec, p.wide)
 
     @classmethod
@@ -241,7 +239,6 @@ class Wgrad(Launcher):
 
     @staticmethod
     def choose(p: WgradProblem) -> Optional[GemmConfig]:
-        """The tile, None where there is none."""
         gathered, itemsize = p.gathered is not None, p.out_dtype.itemsize
         return hopper_wgrad_config(p.m, p.n, p.rows_per_group, itemsize, gathered, p.spec)
 

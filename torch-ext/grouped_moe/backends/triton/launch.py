@@ -41,8 +41,6 @@ class _Held(Executor):
         self.executor, self.started = executor, threading.Event()
 
     def submit(self, function: Any, *args: Any, **kwargs: Any) -> Future:
-        """As of any executor."""
-
         def run() -> Any:
             self.started.wait()
             return call()

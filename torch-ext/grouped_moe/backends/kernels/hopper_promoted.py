@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.runtime.jit import constexpr_function
 
 from .block_scaled import widen_scales
-from .hopper import Tokens, thread_barrier
+from .hopper import thread_barrier
 from .hopper_pipeline import Tile, find_tile
 from .hopper_ring import narrow_columns, next_slot, num_steps, previous_slot, slot_as
 from .hopper_up_proj import load_tokens
@@ -27,13 +27,10 @@ HALF = gl.constexpr(128)  # columns of half a tile: those of a weight's scale
 
 
 class Scales(NamedTuple):
-    """The scales of rows, (rows, blocks of K), contiguous, and of weights, (E, blocks of N, blocks of K), by strides.
-
-    row_to_slot_ptr: as `Tokens` has it, or None for rows in place.
-    """
+    """Scales of rows, (rows, blocks of K), contiguous, and of weights, (E, blocks of N, blocks of K), by strides."""
 
     x_ptr: gl.tensor
-    row_to_slot_ptr: object
+    row_to_slot_ptr: object  # as `Tokens` has it
     w_ptr: gl.tensor
     stride_e: gl.tensor
     stride_n: gl.tensor
@@ -192,19 +189,18 @@ def consume_promoted(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 32])
     BLOCKS: gl.constexpr = num_steps(PRODUCT.N // 2, 0, HALF) * 2 if GATED else num_steps(PRODUCT.N, 0, HALF)
     RIGHT: gl.constexpr = BLOCKS // 2 if GATED else 1
-    tokens = Tokens(scales.x_ptr, 1, scales.row_to_slot_ptr)
     index = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     step = gl.num_programs(0)
     slot = 0
     phase = 0
     lead_phase = 0
     expert, row, end, n_tile = find_tile(gl.program_id(0), schedule, TILING)
-    source = load_tokens(tokens, row + GROUP * ROWS, end, index, TOP_K)
+    source = load_tokens(scales.row_to_slot_ptr, row + GROUP * ROWS, end, index, TOP_K)
     for number in range(gl.program_id(0), schedule.num_tiles, step):
         tile = Tile(expert + 0, row + GROUP * ROWS, end + 0, n_tile + 0)  # Triton 3.6 does not carry a plain copy
         tile_scales = locate_scales(scales, tile, source, BLOCKS, RIGHT, STEPS)
         expert, row, end, n_tile = find_tile(number + step, schedule, TILING)
-        source = load_tokens(tokens, row + GROUP * ROWS, end, index, TOP_K)
+        source = load_tokens(scales.row_to_slot_ptr, row + GROUP * ROWS, end, index, TOP_K)
         left, right, slot, phase = multiply_promoted(
             GROUP, ring, slot, phase, lead_barrier, lead_phase, tile_scales, scales.stride_k, PRODUCT, LAYOUT
         )

@@ -163,13 +163,13 @@ def commit_remaining(full, slot, filled, LAG: gl.constexpr, STAGES: gl.constexpr
 
 
 @gluon.jit
-def load_tokens(tokens, row, end, index, TOP_K: gl.constexpr):
+def load_tokens(row_to_slot_ptr, row, end, index, TOP_K: gl.constexpr):
     """Tokens of the rows `index` of a tile; past the last tile, which may have found an expert without rows, any.
 
     With TOP_K == 0, the rows themselves.
     """
     row, end = gl.maximum(row, 0), gl.maximum(end, 1)
-    slots = load_slots(tokens.row_to_slot_ptr, gl.minimum(row + index, end - 1))
+    slots = load_slots(row_to_slot_ptr, gl.minimum(row + index, end - 1))
     return slots if TOP_K == 0 else slots // TOP_K
 
 
@@ -210,14 +210,14 @@ def produce_gathered(
     phase = 1
     filled = 0
     expert, row, end, n_tile = find_tile(gl.program_id(0), schedule, TILING)
-    token = load_tokens(tokens, row, end, index, TOP_K)
+    token = load_tokens(tokens.row_to_slot_ptr, row, end, index, TOP_K)
     for number in range(gl.program_id(0), schedule.num_tiles, step):
         source = tokens.ptr + (token.to(gl.int64) * UNIT * tokens.unit_stride)[:, None] + columns[None, :]
         # Past the expert's last row nothing is read: repeating one row took longer than reading as many others.
         inside = (index < end - row)[:, None]
         this_expert, this_row, this_n_tile = expert + 0, row + 0, n_tile + 0  # Triton 3.6 does not carry a plain copy
         expert, row, end, n_tile = find_tile(number + step, schedule, TILING)
-        token = load_tokens(tokens, row, end, index, TOP_K)
+        token = load_tokens(tokens.row_to_slot_ptr, row, end, index, TOP_K)
         if PRODUCT.RANKS_FIRST:
             slot, phase, filled = load_ranks_in_turn(
                 this_expert, this_row, this_n_tile, ring, slot, phase, filled, PRODUCT, LAG

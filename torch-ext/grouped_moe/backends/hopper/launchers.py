@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...block_scaled import CODES
 from ...common.numbers import power_of_two
-from ...tuning.heuristic import HOPPER_TILES, THIN, GemmConfig, hopper_gemm_config, hopper_wgrad_config
+from ...tuning.heuristic import HOPPER_TILES, GemmConfig, hopper_gemm_config, hopper_wgrad_config
 from ..kernels.hopper_down_dgrad import hopper_down_dgrad_kernel
 from ..kernels.hopper_gemm import hopper_gemm_kernel
 from ..kernels.hopper_quantized import hopper_quantized_gemm_kernel, hopper_quantized_up_proj_kernel
@@ -246,7 +246,7 @@ class Wgrad(Launcher):
     def supports(cls, problem: WgradProblem) -> bool:
         """Operands and results that descriptors take, one operand gathered at most. Tiles are 256 columns wide."""
         p = problem
-        return p.n > THIN and p.rows_by_tma and p.out_by_tma and cls.choose(p) is not None
+        return p.rows_by_tma and p.out_by_tma and cls.choose(p) is not None
 
     def __call__(self, lhs, rhs, out, rows) -> None:
         p = self.problem

@@ -4,7 +4,7 @@ from typing import Any, Dict, Optional, Tuple
 
 from torch import Tensor
 
-from ...tuning.heuristic import THIN, dgrad_config, gemm_config, up_config, wgrad_config
+from ...tuning.heuristic import dgrad_config, gemm_config, up_config, wgrad_config
 from ..kernels.experts import down_dgrad_kernel, up_proj_kernel
 from ..kernels.gemm import grouped_gemm_kernel, wgrad_kernel
 from ..kernels.products import Product
@@ -110,7 +110,7 @@ class Wgrad(Launcher):
 
     def __init__(self, problem: WgradProblem):
         p, gathered = problem, problem.gathered is not None
-        self.by_tma = p.rows_by_tma and not gathered and p.n > THIN
+        self.by_tma = p.rows_by_tma and not gathered
         config = wgrad_config(p.m, p.n, p.rows_per_group, p.dtype, p.spec, gathered, self.by_tma)
         # A whole tile passes through shared memory, which small tiles, two programs to a processor, have not left.
         whole = config.block_n == 256 and not p.accumulate and p.out_dtype == p.dtype

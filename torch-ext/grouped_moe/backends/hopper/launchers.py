@@ -132,9 +132,8 @@ class UpProj(_Pipelined):
         self.out_block = RaggedTmaBlock(p.dtype, config.block_m // 2 if p.top_k else config.block_m, columns)
         # As many columns of gate as of up: of each half, or neighbours where they alternate or have no gate.
         halves = (2, config.block_n // 2, config.block_k)
-        self.set_blocks(
-            p, config, p.dtype, *(halves if p.gated and not p.interleaved else config.weight_block(p.transposed))
-        )
+        block = halves if p.gated and not p.interleaved else config.weight_block(p.transposed)
+        self.set_blocks(p, config, p.dtype, *block)
         constants = {"PRODUCT": self.product(p, config, p.width), "OPTIONS": p.options}
         if p.top_k:
             constants.update(TOP_K=p.top_k, BUFFERS=_STAGED_COLUMNS // columns)

@@ -57,15 +57,9 @@ def groups_slots(num_tokens: int, top_k: int, num_experts: int, scaled: bool) ->
 
 def _takes_scales(up: Weight, down: Weight) -> bool:
     """Whether both weights are scaled in the op's blocks."""
-    return (
-        isinstance(up, BlockScaled)
-        and isinstance(down, BlockScaled)
-        and up.block == down.block == (128, 128)
-        and up.parts in (1, 2)
-        and down.parts == 1
-        and up.products in PRODUCTS
-        and down.products in PRODUCTS
-    )
+    if not isinstance(up, BlockScaled) or not isinstance(down, BlockScaled) or not up.block == down.block == (128, 128):
+        return False
+    return up.parts in (1, 2) and down.parts == 1 and up.products in PRODUCTS and down.products in PRODUCTS
 
 
 def _has_exponents(weight: BlockScaled) -> bool:

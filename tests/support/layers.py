@@ -45,7 +45,6 @@ FORMS = [
     Form(False, kind="none"),
     Form(kind="scaled", dtype=torch.bfloat16),
     Form(False, False, "scaled", torch.bfloat16),
-    Form(False, True, "scaled", torch.float16),
 ]
 by_form = pytest.mark.parametrize("form", FORMS, ids=str)
 by_layout = pytest.mark.parametrize("form", LAYOUTS, ids=str)

@@ -185,18 +185,21 @@ def test_hub_layer_of_a_class_outside_of_transformers(grouped_moe, device, act_f
     assert_same(run(kernelize(experts, grouped_moe, device), "eager", inputs, cotangent), want)
 
 
-QWEN3_MOE, DBRX = "Qwen3MoeForCausalLM", "DbrxForCausalLM"
-CONFIGS = {
-    QWEN3_MOE: ("Qwen3MoeConfig", {
-        "vocab_size": 64, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
-        "num_hidden_layers": 1, "num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 128,
-    }),
-    DBRX: ("DbrxConfig", {
-        "vocab_size": 64, "d_model": 64, "n_heads": 2, "n_layers": 1,
+SIZES = {"vocab_size": 64, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+         "num_hidden_layers": 1, "num_experts_per_tok": 2, "intermediate_size": 128}  # fmt: skip
+TEXT = {**SIZES, "intermediate_size_mlp": 64, "num_local_experts": 2, "pad_token_id": 0}
+VISION = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1,
+          "image_size": 28, "patch_size": 14, "vision_output_dim": 64, "projector_input_dim": 64,
+          "projector_output_dim": 64}  # fmt: skip
+DBRX = {"vocab_size": 64, "d_model": 64, "n_heads": 2, "n_layers": 1,
         "attn_config": {"kv_n_heads": 1, "clip_qkv": 8, "rope_theta": 1e4},
-        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 2},
-    }),
-}  # fmt: skip
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 2}}  # fmt: skip
+QWEN3_MOE = "Qwen3MoeForCausalLM"
+CONFIGS = {
+    QWEN3_MOE: ("Qwen3MoeConfig", {**SIZES, "num_experts": 4, "moe_intermediate_size": 128}),
+    "Llama4ForConditionalGeneration": ("Llama4Config", {"text_config": TEXT, "vision_config": VISION}),
+    "DbrxForCausalLM": ("DbrxConfig", DBRX),
+}
 
 
 def build_model(name: str, implementation: str) -> torch.nn.Module:
@@ -209,12 +212,15 @@ def build_model(name: str, implementation: str) -> torch.nn.Module:
         return getattr(transformers, name)(config)
 
 
-def test_experts_outside_of_the_interface_are_warned_of(implementation):
-    with pytest.warns(UserWarning, match=f"{implementation}' has no effect on DbrxExperts, which does not go by"):
-        build_model(DBRX, implementation)
+@pytest.mark.parametrize(
+    "name, kind", [("Llama4ForConditionalGeneration", "Llama4TextExperts"), ("DbrxForCausalLM", "DbrxExperts")]
+)
+def test_experts_outside_of_the_interface_are_warned_of(implementation, name, kind):
+    with pytest.warns(UserWarning, match=f"{implementation}' has no effect on {kind}, which does not go by"):
+        build_model(name, implementation)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        build_model(DBRX, "eager")
+        build_model(name, "eager")
 
 
 def test_experts_of_modules_are_warned_of(implementation):

@@ -86,6 +86,22 @@ def adapted(package, tokens):
     torch.autograd.grad(out, [x, weights, up, down, *factors], torch.zeros_like(out))
 
 
+def plain_mlp(package, rows):
+    """A step of an MLP without a gate and biases, whose activation has scales."""
+    x, up, down = tensors((rows, 128), (16, 128, 96), (16, 96, 128))
+    (scales,) = tensors((rows,), dtype=torch.float32)
+    y = package.grouped_mlp(x, torch.full((16,), rows // 16), scales, up, down, gated=False, transposed=True)
+    torch.autograd.grad(y, [x, scales, up, down], torch.zeros_like(y))
+
+
+def parts(package, tokens):
+    """Routing, and the passes between tokens and rows."""
+    (x,), (weights,) = tensors((tokens, 128)), tensors((tokens, 2), dtype=torch.float32)
+    routing = package.route(torch.zeros(tokens, 2, dtype=torch.int32), 16)
+    out = package.combine_rows(package.gather_rows(x, routing), weights, routing)
+    torch.autograd.grad(out, [x, weights], torch.zeros_like(out))
+
+
 def of_backend(package, layer, tokens, part, signature="plain", dtype=BF16):
     """What `compile_check` calls of the backend for a part of a layer."""
     package = Package(package)
@@ -114,6 +130,8 @@ KINDS = {
     **{f"scaled-{tokens}": partial(scaled, tokens=tokens) for tokens in (1, 40, 2048)},
     "scaled-adapted": partial(scaled, tokens=2048, kind="loras", extent=256),
     "interleaved": partial(experts, tokens=2048, bias=True, interleaved=True),
+    "mlp-plain": partial(plain_mlp, rows=2048),
+    "parts": partial(parts, tokens=40),
     "many-groups": partial(of_backend, layer="qwen3-30b", tokens=4096, part="linear"),
 }
 for tokens, *flags in itertools.product((40, 2048), *[(False, True)] * 3):

@@ -104,6 +104,13 @@ def test_files_are_found_through_links(grouped_moe, tmp_path, monkeypatch):
     assert files.tiles_of(importlib.import_module("linked_package.common.device").DeviceSpec(**H200, name=NAME))
 
 
+def test_names_of_files(package):
+    file_of = package["tuning.files"].file_of
+    assert file_of("NVIDIA H200").name == "nvidia_h200.json"
+    assert file_of("NVIDIA H100 80GB HBM3").name == "nvidia_h100_80gb_hbm3.json"
+    assert file_of("AMD Instinct MI300X OAM").name == "amd_instinct_mi300x_oam.json"
+
+
 @pytest.mark.parametrize("limits", [H200, A100, MI300], ids=["sm90", "sm80", "gfx942"])
 def test_no_file_no_entry(files, tuning, device_spec, limits):
     """Both give the heuristic's choice."""

@@ -2,11 +2,12 @@
 
 import contextlib
 import itertools
+import random
 
 import pytest
 import torch
 from block import call, check, checkpointed, count_routed, make, parts_of, run, with_leaves
-from cases import BY_ID, CASES, Inputs, make_inputs
+from cases import BY_ID, CASES, Case, Inputs, make_inputs
 from compare import assert_bitwise, assert_part, assert_same
 from leaves import leaves_of
 from marks import DTYPES, by_dtype, by_fp32_and_bf16, by_recompute
@@ -20,9 +21,23 @@ BIASES = ("gate_up_proj_bias", "down_proj_bias")
 FLOATING = ("hidden_states", "top_k_weights", *WEIGHTS, *BIASES)
 
 
+def random_case(seed: int) -> Case:
+    """Of any shape, kind and routing."""
+    draw = random.Random(seed)
+    gated, flag = draw.random() < 0.5, (False, True)
+    return Case(
+        f"random-{seed}", draw.randint(0, 40), draw.randint(1, 5), draw.randint(1, 9), draw.randint(1, 40),
+        draw.randint(1, 40), gated, gated and draw.choice(flag), draw.choice(flag),
+        draw.choice(["", "both"] if gated else ["", "both", "up", "down"]),
+        (draw.choice(["silu", "gelu", "gelu_tanh", "relu2"]), 1.0, None, 0.0), draw.choice(flag),
+        draw.choice([0.0, 0.3, 1.0]),
+    )  # fmt: skip
+
+
 QUICK = [BY_ID[name] for name in ("silu", "gpt-oss", "relu2-not-gated")]  # on a GPU each shape compiles its kernels
 ALL = [
     *((case, dtype, None) for case in CASES for dtype in (*DTYPES, torch.float64)),
+    *((random_case(seed), torch.float32, None) for seed in range(80)),
     *((BY_ID["silu-bias"], dtype, other) for dtype in DTYPES for other in (torch.float32, torch.bfloat16)),
     *(pytest.param(case, torch.bfloat16, torch.float32, marks=pytest.mark.kernels_ci) for case in QUICK),
 ]

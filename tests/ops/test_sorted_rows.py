@@ -272,6 +272,19 @@ def test_scales_of_two_dtypes(grouped_moe, device):
     assert_same({**got, "bias_scales": same["bias_scales"]}, same)
 
 
+@by_recompute
+def test_one_tensor_twice_gets_the_sum(grouped_moe, device, recompute):
+    """Of what two tensors of its values get, each for its own use; neither gradient goes to the other one."""
+    same = BY_MLP["same-scales"].make(torch.float32, device)
+    two = same.replace(bias_scales=same.tensors["bias_scales"].clone())
+    once = run(grouped_moe, BY_MLP["same-scales"], same, recompute=recompute)
+    apart = run(grouped_moe, BY_MLP["two-scales"], two, recompute=recompute)
+    want = apart["activation_scales"].double() + apart.pop("bias_scales").double()
+    assert_close("sum", once.pop("activation_scales"), want, torch.float32, inner_products=True)
+    assert apart.pop("activation_scales").any()
+    assert_same(once, apart)
+
+
 FROZEN = [tuple(name for name in NAMES if name != only) for only in NAMES] + [(name,) for name in NAMES]
 FROZEN += [SCALES, PER_GROUP, PER_GROUP[:2], PER_GROUP[2:], ("x", "gate_up_proj"), ("down_proj", "activation_scales")]
 

@@ -75,7 +75,7 @@ def compile_together(executor: Executor, run: Callable[[], None]) -> None:
         _compiles_only.set(True)
         held = _Held(executor)
         mode = triton.AsyncCompileMode(held, ignore_errors=True)
-        mode.__enter__()
+        mode.__enter__()  # not by `with`, whose end would wait for all kernels after an error, too
         try:
             run()
         finally:
@@ -85,7 +85,7 @@ def compile_together(executor: Executor, run: Callable[[], None]) -> None:
             held.started.set()
         mode.__exit__(None, None, None)
 
-    # Triton 3.6 would stay in the mode where its end is interrupted.
+    # The modes are variables of the context, and go with it: Triton 3.6 does not leave its own at an interrupt.
     contextvars.copy_context().run(in_context)
 
 

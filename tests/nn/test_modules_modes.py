@@ -127,6 +127,20 @@ def test_vmap_refuses_other_ways_for_gradients(grouped_moe, device, option):
         torch.func.vmap(lambda x: module(x, *batch[1:3]))(batch.x[None])
 
 
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+@layers.by_single
+def test_forward_mode_without_gradients_is_refused(grouped_moe, device, single, kind):
+    """Which `torch.no_grad` leaves on: detached parameters would silently have derivatives of 0."""
+    module, batch = make(grouped_moe, Form(weight=single, bias=single), device)
+    tangents = {name: torch.ones_like(p) for name, p in module.named_parameters() if name.startswith(kind)}
+    parameters = {name: module.get_parameter(name).detach() for name in tangents}
+    call = functools.partial(torch.func.functional_call, module, args=batch[:3])
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(call, (parameters,), (tangents,))
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        call({name: torch.autograd.forward_ad.make_dual(p, tangents[name]) for name, p in parameters.items()})
+
+
 @layers.by_place
 @layers.by_main
 @layers.by_delay

@@ -79,6 +79,20 @@ def test_nothing_else_is_read(grouped_moe, device, case_id, blocks):
     assert_same(got, want)
 
 
+def test_forward_mode_is_refused(grouped_moe, device):
+    weight, x = grouped_moe.quantize_blocks(torch.randn(2, 16, 32, device=device)), torch.randn(4, 32, device=device)
+    ids, sizes = torch.zeros(4, 1, dtype=torch.int64, device=device), torch.tensor([4, 0], device=device)
+    with torch.autograd.forward_ad.dual_level():
+        scales = torch.autograd.forward_ad.make_dual(weight.scale_inv, torch.ones_like(weight.scale_inv))
+        weight, down = weight._replace(scale_inv=scales), torch.randn(2, 32, 8, device=device)
+        for name, *given in (
+            ("grouped_linear", x, weight, sizes),
+            ("grouped_mm_experts", x, ids, x[:, :1], weight, down),
+        ):
+            with pytest.raises(NotImplementedError, match=f"^{name}: .*jvp"):
+                getattr(grouped_moe, name)(*given)
+
+
 @pytest.mark.parametrize("value", [NAN, float("inf")], ids=str)
 def test_what_is_not_finite_stays_in_its_token(grouped_moe, device, value):
     case, given, _ = with_scales(grouped_moe, *make("silu", device, BF16), SMALL)

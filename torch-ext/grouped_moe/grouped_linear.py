@@ -231,6 +231,6 @@ def grouped_linear(
         check_loras({"lora": (lora, weight)}, transposed, x, adapter_index)
         factors = lora.a, lora.b, None if adapter_index is None else adapter_index.contiguous()
         scaling = float(lora.scaling)
-    tensors = weight, splits, bias, bias_scales, *factors
+    tensors = weight, splits, bias, bias_scales, *factors, weight_scale
     refuse_forward_mode("grouped_linear", x, *tensors)
-    return _grouped_linear(x, *tensors, weight_scale, block, scaling, transposed)
+    return _grouped_linear(x, *tensors, block, scaling, transposed)

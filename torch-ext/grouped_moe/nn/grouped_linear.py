@@ -269,7 +269,8 @@ class GroupedLinear(nn.Module):
             wanted = [any(parameter.requires_grad for parameter in self._of(kind)) for kind in ("weight", "bias")]
             if any(wanted) if self.delay_wgrad else wanted[0]:
                 return self._forward_tapped(x, splits, bias_scales, *wanted, **low_rank)
-        detached = not grad and not torch.jit.is_tracing()  # it checks a trace by another one, without gradients
+        # A trace is checked by another one, without gradients. Detached weights would lose their tangents.
+        detached = not (grad or torch.jit.is_tracing() or _compat.has_tangents())
         dtype = None if self.single_grouped_weight else checks.autocast_dtype(x)
         weight = checks.autocast(self._packed("weight", detached), dtype)  # a copy need not be watched
         y = grouped_linear(x, weight, splits, self._packed("bias", detached), bias_scales, **low_rank)

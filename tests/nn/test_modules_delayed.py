@@ -1,6 +1,7 @@
 """GroupedLinear: gradients that backward_dw computes later."""
 
 import weakref
+from unittest.mock import Mock
 
 import layers
 import pytest
@@ -52,6 +53,20 @@ def test_delayed_gradients_are_added(grouped_moe, device, place):
         expected = (expected[int(name[-1])] if name[-1].isdigit() else expected) + before.get(name, 0.0)
         assert_matches({"grad": parameter.grad[None]}, {"grad": expected[None]})
         assert name not in kept or parameter.grad is kept[name]
+
+
+@layers.by_two_places
+def test_a_backward_dw_that_failed_leaves_no_gradient(grouped_moe, module, device, place, monkeypatch):
+    """As for want of memory: it would be unwritten, and another call would add to it."""
+    layer, batch = make(grouped_moe, form_of(place), device, delay_wgrad=True)
+    want = reference(grouped_moe, layer, batch)
+    run(layer, batch)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(module("nn.grouped_linear"), "accumulate", Mock(side_effect=MemoryError))
+        layer.backward_dw()
+    assert all(parameter.grad is None for parameter in layer.parameters())
+    layer.backward_dw()
+    assert_matches(layers.parameter_grads(layer), want)
 
 
 def test_hooks_run_after_each_delayed_gradient(grouped_moe, device):

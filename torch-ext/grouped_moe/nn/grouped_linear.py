@@ -379,9 +379,9 @@ class GroupedLinear(nn.Module):
             dummies = accumulate(wanted, targets, dy, delayed.x, splits)
             if to_main_grad:
                 mark_added(wanted.weights)
-            for weight, dummy in zip(wanted.weights, dummies):
+            for weight, target, dummy in zip(wanted.weights, targets, dummies):
                 if weight.grad is None:
-                    weight.grad = dummy
+                    weight.grad = dummy if to_main_grad else target.buffer
         biases = self._of("bias")
         if delayed.wants_bias and any(bias.requires_grad for bias in biases):
             dbias, _ = run_bias_backward(dy, splits, self.num_groups, None, delayed.bias_scales, True)
@@ -390,11 +390,9 @@ class GroupedLinear(nn.Module):
                     bias.grad = grad.to(bias.dtype) if bias.grad is None else bias.grad.add_(grad)
 
     def _grads(self, weights: List[nn.Parameter]) -> List[MainGrad]:
-        """Their `.grad`. Those that are missing are made, in one piece, to be overwritten."""
-        missing = [weight.grad is None for weight in weights]
-        if any(missing):
-            groups = self.num_groups if self.single_grouped_weight else sum(missing)
-            made = weights[0].new_empty((groups, self.out_features, self.in_features))
-            for weight, grad in zip(compress(weights, missing), self._by_parameter("weight", made)):
-                weight.grad = grad
-        return [MainGrad(weight.grad, is_missing) for weight, is_missing in zip(weights, missing)]
+        """Their `.grad` or, where that is missing, new memory, in one piece, to be overwritten."""
+        missing = [*{id(weight): None for weight in weights if weight.grad is None}]  # groups may share a weight
+        groups = len(missing) * (self.num_groups if self.single_grouped_weight else 1)
+        made = weights[0].new_empty((groups, self.out_features, self.in_features))
+        new = dict(zip(missing, self._by_parameter("weight", made)))
+        return [MainGrad(new.get(id(weight), weight.grad), weight.grad is None) for weight in weights]

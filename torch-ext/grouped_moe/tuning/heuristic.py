@@ -341,17 +341,13 @@ def _fitted(
 
 
 def _narrowed(config: GemmConfig, n: int, weight_tiles: int, itemsize: int, shared_memory: int) -> GemmConfig:
-    """Narrows the tile to N columns, then drops stages, then columns, until its buffers fit the shared memory."""
-    config = replace(config, block_n=min(config.block_n, power_of_two(n, 16)))
-    while True:
-        columns = config.block_m + weight_tiles * config.block_n
-        if config.num_stages * config.block_k * columns * itemsize <= shared_memory:
-            return config
+    """Narrows the tile to N columns, then drops stages, columns and at last steps, until its buffers fit."""
+    config, room = replace(config, block_n=min(config.block_n, power_of_two(n, 16))), shared_memory // itemsize
+    while config.num_stages * config.block_k * (config.block_m + weight_tiles * config.block_n) > room:
         if config.num_stages > 2:
             config = replace(config, num_stages=config.num_stages - 1)
         elif config.block_n > 32:
             config = replace(config, block_n=config.block_n // 2)
-        elif config.block_k > 16:
-            config = replace(config, block_k=config.block_k // 2)
         else:
-            raise RuntimeError(f"no tile fits {shared_memory} bytes of shared memory")
+            config = replace(config, block_k=config.block_k // 2)
+    return config

@@ -2,7 +2,7 @@
 (fp8.py), training on them (fp8_training.py), a rank's work under expert parallelism (ep.py), routing (routing.py) and
 new token counts (new_shapes.py).
 
-python benchmarks/run.py [NAME...]                       # these or all, each in a process, and the figures
+python benchmarks/run.py [NAME...]  # these or all (without a GPU the CPU's), each in a process, and the figures
 python benchmarks/run.py layers --only Mixtral T=8192 --output layers.json
 """
 
@@ -160,7 +160,8 @@ def main(argv: Optional[Sequence[str]] = None) -> dict:
                 f"expected one NAME with {', '.join(sorted(given))}, got {' '.join(arguments.names) or 'none'}"
             )
         folder = Path(tempfile.mkdtemp()) if arguments.smoke else RESULTS
-        sys.exit(run_each(arguments.names or BENCHMARKS, arguments.smoke, folder))
+        every = BENCHMARKS if GPU or arguments.smoke else ("cpu",)
+        sys.exit(run_each(arguments.names or every, arguments.smoke, folder))
     (name,), kernel = arguments.names, load_kernel()
     arguments.seconds = arguments.seconds or {"linear": 1.0, "ep": 0.2}.get(name, 2.0)
     return expect_times(run_tasks(name, build_id(kernel), tasks_of(name, kernel, arguments), arguments))

@@ -171,6 +171,16 @@ def test_options_that_choose_nothing(capsys):
         assert f"expected one NAME with only, rounds, got {' '.join(names) or 'none'}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("gpu, names", [(True, run.BENCHMARKS), (False, ("cpu",))], ids=["gpu", "no-gpu"])
+def test_without_names_what_this_machine_can_measure_runs(monkeypatch, gpu, names):
+    """Without a GPU the layers of GPUs would take hours, and their figures would be drawn anew from such times."""
+    monkeypatch.setattr(run, "GPU", gpu)
+    monkeypatch.setattr(run, "run_each", lambda *given: given)
+    with pytest.raises(SystemExit) as ended:
+        run.main([])
+    assert ended.value.code == (names, False, machine.RESULTS)
+
+
 @pytest.mark.parametrize("rounds, seconds", [(1, math.inf), (25, 0.0)], ids=["planned", "cut-short"])
 @pytest.mark.parametrize("number", range(1, 8))
 def test_everyone_follows_everyone_equally_often(monkeypatch, number, rounds, seconds):

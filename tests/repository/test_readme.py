@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import List, NamedTuple, Set
 
 import pytest
+import torch
 from hub import ROOT
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "build" / "CARD.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,7 +62,8 @@ def test_code_runs(document, tmp_path, monkeypatch, log_level):
     """The blocks of a file in order and in one namespace, in a folder where `build` is the build."""
     (tmp_path / "build").symlink_to(ROOT / "build")
     monkeypatch.chdir(tmp_path)
-    available = {"compiler"} if shutil.which("c++") else set()
+    found = {"compiler": shutil.which("c++"), "gpu": torch.cuda.is_available()}
+    available = {need for need, there in found.items() if there}
     namespace, text = {}, read(document)
     blocks = python_blocks(text)
     assert len(blocks) == text.count("```python")

@@ -52,9 +52,10 @@ class GroupedLinear(nn.Module):
 
     delay_wgrad: a backward only stores what the gradients of the parameters are made of; `backward_dw()` computes
     them. A forward raises RuntimeError while 64 backwards wait for that, where parameters are computed from other
-    tensors, and under `torch.compile`. The parameters get `skip_backward_post_hook = True`. Copies and pickles of
-    the module have nothing stored, and no hooks. A pickle of one parameter per group contains copies of the parameters,
-    which modules that shared them no longer share.
+    tensors, and under `torch.compile(fullgraph=True)`; without fullgraph it runs eagerly, between graphs. The
+    parameters get `skip_backward_post_hook = True`. Copies and pickles of the module have nothing stored, and no hooks.
+    A pickle of one parameter per group contains copies of the parameters, which modules that shared them no longer
+    share.
 
     `quantize_blocks_()` and `from_block_scaled` make layers whose weight is frozen and block-scaled: `weight` holds its
     codes, the parameter `weight_scale_inv` its scales. `to`, `half` and the like move both, but do not cast them.

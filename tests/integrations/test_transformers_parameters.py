@@ -3,11 +3,12 @@
 import pytest
 import torch
 from experts_modules import EXPERTS, GPT_OSS, build, make_custom, make_inputs, run
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
-def shard(experts: torch.nn.Module, name: str, local: torch.Tensor, mesh) -> None:
-    sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+def shard(experts: torch.nn.Module, name: str, local: torch.Tensor, mesh, placement=Shard(0)) -> None:
+    sharded = DTensor.from_local(local, mesh, [placement], run_check=False)
     setattr(experts, name, torch.nn.Parameter(sharded, requires_grad=experts.get_parameter(name).requires_grad))
 
 
@@ -114,3 +115,29 @@ def test_tracing_functorch_and_plain_subclasses_pass(implementation, device, way
             call = torch.vmap(lambda given: torch.func.functional_call(experts, given, tuple(inputs)))
             actual = call(parameters)[1]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "up, down, refused",
+    [
+        (Shard(0), Shard(0), False),
+        (Replicate(), Replicate(), False),
+        (_StridedShard(1, split_factor=2), Shard(2), False),
+        (Shard(1), Shard(2), True),
+    ],
+    ids=["experts", "whole", "halves", "gate-or-up"],
+)
+def test_parts_of_gate_and_up(implementation, two_ranks, device, up, down, refused, compiled, fresh_compiler):
+    """A plain Shard of both, one after the other, would give a rank one of them, cut in two as if it were both."""
+    experts = make_custom(device)
+    *inputs, cotangent = make_inputs(device)
+    expected = run(experts, implementation, inputs, cotangent)["output"]
+    for name, placement in (("gate_up_proj", up), ("down_proj", down)):
+        shard(experts, name, getattr(experts, name).detach(), two_ranks, placement)
+    forward = torch.compile(experts, fullgraph=True, backend="aot_eager") if compiled else experts
+    if not refused:
+        assert torch.equal(forward(*inputs), expected)
+        return
+    with pytest.raises((ValueError, RuntimeError), match="gate_up_proj: expected parts with as much of gate as of up"):
+        forward(*inputs)

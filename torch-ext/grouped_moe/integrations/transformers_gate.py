@@ -70,8 +70,8 @@ def constant(function: Callable) -> Callable:
 
 def local_part(parameter: Tensor) -> Tensor:
     """The rank's own part of a DTensor, differentiably; any other tensor as it is."""
-    to_local = getattr(parameter, "to_local", None)
-    return parameter if to_local is None else to_local()
+    # Dynamo, which knows the placements of one, finds no to_local by getattr or hasattr.
+    return parameter if getattr(parameter, "placements", None) is None else parameter.to_local()
 
 
 def local_parameter(experts: torch.nn.Module, name: str) -> Tensor:
@@ -79,8 +79,12 @@ def local_parameter(experts: torch.nn.Module, name: str) -> Tensor:
 
     Raises TypeError for one of a subclass with operations of its own, as those for quantization have: the block would
     not call them. torchao's for FP8 training replace one, which is never called here, and pass for plain in all others.
+    Raises ValueError for a part of gate and up, one after the other, that has not as much of both.
     """
-    parameter = local_part(getattr(experts, name))
+    whole = getattr(experts, name)
+    parameter = local_part(whole)
+    if parameter is not whole and name.startswith("gate_up_proj") and getattr(experts, "is_concatenated", True):
+        _check_halves(name, whole, whole.dim() - 1 if getattr(experts, "is_transposed", False) else 1)
     kind = type(parameter)
     if kind is not torch.nn.Parameter and kind is not Tensor and _has_operations(kind):
         raise TypeError(
@@ -89,6 +93,17 @@ def local_parameter(experts: torch.nn.Module, name: str) -> Tensor:
             "another experts_implementation, such as 'eager'"
         )
     return parameter
+
+
+def _check_halves(name: str, whole: Tensor, dim: int) -> None:
+    """Raises ValueError for a DTensor of gate and up in `dim` that is cut across both; strided ones are cut in each."""
+    for i, placement in enumerate(whole.placements):
+        cut = placement.is_shard(dim) and not hasattr(placement, "split_factor")
+        if cut and whole.device_mesh.size(i) > 1:
+            raise ValueError(
+                f"{name}: expected parts with as much of gate as of up, got Shard({dim}), by which a rank has"
+                " one of them; let transformers shard the model (DistributedConfig(tp_size=...)), or shard the experts"
+            )
 
 
 @constant

@@ -141,6 +141,16 @@ def test_forward_mode_without_gradients_is_refused(grouped_moe, device, single, 
         call({name: torch.autograd.forward_ad.make_dual(p, tangents[name]) for name, p in parameters.items()})
 
 
+@layers.by_delay
+def test_forward_mode_of_a_frozen_weight_is_refused(grouped_moe, device, delay):
+    """Where others are trained, whose gradients take another way."""
+    module, batch, _ = make_with_main_grads(grouped_moe, device, "packed", delay)
+    weight = module.weight1.requires_grad_(False)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="^GroupedLinear: .*jvp"):
+        dual = torch.autograd.forward_ad.make_dual(weight, torch.ones_like(weight))
+        torch.func.functional_call(module, {"weight1": dual}, batch[:3])
+
+
 @layers.by_place
 @layers.by_main
 @layers.by_delay

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..block_scaled import BlockScaled, Weight
 from ..common import _compat, checks
-from ..common.autograd import is_plain
+from ..common.autograd import is_plain, refuse_forward_mode
 from ..grouped_linear import grouped_linear, run_bias_backward
 from ..operands import LoRA
 from ..splits import Splits, as_splits
@@ -283,6 +283,7 @@ class GroupedLinear(nn.Module):
     ) -> Tensor:  # fmt: skip
         """The same with gradients, of which some take another way than autograd's."""
         delayed, compiling = self.delay_wgrad, torch.compiler.is_compiling()
+        refuse_forward_mode("GroupedLinear", *self._parameters.values())  # frozen ones, too, are detached
         if not compiling and _compat.in_transform(if_unknown=False):
             flag = "delay_wgrad" if delayed else "accumulate_into_main_grad"
             raise NotImplementedError(f"{flag}: not with the transforms of torch.func")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 
+import layers
 import pytest
 import torch
 from block import call, parts_of, random_inputs, run, run_reference, with_leaves
@@ -91,6 +92,27 @@ def test_streams_do_not_share_buffers(grouped_moe, device):
         for a, b in zip(got, want):
             assert_same(a, b)
         del got
+
+
+def test_backward_dw_on_another_stream(grouped_moe, device):
+    """The backward's stream makes nothing anew in memory that the other one has still to read."""
+    layer, batch = layers.make(grouped_moe, layers.Form(), device, delay_wgrad=True)
+    want, slow = layers.reference(grouped_moe, layer, batch), torch.ones(8192, 8192, device=device)
+    stream = torch.cuda.Stream()
+    layers.run(layer, batch)
+    layer.backward_dw()  # compiles
+    layer.zero_grad()
+    layer(*batch[:3]).backward(batch.dy.clone())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            slow = slow @ slow
+        layer.backward_dw()
+    taken = [torch.full_like(batch.dy, float("nan")) for _ in range(50)]
+    assert not stream.query()
+    torch.cuda.synchronize()
+    layers.assert_matches(layers.parameter_grads(layer), want)
+    del taken
 
 
 LARGE = Case("large", T=8192, top_k=8, E=16, H=1024, I=384, sentinels=0.0)

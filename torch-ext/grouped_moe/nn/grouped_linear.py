@@ -364,7 +364,7 @@ class GroupedLinear(nn.Module):
         if not self._delayed:
             raise RuntimeError("backward_dw: nothing is stored; call it once after each backward through this module")
         self._finish(self._delayed[0])
-        self._delayed.popleft()
+        self._delayed.popleft().record_stream()
         for hook in self._wgrad_hooks:
             hook()
 

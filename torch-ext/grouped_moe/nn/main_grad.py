@@ -150,6 +150,12 @@ class Delayed(NamedTuple):
     parameters: List[Tensor]
     check: Callable[[], None]
 
+    def record_stream(self) -> None:
+        """Keeps the memory of all tensors until the current stream has read it, which may not be the backward's."""
+        for tensor in (self.dy, self.x, self.splits, self.bias_scales):
+            if tensor is not None and tensor.device.type != "cpu":
+                tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
 
 class Later(NamedTuple):
     """A backward appends a `Delayed` to the queue. wants_bias: whether a bias wants a gradient.

@@ -98,7 +98,7 @@ def local_parameter(experts: torch.nn.Module, name: str) -> Tensor:
 def _check_halves(name: str, whole: Tensor, dim: int) -> None:
     """Raises ValueError for a DTensor of gate and up in `dim` that is cut across both; strided ones are cut in each."""
     for i, placement in enumerate(whole.placements):
-        cut = placement.is_shard(dim) and not hasattr(placement, "split_factor")
+        cut = type(placement).__name__ == "Shard" and placement.is_shard(dim)
         if cut and whole.device_mesh.size(i) > 1:
             raise ValueError(
                 f"{name}: expected parts with as much of gate as of up, got Shard({dim}), by which a rank has"

@@ -19,6 +19,7 @@ from .quantize import BLOCK, QuantizedRows, values_and_scales
 _MAX_COLUMNS = 128  # of a tile
 _TALL = 64  # rows of a tile from where on its products, not the latency of its loads, take the time
 _LONG_STEP = 512  # bytes of a row
+_FEW_GROUPS = 32  # whose tiles of gathered rows are few: each has to hide its own loads
 # Of the kernel that makes both results of a gradient.
 _MANY_ROWS = 128  # of a tile, the tallest: from there on a group's rows are read once for both results
 _BLOCK_M = 64  # rows of a step
@@ -33,19 +34,27 @@ def _project_kernel(
 ) -> Kernel:  # fmt: skip
     """dtype: of z. k: columns of x. is_quantized: whether x is of codes.
 
-    Short tiles take few, long steps, and few columns, so that many run at once.
+    Short tiles take few, long steps, and few columns, so that many run at once. Of tall ones of gathered rows three
+    are to fit a processor; of few groups two, with more stages (benchmarks/NOTES.md).
     """
     itemsize, block_n = dtype.itemsize, min(_MAX_COLUMNS, power_of_two(factor.R, 16))
+    programs = 1  # that are to fit a processor
     if block_m < _TALL:
         block_n, stages = min(block_n, block_m), 3
         block_k = min(_LONG_STEP // itemsize, power_of_two(k, 16))
+    elif itemsize > 2:
+        block_k, stages = 32, 2
+    elif not of_tokens:
+        block_k, stages = 64, 4
+    elif num_groups <= _FEW_GROUPS:
+        block_k, stages, programs = 64, 4, 2
     else:
-        block_k, stages = (32, 2) if itemsize > 2 else (64, 2 if of_tokens else 4)
+        block_k, stages, programs = 64, 3 if block_n >= 64 else 2, 3
     if is_quantized:  # a step has one scale for each row
         block_k = min(block_k, BLOCK)
     # Of AMD's stages, one lies in registers.
     buffer = block_k * (block_m * itemsize + block_n * factor_dtype.itemsize)
-    while (stages - (spec.warp_size == 64)) * buffer > spec.shared_memory and stages > 2:
+    while (stages - (spec.warp_size == 64)) * buffer * programs > spec.shared_memory and stages > 2:
         stages -= 1
     constants = {
         "NUM_EXPERTS": num_groups, "K": k, "FACTOR": factor, "TOP_K": top_k, "OF_TOKENS": of_tokens,

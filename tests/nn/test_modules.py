@@ -288,6 +288,10 @@ def test_meta_and_fake(grouped_moe, device, form, delay):
     x, offsets, *scales = (tensor.to("meta") for tensor in given)
     for y in (module(x, offsets, *scales), module(x, list(SIZES), *scales)):
         assert y.shape == batch.dy.shape and y.is_meta and all(parameter.is_meta for parameter in module.parameters())
+        y.sum().backward()
+        module.backward_dw()
+        assert all(parameter.grad.is_meta for parameter in module.parameters())
+        module.zero_grad()
     with torch._subclasses.FakeTensorMode() as mode:
         fake = make_module(grouped_moe, form, "cpu", delay_wgrad=delay)
         assert fake(*map(mode.from_tensor, given)).shape == batch.dy.shape

@@ -153,7 +153,7 @@ class Delayed(NamedTuple):
     def record_stream(self) -> None:
         """Keeps the memory of all tensors until the current stream has read it, which may not be the backward's."""
         for tensor in (self.dy, self.x, self.splits, self.bias_scales):
-            if tensor is not None and tensor.device.type != "cpu":
+            if tensor is not None and tensor.device.type not in ("cpu", "meta"):
                 tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 

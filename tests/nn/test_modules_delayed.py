@@ -55,18 +55,32 @@ def test_delayed_gradients_are_added(grouped_moe, device, place):
         assert name not in kept or parameter.grad is kept[name]
 
 
+@pytest.mark.parametrize("failing", ["accumulate", "run_bias_backward"])
 @layers.by_two_places
-def test_a_backward_dw_that_failed_leaves_no_gradient(grouped_moe, module, device, place, monkeypatch):
-    """As for want of memory: it would be unwritten, and another call would add to it."""
+def test_a_backward_dw_that_failed_leaves_no_gradient(grouped_moe, module, device, place, failing, monkeypatch):
+    """As for want of memory: another call would add to it, which may be unwritten or all of this one's."""
     layer, batch = make(grouped_moe, form_of(place), device, delay_wgrad=True)
     want = reference(grouped_moe, layer, batch)
     run(layer, batch)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(module("nn.grouped_linear"), "accumulate", Mock(side_effect=MemoryError))
+        patch.setattr(module("nn.grouped_linear"), failing, Mock(side_effect=MemoryError))
         layer.backward_dw()
     assert all(parameter.grad is None for parameter in layer.parameters())
     layer.backward_dw()
     assert_matches(layers.parameter_grads(layer), want)
+
+
+@layers.by_two_places
+def test_a_backward_dw_without_memory_for_dummies_adds_nothing(grouped_moe, module, device, place, monkeypatch):
+    given = {"delay": True, "value": 0.0, "grad_added_to_main_grad": False}
+    layer, batch, before = layers.make_with_main_grads(grouped_moe, device, place, **given)
+    run(layer, batch)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(module("nn.main_grad"), "torch", Mock(wraps=torch, **{"empty_like.side_effect": MemoryError}))
+        layer.backward_dw()
+    assert torch.equal(layers.main_grads(layer), before)
+    layer.backward_dw()
+    assert_matches(layers.parameter_grads(layer), reference(grouped_moe, layer, batch))
 
 
 def test_hooks_run_after_each_delayed_gradient(grouped_moe, device):

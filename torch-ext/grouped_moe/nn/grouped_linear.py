@@ -375,6 +375,9 @@ class GroupedLinear(nn.Module):
             reason = "the parameters are others than in the forward, as by functional_call"
             raise RuntimeError(f"backward_dw: {reason}; discard_delayed_wgrad() drops what is stored")
         dy, splits, wanted = delayed.dy, delayed.splits, self._wanted()
+        biases, dbias = self._of("bias"), None
+        if delayed.wants_bias and any(bias.requires_grad for bias in biases):  # nothing is added yet if this fails
+            dbias, _ = run_bias_backward(dy, splits, self.num_groups, None, delayed.bias_scales, True)
         if delayed.x is not None and wanted.weights:
             to_main_grad = self.accumulate_into_main_grad
             targets = main_grads_of(wanted) if to_main_grad else self._grads(wanted.weights)
@@ -384,12 +387,9 @@ class GroupedLinear(nn.Module):
             for weight, target, dummy in zip(wanted.weights, targets, dummies):
                 if weight.grad is None:
                     weight.grad = dummy if to_main_grad else target.buffer
-        biases = self._of("bias")
-        if delayed.wants_bias and any(bias.requires_grad for bias in biases):
-            dbias, _ = run_bias_backward(dy, splits, self.num_groups, None, delayed.bias_scales, True)
-            for bias, grad in zip(biases, self._by_parameter("bias", dbias)):
-                if bias.requires_grad:
-                    bias.grad = grad.to(bias.dtype) if bias.grad is None else bias.grad.add_(grad)
+        for bias, grad in zip(biases, () if dbias is None else self._by_parameter("bias", dbias)):
+            if bias.requires_grad:
+                bias.grad = grad.to(bias.dtype) if bias.grad is None else bias.grad.add_(grad)
 
     def _grads(self, weights: List[nn.Parameter]) -> List[MainGrad]:
         """Their `.grad` or, where that is missing, new memory, in one piece, to be overwritten."""

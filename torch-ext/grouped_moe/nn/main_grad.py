@@ -126,13 +126,14 @@ def accumulate(
         for i, weight in enumerate(wanted.weights):
             overwrite[i] = overwrite[i] and id(weight) not in seen
             seen.add(id(weight))
-    run = _accumulate.directly if goes_directly(dy, x, splits, *buffers) else _accumulate.op
-    run(dy, x, splits, wanted.num_groups, buffers, wanted.groups, overwrite)
     # Anomaly mode raises for NaN in dummies, too. A compiler cannot trace the question.
     unwritten = torch.compiler.is_compiling() or not torch.is_anomaly_enabled()
     empty = torch.empty_like if unwritten else torch.zeros_like
     make = {"none": lambda weight: None, "empty": empty, "zeros": torch.zeros_like}
-    return [make[dummy](weight) for weight, dummy in zip(wanted.weights, dummies)]
+    made = [make[dummy](weight) for weight, dummy in zip(wanted.weights, dummies)]  # nothing is added yet if this fails
+    run = _accumulate.directly if goes_directly(dy, x, splits, *buffers) else _accumulate.op
+    run(dy, x, splits, wanted.num_groups, buffers, wanted.groups, overwrite)
+    return made
 
 
 class Delayed(NamedTuple):

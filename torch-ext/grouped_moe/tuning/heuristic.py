@@ -341,7 +341,7 @@ def _fitted(
 
 
 def _narrowed(config: GemmConfig, n: int, weight_tiles: int, itemsize: int, shared_memory: int) -> GemmConfig:
-    """Narrows the tile to N columns, then drops stages, columns and at last steps, until its buffers fit."""
+    """Narrows the tile to N columns; until its buffers fit, drops stages, then halves columns, at last its steps."""
     config, room = replace(config, block_n=min(config.block_n, power_of_two(n, 16))), shared_memory // itemsize
     while config.num_stages * config.block_k * (config.block_m + weight_tiles * config.block_n) > room:
         if config.num_stages > 2:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..common import _compat, checks
-from ..common.autograd import once_differentiable
+from ..common.autograd import is_plain, once_differentiable
 from ..registration import define_op, goes_directly
 from ..rows import unit_rows
 from .packing import as_one, unchanged
@@ -154,7 +154,7 @@ class Delayed(NamedTuple):
     def record_stream(self) -> None:
         """Keeps the memory of all tensors until the current stream has read it, which may not be the backward's."""
         for tensor in (self.dy, self.x, self.splits, self.bias_scales):
-            if tensor is not None and tensor.device.type not in ("cpu", "meta"):
+            if is_plain(tensor) and tensor.device.type != "cpu":
                 tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 

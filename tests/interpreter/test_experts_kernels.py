@@ -81,8 +81,7 @@ def check(module, grouped_moe, case, dtype, index_dtype=torch.int64, weights_dty
     else:
         inputs = given = change(inputs)
     got = run_kernels(module, grouped_moe, case, given)
-    with torch.enable_grad():
-        want, own = run_reference(grouped_moe, case, inputs), {"top_k_weights": inputs.top_k_weights.dtype}
+    want, own = run_reference(grouped_moe, case, inputs), {"top_k_weights": inputs.top_k_weights.dtype}
     assert_matches(got, want, dtype, own)
 
 
@@ -96,8 +95,7 @@ def test_reads_weights_by_descriptor(module, grouped_moe, descriptors, case):
     """Aligned ones of tall tiles: by each fused product, and by the others, whose rows come so, too."""
     inputs = poison_sentinels(make_inputs(case, torch.float16, "cpu"), case.E)
     got = run_kernels(module, grouped_moe, case, inputs, margin=ALIGNED_MARGIN)
-    with torch.enable_grad():
-        assert_matches(got, run_reference(grouped_moe, case, inputs), torch.float16)
+    assert_matches(got, run_reference(grouped_moe, case, inputs), torch.float16)
     assert len(descriptors) == 6 + case.recompute
 
 

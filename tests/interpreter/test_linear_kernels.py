@@ -55,8 +55,7 @@ def check_linear(module, grouped_moe, linear, dtype, scales_dtype=None, aligned=
     aligned: all tensors lie where descriptors take them; else operands lie amid NaN, at an address that they do not.
     """
     inputs = linear.make(dtype, "cpu", scales_dtype)
-    with torch.enable_grad():
-        want = run_reference(grouped_moe, linear, inputs)
+    want = run_reference(grouped_moe, linear, inputs)
     given, margin = inputs.poisoned(), ALIGNED_MARGIN if aligned else MARGIN
     given = given if aligned else given.guarded()
     assert_matches(run_linear(module, linear, given, margin=margin), want, dtype, scales_dtype)
@@ -163,8 +162,7 @@ MLPS += ["relu2-not-gated", "head-and-tail", "no-rows", "tail-only", "odd-extent
 def test_grouped_mlp(module, grouped_moe, kernels, mlp_id, dtype):
     mlp, pipeline = BY_MLP[mlp_id], module("pipeline")
     inputs = mlp.make(dtype, "cpu")
-    with torch.enable_grad():
-        want = run_reference(grouped_moe, mlp, inputs)
+    want = run_reference(grouped_moe, mlp, inputs)
     given, offsets, dy = inputs.poisoned().guarded()
     weights, kind = (given[name] for name in PER_GROUP), mlp.case.kind(grouped_moe)
     block = module("block").Block(*weights, None, None, **kind)

@@ -58,6 +58,7 @@ def with_leaves(inputs: Inputs, frozen=()) -> Inputs:
     return inputs._replace(**leaves_of(inputs.floating(), frozen))
 
 
+@torch.enable_grad()
 def run(
     grouped_moe, case: Case, inputs: Inputs, frozen=(), around: Optional[Callable] = None, **changes
 ) -> Dict[str, Tensor]:
@@ -105,6 +106,7 @@ def differentiate(out: Tensor, leaves: Dict[str, Tensor], dout: Tensor) -> Dict[
     return {"out": out.detach(), **dict(zip(leaves, grads))}
 
 
+@torch.enable_grad()
 def run_reference(grouped_moe, case: Case, inputs: Inputs, **loras) -> Dict[str, Tensor]:
     """Forward and backward of the reference, in fp64, from the rounded inputs and factors."""
     wide = leaves_of(widen(inputs, loras))

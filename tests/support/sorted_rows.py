@@ -64,6 +64,7 @@ def with_leaves(inputs: Inputs, frozen=()) -> Inputs:
     return inputs.map(lambda name, tensor: tensor.detach().requires_grad_(name not in frozen))
 
 
+@torch.enable_grad()
 def run(grouped_moe, case, inputs: Inputs, frozen=(), splits=None, **changes) -> Dict[str, Tensor]:
     """{"y": output, name: gradient}; what is frozen has none. splits: those of the inputs if not given.
 
@@ -76,6 +77,7 @@ def run(grouped_moe, case, inputs: Inputs, frozen=(), splits=None, **changes) ->
     return collect({"y": y}, {**leaves.given(), **named}, frozen)
 
 
+@torch.enable_grad()
 def run_reference(grouped_moe, case, inputs: Inputs, **lora) -> Dict[str, Tensor]:
     """As `run`, by the reference in fp64, from the rounded inputs and factors."""
     leaves = inputs.map(lambda _, tensor: tensor.detach().double().requires_grad_())

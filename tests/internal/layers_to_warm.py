@@ -35,7 +35,6 @@ def gpt_oss():
 
 def fp8(**options):
     """Qwen3's experts in FP8."""
-    pytest.importorskip("transformers.integrations.finegrained_fp8")
     model = qwen3()
     hold_in_fp8(model, **options)
     experts = experts_of(model)

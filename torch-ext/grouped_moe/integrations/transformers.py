@@ -120,16 +120,13 @@ def _check_name(name: object, registries: Iterable[Mapping]) -> None:
 def _experts_registries() -> List[Any]:
     """Those of transformers. Raises ImportError where there is none."""
     try:
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
         raise ImportError(
             "register_experts_implementation: expected transformers 5.13 or later to be installed "
             f"(pip install 'transformers>=5.13'), and all that it imports, got: {error}"
         ) from error
-    try:
-        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
-    except ImportError:  # older versions have no registry of their own for FP8 experts
-        return [ALL_EXPERTS_FUNCTIONS]
     return [ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS]
 
 

@@ -9,7 +9,7 @@ as builds of different trees have. Prints the ratio of medians, and behind it th
 
 import statistics
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence
+from typing import Dict, Optional, Sequence
 
 from machine import build_id
 from run import Task, expect_times, experts_tasks, linear_tasks, make_parser, run_tasks
@@ -30,11 +30,9 @@ def load(folders: Dict[str, Path]) -> dict:
 
 def named(suite: str, task: Task) -> Task:
     """The task with the name of its suite before its own and those of its cells."""
-
-    def measure() -> List[dict]:
-        return [{**cell, "name": f"{suite}: {cell['name']}"} for cell in task.measure()]
-
-    return Task(f"{suite}: {task.name}", measure)
+    return Task(
+        f"{suite}: {task.name}", lambda: [{**cell, "name": f"{suite}: {cell['name']}"} for cell in task.measure()]
+    )
 
 
 def report(cells: Sequence[dict]) -> None:

@@ -14,6 +14,7 @@ compiled for the next one.
 
 import argparse
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 from unittest import mock
@@ -134,10 +135,11 @@ def make_ours(kernel: ModuleType, case: Case, block: Block, batch: Routed, arriv
         there = exchange.dispatch(x, weights, batch.ids, local, case.ranks, capacity, None)
         return there.x, there.ids, there.weights, there.plan
 
-    def experts(rows: Tensor, ids: Tensor, weights: Tensor, _: object) -> Tensor:
-        return kernel.grouped_mm_experts(rows, ids, weights, *block.weights)
-
-    return Parts(dispatch, experts, lambda rows, _, state: exchange.combine(rows, state[-1], None))
+    return Parts(
+        dispatch,
+        lambda rows, ids, weights, _: kernel.grouped_mm_experts(rows, ids, weights, *block.weights),
+        lambda rows, _, state: exchange.combine(rows, state[-1], None),
+    )
 
 
 def make_all_to_all(experts: Callable, case: Case, batch: Routed, arrived: Arrived) -> Parts:
@@ -171,11 +173,7 @@ def make_providers(kernel: ModuleType, case: Case, block: Block, batch: Routed, 
     """Both on one batch."""
     from transformers.integrations import moe
 
-    arrived = arrive(kernel, case, capacity)
-
-    def grouped(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return moe.grouped_mm_experts_forward(block.module, rows, ids, weights)
-
+    arrived, grouped = arrive(kernel, case, capacity), partial(moe.grouped_mm_experts_forward, block.module)
     return {
         OURS: make_ours(kernel, case, block, batch, arrived, capacity),
         ALL_TO_ALL: make_all_to_all(grouped, case, batch, arrived),
@@ -211,11 +209,10 @@ def check(kernel: ModuleType, block: Block, state: tuple, rows: Tensor) -> float
 def layer_calls(layer: Callable[..., Tensor], batch: Routed, weights: Sequence[Tensor]) -> Dict[str, Call]:
     """layer(x, routing weights) without gradients, and a step, on any input set."""
     leaves = batch.x, batch.weights
-
-    def step(_: int) -> Sequence[Tensor]:
-        return torch.autograd.grad(layer(*leaves), (*leaves, *weights), batch.dout)
-
-    return {"layer": without_graph(layer, *leaves), "step": step}
+    return {
+        "layer": without_graph(layer, *leaves),
+        "step": lambda _: torch.autograd.grad(layer(*leaves), (*leaves, *weights), batch.dout),
+    }
 
 
 def without_graph(function: Callable, *arguments: object) -> Call:

@@ -56,11 +56,7 @@ def dense_products(case: Cell) -> Dict[str, Call]:
         of_rows = torch.rand(k // 128, rows, device=DEVICE).T
         of_blocks = torch.rand(n // 128, k // 128, device=DEVICE).T
         operands.append((codes[0], codes[1].T, of_rows, recipes.BlockWise1x128, of_blocks, recipes.BlockWise128x128))
-
-    def multiply(_: int) -> List[Tensor]:
-        return [F.scaled_mm(*each, output_dtype=torch.bfloat16) for each in operands]
-
-    return {CUBLAS: multiply}
+    return {CUBLAS: lambda _: [F.scaled_mm(*each, output_dtype=torch.bfloat16) for each in operands]}
 
 
 def make_problem(kernel: ModuleType, case: Cell) -> Problem:

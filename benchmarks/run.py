@@ -49,12 +49,10 @@ def experts_tasks(
     """Those of a suite for these providers, measured in these ways; memory where the suite takes eager calls alone."""
     device = SUITES[suite].device
     experts, memory = Experts(kernels, names, device), SUITES[suite].ways == (EAGER,) and device != "cpu"
-
-    def measure(group: List[dict]) -> List[dict]:
-        return run_group(experts.problems(group), ways, arguments, memory)
-
-    groups = cells_of(suite, arguments.smoke)
-    return [Task(name, lambda group=group: measure(group)) for name, group in groups.items()]
+    return [
+        Task(name, lambda group=group: run_group(experts.problems(group), ways, arguments, memory))
+        for name, group in cells_of(suite, arguments.smoke).items()
+    ]
 
 
 def linear_tasks(

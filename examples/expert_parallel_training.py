@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from corpus import Vocabulary, python_reference
 from hub import load_package
-from quickstart import BATCH, CONTEXT, PROMPT, SAMPLING, adamw, batches, default_device, small_config, step_count
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from quickstart import BATCH, CONTEXT, adamw, batches, default_device, sentence, small_config, step_count, train_step
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
@@ -37,22 +37,10 @@ def train(model: PreTrainedModel, ids: torch.Tensor, steps: int, device: str) ->
     """Each rank takes its share of quickstart.py's batches."""
     rank, ranks, optimizer = dist.get_rank(), dist.get_world_size(), adamw(model)
     for step, batch in enumerate(batches(ids, steps, device)):
-        own = batch.chunk(ranks)[rank]
-        loss = model(input_ids=own, labels=own).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
+        total = torch.tensor(train_step(model, optimizer, batch.chunk(ranks)[rank]), device=device)
+        dist.all_reduce(total)
         if step % 5 == 0 or step == steps - 1:
-            report(f"step {step:3d}: loss {mean.item() / ranks:.4f}")
-
-
-def write_sentence(model: PreTrainedModel, vocabulary: Vocabulary, device: str) -> None:
-    prompt = vocabulary.encode(PROMPT)[None].to(device)
-    torch.manual_seed(0)  # on all ranks, so that they draw the same words
-    words = model.eval().generate(prompt, generation_config=GenerationConfig(**SAMPLING))
-    report(f"it writes: {vocabulary.decode(words[0])!r}")
+            report(f"step {step:3d}: loss {total.item() / ranks:.4f}")
 
 
 def main() -> None:
@@ -82,7 +70,7 @@ def main() -> None:
     train(model, vocabulary.encode(text), steps, device)
     model.save_pretrained(trained)
     dist.barrier()
-    write_sentence(load(trained, name, tp_size=ranks), vocabulary, device)
+    report(f"it writes: {sentence(load(trained, name, tp_size=ranks), vocabulary, device)!r}")
     dist.destroy_process_group()
 
 

@@ -168,11 +168,11 @@ def plot_losses(losses: dict[str, list[float]], path: Path) -> None:
     print(f"loss plot: {path}")
 
 
-def write_sentence(model: PreTrainedModel, vocabulary: Vocabulary, device: str) -> None:
+def sentence(model: PreTrainedModel, vocabulary: Vocabulary, device: str) -> str:
     prompt = vocabulary.encode(PROMPT)[None].to(device)
-    torch.manual_seed(SEED)
+    torch.manual_seed(SEED)  # ranks that share a model draw the same words
     words = model.eval().generate(prompt, generation_config=GenerationConfig(**SAMPLING))
-    print(f"\n{model.config._experts_implementation} writes: {vocabulary.decode(words[0])!r}\n", flush=True)
+    return vocabulary.decode(words[0])
 
 
 def run_expert_parallel(model: PreTrainedModel) -> None:
@@ -208,7 +208,7 @@ def main() -> None:
     print_speed(seconds)
     check_losses(losses)
     plot_losses(losses, arguments.output)
-    write_sentence(models[ours], vocabulary, device)
+    print(f"\n{ours} writes: {sentence(models[ours], vocabulary, device)!r}\n", flush=True)
     if not arguments.no_parallel:
         run_expert_parallel(models[ours])
 

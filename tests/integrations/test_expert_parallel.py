@@ -26,19 +26,16 @@ def test_ranks_compute_what_one_process_computes(device, size):
 NAME = "of these tests"  # so that no other test's limits change
 
 
-@pytest.mark.parametrize(
-    "given, error, message",
-    [
-        ({"name": "all_to_all"}, ValueError, "name: expected .* transformers does not use itself, got 'all_to_all'"),
-        ({"ep_max_tokens": 2.0}, TypeError, "ep_max_tokens: expected an int or None, got float"),
-        ({"ep_max_tokens": True}, TypeError, "ep_max_tokens: expected an int or None, got bool"),
-        ({"ep_max_tokens": 0}, ValueError, "ep_max_tokens: expected above 0, got 0"),
-        ({"ep_max_tokens": 2**63}, ValueError, "ep_max_tokens: expected at most 2147483519, got 9223372036854775808"),
-        ({"ep_capacity_factor": "1"}, TypeError, "ep_capacity_factor: expected a float or None, got str"),
-        ({"ep_capacity_factor": 0.0}, ValueError, "ep_capacity_factor: expected above 0 and finite, got 0.0"),
-        ({"ep_capacity_factor": float("nan")}, ValueError, "ep_capacity_factor: expected above 0 and finite, got nan"),
-    ],
-)
+@pytest.mark.parametrize("given, error, message", [
+    ({"name": "all_to_all"}, ValueError, "name: expected .* transformers does not use itself, got 'all_to_all'"),
+    ({"ep_max_tokens": 2.0}, TypeError, "ep_max_tokens: expected an int or None, got float"),
+    ({"ep_max_tokens": True}, TypeError, "ep_max_tokens: expected an int or None, got bool"),
+    ({"ep_max_tokens": 0}, ValueError, "ep_max_tokens: expected above 0, got 0"),
+    ({"ep_max_tokens": 2**63}, ValueError, "ep_max_tokens: expected at most 2147483519, got 9223372036854775808"),
+    ({"ep_capacity_factor": "1"}, TypeError, "ep_capacity_factor: expected a float or None, got str"),
+    ({"ep_capacity_factor": 0.0}, ValueError, "ep_capacity_factor: expected above 0 and finite, got 0.0"),
+    ({"ep_capacity_factor": float("nan")}, ValueError, "ep_capacity_factor: expected above 0 and finite, got nan"),
+])  # fmt: skip
 def test_names_and_limits_that_are_refused(grouped_moe, given, error, message):
     with pytest.raises(error, match=f"^{message}$"):
         grouped_moe.register_experts_implementation(**{"name": NAME, **given})

@@ -31,15 +31,11 @@ def test_names_of_transformers_are_refused(grouped_moe):
     assert all(function in (registry.get(name) for registry in registries) for name, function in theirs.items())
 
 
-@pytest.mark.parametrize(
-    "given, error, message",
-    [
-        *(({"name": name}, TypeError, "^name: expected a string, got") for name in (0.25, None)),
-        *(({"capacity": share}, ValueError, "^capacity: expected") for share in (0.0, -0.5, 1.5, float("nan"))),
-        *(({"capacity": share}, TypeError, "^capacity: expected") for share in ("half", True)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("given, error, message", [
+    *(({"name": name}, TypeError, "^name: expected a string, got") for name in (0.25, None)),
+    *(({"capacity": share}, ValueError, "^capacity: expected") for share in (0.0, -0.5, 1.5, float("nan"))),
+    *(({"capacity": share}, TypeError, "^capacity: expected") for share in ("half", True)),
+], ids=str)  # fmt: skip
 def test_errors_of_registration(grouped_moe, given, error, message):
     with pytest.raises(error, match=message):
         grouped_moe.register_experts_implementation(**given)

@@ -118,16 +118,12 @@ def test_tracing_functorch_and_plain_subclasses_pass(implementation, device, way
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(
-    "up, down, refused",
-    [
-        (Shard(0), Shard(0), False),
-        (Replicate(), Replicate(), False),
-        (_StridedShard(1, split_factor=2), Shard(2), False),
-        (Shard(1), Shard(2), True),
-    ],
-    ids=["experts", "whole", "halves", "gate-or-up"],
-)
+@pytest.mark.parametrize("up, down, refused", [
+    (Shard(0), Shard(0), False),
+    (Replicate(), Replicate(), False),
+    (_StridedShard(1, split_factor=2), Shard(2), False),
+    (Shard(1), Shard(2), True),
+], ids=["experts", "whole", "halves", "gate-or-up"])  # fmt: skip
 def test_parts_of_gate_and_up(implementation, two_ranks, device, up, down, refused, compiled, fresh_compiler):
     """A plain Shard of both, one after the other, would give a rank one of them, cut in two as if it were both."""
     experts = make_custom(device)

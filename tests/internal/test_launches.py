@@ -67,25 +67,21 @@ def test_who_launches_dependently(load, capability, dependent):
     assert load("common._compat").launch_options(capability) == options
 
 
-@pytest.mark.parametrize(
-    "n, kind, taken",
-    [
-        *((136, kind, (True, True, True)) for kind in (
-            {}, {"interleaved": True}, {"interleaved": True, "transposed": True}, {"gated": False},
-            {"gated": False, "transposed": True}, {"gated": False, "activation": "relu2"}, {"activation": "gelu"},
-        )),
-        # A box of both halves of (E, H, 2 I) would be no operand of the matrix instructions.
-        (136, {"transposed": True}, (False, False, True)),
-        (136, {"gated": False, "activation": "gelu"}, (False, False, False)),
-        # Enough columns for a tile, and rows of 16 bytes.
-        (72, {}, (True, True, True)), (64, {}, (False, True, False)), (56, {}, (False, False, False)),
-        (132, {}, (False, False, False)), (136, {"gated": False}, (True, True, True)),
-        (128, {"gated": False}, (False, True, True)), (120, {"gated": False}, (False, False, True)),
-        # As many rows as ragged descriptors count.
-        (136, {"num_rows": 2**30}, (True, True, True)), (136, {"num_rows": 2**30 + 1}, (False, False, False)),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("n, kind, taken", [
+    *((136, kind, (True, True, True)) for kind in (
+        {}, {"interleaved": True}, {"interleaved": True, "transposed": True}, {"gated": False},
+        {"gated": False, "transposed": True}, {"gated": False, "activation": "relu2"}, {"activation": "gelu"},
+    )),
+    # A box of both halves of (E, H, 2 I) would be no operand of the matrix instructions.
+    (136, {"transposed": True}, (False, False, True)),
+    (136, {"gated": False, "activation": "gelu"}, (False, False, False)),
+    # Enough columns for a tile, and rows of 16 bytes.
+    (72, {}, (True, True, True)), (64, {}, (False, True, False)), (56, {}, (False, False, False)),
+    (132, {}, (False, False, False)), (136, {"gated": False}, (True, True, True)),
+    (128, {"gated": False}, (False, True, True)), (120, {"gated": False}, (False, False, True)),
+    # As many rows as ragged descriptors count.
+    (136, {"num_rows": 2**30}, (True, True, True)), (136, {"num_rows": 2**30 + 1}, (False, False, False)),
+], ids=str)  # fmt: skip
 def test_which_kernels_hopper_takes(grouped_moe, load, monkeypatch, n, kind, taken):
     """For the up-projection of gathered rows and of rows in place, and for the dgrad in place."""
     spec = load("common.device").DeviceSpec(132, 232448, hopper=True, name="stub")
@@ -128,25 +124,21 @@ def kind_of_gpu(request, load, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize(
-    "kind, hopper, other",
-    [
-        ({}, BOTH, BOTH), ({"I": 192}, NONE, FORWARD), ({"I": 192, "up": {"parts": 2}}, FORWARD, FORWARD),
-        ({"up": {"parts": 4}}, NONE, BOTH), ({"down": {"parts": 4}}, NONE, FORWARD),
-        ({"I": 200}, NONE, NONE), ({"H": 264}, NONE, NONE), ({"gated": False}, NONE, BOTH),
-        ({"interleaved": True}, NONE, NONE), ({"block_m": 64}, NONE, NONE), ({"dtype": torch.float32}, NONE, NONE),
-        ({"num_rows": 2**30 + 1}, NONE, BOTH),
-        *(({name: change}, NONE, NONE) for name in ("up", "down")
-          for change in ({"products": "w8a16"}, {"block": (64, 128)}, {"lies": "kn"})),
-        ({"up": {"lies": "kn"}, "down": {"lies": "kn"}, "contiguous": True}, BOTH, BOTH),
-        ({"I": 200, "contiguous": True}, NONE, NONE),
-        # Beside a pair each sum has several blocks, in a backward that over the columns of the other side.
-        ({"pairs": "up"}, BOTH, BOTH), ({"pairs": "down"}, BOTH, BOTH), ({"pairs": "up", "H": 128}, NONE, NONE),
-        ({"pairs": "down", "H": 128}, FORWARD, FORWARD), ({"pairs": "down", "I": 128}, NONE, NONE),
-        ({"pairs": "up", "I": 128}, BOTH, BOTH), ({"pairs": "up", "I": 128, "gated": False}, NONE, FORWARD),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("kind, hopper, other", [
+    ({}, BOTH, BOTH), ({"I": 192}, NONE, FORWARD), ({"I": 192, "up": {"parts": 2}}, FORWARD, FORWARD),
+    ({"up": {"parts": 4}}, NONE, BOTH), ({"down": {"parts": 4}}, NONE, FORWARD),
+    ({"I": 200}, NONE, NONE), ({"H": 264}, NONE, NONE), ({"gated": False}, NONE, BOTH),
+    ({"interleaved": True}, NONE, NONE), ({"block_m": 64}, NONE, NONE), ({"dtype": torch.float32}, NONE, NONE),
+    ({"num_rows": 2**30 + 1}, NONE, BOTH),
+    *(({name: change}, NONE, NONE) for name in ("up", "down")
+      for change in ({"products": "w8a16"}, {"block": (64, 128)}, {"lies": "kn"})),
+    ({"up": {"lies": "kn"}, "down": {"lies": "kn"}, "contiguous": True}, BOTH, BOTH),
+    ({"I": 200, "contiguous": True}, NONE, NONE),
+    # Beside a pair each sum has several blocks, in a backward that over the columns of the other side.
+    ({"pairs": "up"}, BOTH, BOTH), ({"pairs": "down"}, BOTH, BOTH), ({"pairs": "up", "H": 128}, NONE, NONE),
+    ({"pairs": "down", "H": 128}, FORWARD, FORWARD), ({"pairs": "down", "I": 128}, NONE, NONE),
+    ({"pairs": "up", "I": 128}, BOTH, BOTH), ({"pairs": "up", "I": 128, "gated": False}, NONE, FORWARD),
+], ids=str)  # fmt: skip
 def test_which_blocks_take_codes(grouped_moe, load, kind_of_gpu, kind, hopper, other):
     """In the forward, and in the backward."""
     kind = {"H": 256, "I": 256, "dtype": torch.bfloat16, "num_rows": ROWS, "up": {}, "down": {}, "pairs": "", **kind}
@@ -161,16 +153,12 @@ def test_which_blocks_take_codes(grouped_moe, load, kind_of_gpu, kind, hopper, o
     assert found == (hopper if kind_of_gpu == "hopper" else other)
 
 
-@pytest.mark.parametrize(
-    "n, k, kind, hopper, other",
-    [
-        (256, 256, {}, BOTH, BOTH), (12, 256, {}, NONE, BOTH), (24, 256, {}, FORWARD, BOTH),
-        (256, 24, {}, BACKWARD, BACKWARD), (256, 20, {}, NONE, BACKWARD), (300, 256, {"parts": 2}, NONE, FORWARD),
-        (512, 256, {"parts": 2}, BOTH, BOTH), (256, 256, {"lies": "kn"}, BACKWARD, BACKWARD),
-        (256, 256, {"products": "w8a16"}, NONE, NONE),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("n, k, kind, hopper, other", [
+    (256, 256, {}, BOTH, BOTH), (12, 256, {}, NONE, BOTH), (24, 256, {}, FORWARD, BOTH),
+    (256, 24, {}, BACKWARD, BACKWARD), (256, 20, {}, NONE, BACKWARD), (300, 256, {"parts": 2}, NONE, FORWARD),
+    (512, 256, {"parts": 2}, BOTH, BOTH), (256, 256, {"lies": "kn"}, BACKWARD, BACKWARD),
+    (256, 256, {"products": "w8a16"}, NONE, NONE),
+], ids=str)  # fmt: skip
 def test_which_linear_layers_take_codes(load, kind_of_gpu, n, k, kind, hopper, other):
     """In the forward, and in the backward, which multiplies with the transpose."""
     weight, rows = scaled(load, n, k, **kind), load("rows").Rows(torch.empty(0), EXPERTS, ROWS, block_m=128)

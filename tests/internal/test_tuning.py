@@ -159,13 +159,10 @@ NEAR = {"near": (132, 4917), "slow": (132, 2039), "small": (78, 4917), "other": 
 DEPTHS = dict(zip(NEAR, (32, 64, 128, 16)))
 
 
-@pytest.mark.parametrize(
-    "num_sms, bandwidth, name, taken",
-    [
-        (132, 4800, "new", "near"), (132, 2400, "new", "slow"), (90, 4000, "new", "small"), (90, 0, "new", "small"),
-        (114, 2039, "new", "slow"), (132, 4917, "small", "small"), (78, 4917, "slow", "slow"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("num_sms, bandwidth, name, taken", [
+    (132, 4800, "new", "near"), (132, 2400, "new", "slow"), (90, 4000, "new", "small"), (90, 0, "new", "small"),
+    (114, 2039, "new", "slow"), (132, 4917, "small", "small"), (78, 4917, "slow", "slow"),
+])  # fmt: skip
 def test_the_nearest_table_of_the_capability_is_taken(files, tuning, device_spec, num_sms, bandwidth, name, taken):
     """By processors and bandwidth, the one of its own name before any other; never one of another capability."""
     for device, (sms, speed) in NEAR.items():
@@ -188,17 +185,14 @@ def test_an_entry_replaces_that_tile_alone(files, tuning, device_spec):
     assert tuning.hopper_gemm_config(128, 4096, 2048, device_spec(**H200), False) is not None
 
 
-@pytest.mark.parametrize(
-    "rows, groups, n, k, block_n",
-    [
-        (32768, 8, 4096, 14336, 256),  # Mixtral's down-projection
-        (65536, 128, 2048, 1536, 128),  # K is short
-        (65536, 128, 2880, 5760, 128),  # gpt-oss' dx: wide tiles would have 7 % more columns than there are
-        (1024, 8, 4096, 4096, 256),  # groups of 128 rows stream their weights
-        (8192, 8, 4096, 14336, 128),  # few rounds: a last one of wide tiles may be nearly empty
-        (512, 8, 1024, 8192, 128),  # 32 wide tiles for 132 processors
-    ],
-)
+@pytest.mark.parametrize("rows, groups, n, k, block_n", [
+    (32768, 8, 4096, 14336, 256),  # Mixtral's down-projection
+    (65536, 128, 2048, 1536, 128),  # K is short
+    (65536, 128, 2880, 5760, 128),  # gpt-oss' dx: wide tiles would have 7 % more columns than there are
+    (1024, 8, 4096, 4096, 256),  # groups of 128 rows stream their weights
+    (8192, 8, 4096, 14336, 128),  # few rounds: a last one of wide tiles may be nearly empty
+    (512, 8, 1024, 8192, 128),  # 32 wide tiles for 132 processors
+])  # fmt: skip
 def test_which_tiles_two_warp_groups_share(tuning, device_spec, rows, groups, n, k, block_n):
     spec = device_spec(**H200)
     config = tuning.hopper_gemm_config(128, n, k, spec, tuning.wide_pays(rows, groups, n, k, spec))
@@ -212,14 +206,11 @@ def test_up_to_how_many_rows_codes_are_not_copied(tuning, device_spec, bandwidth
     assert tuning.transposing_pays(8 * rows, 8, spec) and not tuning.transposing_pays(8 * (rows + 1), 8, spec)
 
 
-@pytest.mark.parametrize(
-    "gpu, block_m, by_tma, tuned, columns, beside",
-    [
-        (B200, 128, True, None, 256, 128), (B200, 128, False, None, 128, 128), (B200, 64, False, None, 64, 64),
-        (H200, 128, True, None, 256, 128), (H200, 64, False, None, 128, 128), (A100, 128, False, None, 64, 64),
-        (B200, 64, False, 128, 128, 64), (H200, 64, False, 256, 256, 128), (B200, 64, False, 32, 32, 32),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("gpu, block_m, by_tma, tuned, columns, beside", [
+    (B200, 128, True, None, 256, 128), (B200, 128, False, None, 128, 128), (B200, 64, False, None, 64, 64),
+    (H200, 128, True, None, 256, 128), (H200, 64, False, None, 128, 128), (A100, 128, False, None, 64, 64),
+    (B200, 64, False, 128, 128, 64), (H200, 64, False, 256, 256, 128), (B200, 64, False, 32, 32, 32),
+])  # fmt: skip
 def test_a_low_rank_pair_limits_the_columns_of_the_dgrad(
     files, package, device_spec, gpu, block_m, by_tma, tuned, columns, beside
 ):

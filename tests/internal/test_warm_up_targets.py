@@ -81,24 +81,20 @@ def test_on_a_cpu_there_is_nothing_to_compile(grouped_moe):
     assert grouped_moe.warm_up(grouped_moe.GroupedLinear(2, 16, 16)) == 0
 
 
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        ({"target": "model"}, TypeError, "^target: expected a torch.nn.Module, got str"),
-        ({"target": torch.nn.Linear(2, 2)}, ValueError, "^target: expected experts or GroupedLinear .* got Linear"),
-        ({"target": Ungated().to("meta")}, ValueError, "^target: .*meta"),
-        ({"num_tokens": 4096}, TypeError, "^num_tokens: expected a pair of ints, got 4096"),
-        ({"num_tokens": (1, 2.0)}, TypeError, "^num_tokens: expected a pair of ints"),
-        ({"num_tokens": (1, 2, 3)}, ValueError, "^num_tokens: "),
-        ({"num_tokens": (0, 8)}, ValueError, "^num_tokens: .*1 or more, got \\(0, 8\\)"),
-        ({"num_tokens": (8, 4)}, ValueError, "^num_tokens: "),
-        ({"backward": 1}, TypeError, "^backward: expected True or False, got 1"),
-        ({"progress": None}, TypeError, "^progress: expected True or False, got None"),
-        ({"top_k": 2.0}, TypeError, "^top_k: expected an int or None, got float"),
-        ({"top_k": 0}, ValueError, "^top_k: expected above 0, got 0"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change, error, message", [
+    ({"target": "model"}, TypeError, "^target: expected a torch.nn.Module, got str"),
+    ({"target": torch.nn.Linear(2, 2)}, ValueError, "^target: expected experts or GroupedLinear .* got Linear"),
+    ({"target": Ungated().to("meta")}, ValueError, "^target: .*meta"),
+    ({"num_tokens": 4096}, TypeError, "^num_tokens: expected a pair of ints, got 4096"),
+    ({"num_tokens": (1, 2.0)}, TypeError, "^num_tokens: expected a pair of ints"),
+    ({"num_tokens": (1, 2, 3)}, ValueError, "^num_tokens: "),
+    ({"num_tokens": (0, 8)}, ValueError, "^num_tokens: .*1 or more, got \\(0, 8\\)"),
+    ({"num_tokens": (8, 4)}, ValueError, "^num_tokens: "),
+    ({"backward": 1}, TypeError, "^backward: expected True or False, got 1"),
+    ({"progress": None}, TypeError, "^progress: expected True or False, got None"),
+    ({"top_k": 2.0}, TypeError, "^top_k: expected an int or None, got float"),
+    ({"top_k": 0}, ValueError, "^top_k: expected above 0, got 0"),
+], ids=str)  # fmt: skip
 def test_wrong_arguments(grouped_moe, change, error, message):
     with pytest.raises(error, match=message):
         grouped_moe.warm_up(**{"target": Ungated(), **change})

@@ -50,15 +50,10 @@ def scaled_weight(grouped_moe, shape, block, parts=1, layout="nk"):
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn", "apart"])
-@pytest.mark.parametrize(
-    "shape, block, parts",
-    [
-        ((2, 256, 128), (128, 128), 2),
-        ((3, 150, 275), (128, 128), 1),
-        ((1, 75, 51), (75, 51), 1),
-        ((2, 64, 40), (16, 32), 2),
-    ],
-)
+@pytest.mark.parametrize("shape, block, parts", [
+    ((2, 256, 128), (128, 128), 2), ((3, 150, 275), (128, 128), 1),
+    ((1, 75, 51), (75, 51), 1), ((2, 64, 40), (16, 32), 2),
+])  # fmt: skip
 def test_transpose_codes(scales, grouped_moe, shape, block, parts, layout):
     weight = scaled_weight(grouped_moe, shape, block, parts, layout)
     assert scales.can_transpose(weight)

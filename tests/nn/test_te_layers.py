@@ -132,15 +132,12 @@ def test_linear_requires_grad(grouped_moe, device, kind, single_bias, single, de
 
 
 @layers.by_delay
-@pytest.mark.parametrize(
-    "main, shape, sizes",
-    [
-        ("grad", (2, 256, 256), (256, 512)),
-        ("add", (2, 256, 256), (256, 512)),
-        ("overwrite", (4, 64, 128), (64, 128, 32, 96)),
-        pytest.param("overwrite", (4, 256, 512), (512, 1024, 256, 768), marks=on_gpu),
-    ],
-)
+@pytest.mark.parametrize("main, shape, sizes", [
+    ("grad", (2, 256, 256), (256, 512)),
+    ("add", (2, 256, 256), (256, 512)),
+    ("overwrite", (4, 64, 128), (64, 128, 32, 96)),
+    pytest.param("overwrite", (4, 256, 512), (512, 1024, 256, 768), marks=on_gpu),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", ["none", "bias"])
 @layers.by_layout
 def test_parameter_layouts(grouped_moe, device, form, kind, main, shape, sizes, delay):

@@ -108,31 +108,28 @@ def test_strides_and_no_graph(grouped_moe, device):
     assert_sums(got, expected(*inputs))
 
 
-@pytest.mark.parametrize(
-    "name, change, error, message",
-    [
-        ("dy", lambda t: t[0], ValueError, r"expected shape \(rows, N\)"),
-        ("dy", lambda t: t.long(), TypeError, "expected one of"),
-        ("bias_scales", lambda t: t[:-1], ValueError, r"expected shape \(rows,\) = \(37,\), got \(36,\)"),
-        ("bias_scales", lambda t: t.long(), TypeError, "expected one of"),
-        ("bias_scales", lambda t: None, TypeError, "expected a tensor, got NoneType"),
-        ("bias_scales", lambda t: t.to("meta"), ValueError, "expected on .* like dy, got meta"),
-        ("bias", lambda t: t[:, :9], ValueError, r"expected shape \(G, N\) = \(\?, 70\), got \(4, 9\)"),
-        ("bias", lambda t: t.half(), TypeError, "expected torch.float32 like dy, got torch.float16"),
-        ("splits", lambda t: t[:2], ValueError, r"expected shape \(G \+ 1,\) offsets or \(G,\) sizes = \(4,\)"),
-        ("splits", lambda t: t.float(), TypeError, "expected torch.int32 or torch.int64, got torch.float32"),
-        ("splits", lambda t: t.to("meta"), ValueError, "expected on .* like dy, got meta"),
-        ("dbias", lambda t: t.bfloat16(), TypeError, "expected torch.float32, in which the sums are, got torch.bf"),
-        ("dscales", lambda t: t.double(), TypeError, "expected torch.float32, in which the sums are, got torch.f"),
-        ("dbias", lambda t: t[:3], ValueError, r"expected shape \(G, N\) = \(4, 70\), got \(3, 70\)"),
-        ("dscales", lambda t: t[:, None], ValueError, r"expected shape \(rows,\) = \(37,\), got \(37, 1\)"),
-        ("dbias", lambda t: t.t().contiguous().t(), ValueError, "expected a contiguous tensor, got strides"),
-        ("dscales", lambda t: t.repeat_interleave(2)[::2], ValueError, "expected a contiguous tensor"),
-        ("dbias", lambda t: t.to("meta"), ValueError, "expected on .* like dy, got meta"),
-        ("dscales", lambda t: t.requires_grad_(), ValueError, "expected a tensor without gradient"),
-        ("dbias", lambda t: t.tolist(), TypeError, "expected a tensor, got list"),
-    ],
-)
+@pytest.mark.parametrize("name, change, error, message", [
+    ("dy", lambda t: t[0], ValueError, r"expected shape \(rows, N\)"),
+    ("dy", lambda t: t.long(), TypeError, "expected one of"),
+    ("bias_scales", lambda t: t[:-1], ValueError, r"expected shape \(rows,\) = \(37,\), got \(36,\)"),
+    ("bias_scales", lambda t: t.long(), TypeError, "expected one of"),
+    ("bias_scales", lambda t: None, TypeError, "expected a tensor, got NoneType"),
+    ("bias_scales", lambda t: t.to("meta"), ValueError, "expected on .* like dy, got meta"),
+    ("bias", lambda t: t[:, :9], ValueError, r"expected shape \(G, N\) = \(\?, 70\), got \(4, 9\)"),
+    ("bias", lambda t: t.half(), TypeError, "expected torch.float32 like dy, got torch.float16"),
+    ("splits", lambda t: t[:2], ValueError, r"expected shape \(G \+ 1,\) offsets or \(G,\) sizes = \(4,\)"),
+    ("splits", lambda t: t.float(), TypeError, "expected torch.int32 or torch.int64, got torch.float32"),
+    ("splits", lambda t: t.to("meta"), ValueError, "expected on .* like dy, got meta"),
+    ("dbias", lambda t: t.bfloat16(), TypeError, "expected torch.float32, in which the sums are, got torch.bf"),
+    ("dscales", lambda t: t.double(), TypeError, "expected torch.float32, in which the sums are, got torch.f"),
+    ("dbias", lambda t: t[:3], ValueError, r"expected shape \(G, N\) = \(4, 70\), got \(3, 70\)"),
+    ("dscales", lambda t: t[:, None], ValueError, r"expected shape \(rows,\) = \(37,\), got \(37, 1\)"),
+    ("dbias", lambda t: t.t().contiguous().t(), ValueError, "expected a contiguous tensor, got strides"),
+    ("dscales", lambda t: t.repeat_interleave(2)[::2], ValueError, "expected a contiguous tensor"),
+    ("dbias", lambda t: t.to("meta"), ValueError, "expected on .* like dy, got meta"),
+    ("dscales", lambda t: t.requires_grad_(), ValueError, "expected a tensor without gradient"),
+    ("dbias", lambda t: t.tolist(), TypeError, "expected a tensor, got list"),
+])  # fmt: skip
 def test_wrong_arguments(grouped_moe, device, name, change, error, message):
     """Refused before anything is written."""
     given = dict(zip(("dy", "bias_scales", "bias", "splits"), make(SIZES[0], torch.float32, device)))

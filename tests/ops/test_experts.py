@@ -137,15 +137,11 @@ FROZEN += [("hidden_states",), ("top_k_weights",), ("hidden_states", "gate_up_pr
 
 @by_recompute
 @pytest.mark.parametrize("frozen", FROZEN, ids="-".join)
-@pytest.mark.parametrize(
-    "case_id, dtype",
-    [
-        ("gpt-oss", torch.float32),
-        ("tall-wide-gpt-oss", torch.bfloat16),
-        ("tall-wide-not-gated-transposed-bias-limit-recompute", torch.bfloat16),
-    ],
-    ids=["small", "tall-wide", "tall-wide-not-gated"],
-)
+@pytest.mark.parametrize("case_id, dtype", [
+    ("gpt-oss", torch.float32),
+    ("tall-wide-gpt-oss", torch.bfloat16),
+    ("tall-wide-not-gated-transposed-bias-limit-recompute", torch.bfloat16),
+], ids=["small", "tall-wide", "tall-wide-not-gated"])  # fmt: skip
 def test_frozen_inputs(grouped_moe, device, case_id, dtype, frozen, recompute):
     """A gradient does not depend on which others are asked for; what is frozen gets none."""
     case, inputs = make(case_id, device, dtype, recompute=recompute)

@@ -207,18 +207,10 @@ def test_every_combination_of_linear_operands(grouped_moe, device, names, layout
 SCALED_BIAS = BY_LINEAR["bias-scales"]
 
 
-@pytest.mark.parametrize(
-    "wanted, changed, read",
-    [
-        ("weight", "weight", False),
-        ("bias", "weight", False),
-        ("x", "bias", False),
-        ("bias", "x", False),
-        ("x", "weight", True),
-        ("weight", "x", True),
-        ("bias_scales", "bias", True),
-    ],
-)
+@pytest.mark.parametrize("wanted, changed, read", [
+    ("weight", "weight", False), ("bias", "weight", False), ("x", "bias", False), ("bias", "x", False),
+    ("x", "weight", True), ("weight", "x", True), ("bias_scales", "bias", True),
+])  # fmt: skip
 def test_what_the_backward_does_not_read_may_change(grouped_moe, device, wanted, changed, read):
     """In place, before it. What it reads may not."""
     inputs, frozen = SCALED_BIAS.make(torch.float32, device), set(OPERANDS) - {wanted}

@@ -336,15 +336,11 @@ def test_recorded_results(path):
     assert not [(cell["name"], name) for cell in results.get("cells", ()) for name in cell.get("wrong", ())]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"date_utc": None}, {"gpu": 3}, {"cells": []}, {"cells": [{"name": "a", "times": {}, "skipped": {}}]},
-        {"cells": 2 * [{"name": "a", "times": {}, "skipped": {"all": "why"}}]},
-        {"cells": [{"name": "a", "times": {"step": {"ours": {"median_ms": 0.0}}}, "skipped": {}}]},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    {"date_utc": None}, {"gpu": 3}, {"cells": []}, {"cells": [{"name": "a", "times": {}, "skipped": {}}]},
+    {"cells": 2 * [{"name": "a", "times": {}, "skipped": {"all": "why"}}]},
+    {"cells": [{"name": "a", "times": {"step": {"ours": {"median_ms": 0.0}}}, "skipped": {}}]},
+], ids=str)  # fmt: skip
 def test_what_the_schema_refuses(change):
     results = json.loads((ROOT / "benchmarks" / "results" / "cpu.json").read_text(encoding="utf-8"))
     assert machine.schema_error(results) is None

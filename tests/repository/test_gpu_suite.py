@@ -43,15 +43,11 @@ def test_hand_over_is_counted_apart():
     assert counts(2 * report() + report(address=STATE + 7)) == (3, 0)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"kind": "WAR"}, {"kind": "WAW"}, {"access": "Read"}, {"writer": 128}, {"reader": 127}, {"address": STATE - 1},
-        {"address": STATE + 8}, {"kernel": "hopper_gemm_kernel"}, {"lines": (line_of("mbarrier.wait("),) * 2},
-        {"lines": (line_of(f"def {KERNEL}("), line_of("def consume("))},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    {"kind": "WAR"}, {"kind": "WAW"}, {"access": "Read"}, {"writer": 128}, {"reader": 127}, {"address": STATE - 1},
+    {"address": STATE + 8}, {"kernel": "hopper_gemm_kernel"}, {"lines": (line_of("mbarrier.wait("),) * 2},
+    {"lines": (line_of(f"def {KERNEL}("), line_of("def consume("))},
+], ids=str)  # fmt: skip
 def test_any_other_hazard_is_not(change):
     assert counts(report(**change)) == (0, 1)
 
@@ -66,14 +62,10 @@ def test_what_is_not_read_is_shown():
     assert counts(output) == (1, 0) and "void a::kernel" in unread
 
 
-@pytest.mark.parametrize(
-    "change, status",
-    [
-        ({}, "passed"), ({"displayed": 2}, "failed"), ({"ended": ""}, "failed"), ({"returncode": 1}, "failed"),
-        ({"returncode": None}, "timed out"), ({"writer": 128}, "failed"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("change, status", [
+    ({}, "passed"), ({"displayed": 2}, "failed"), ({"ended": ""}, "failed"), ({"returncode": 1}, "failed"),
+    ({"returncode": None}, "timed out"), ({"writer": 128}, "failed"),
+], ids=str)  # fmt: skip
 def test_racecheck_passes_with_hand_overs_alone(change, status):
     """Those of all runs; where one of them did not end, or shows fewer hazards than it counts, nothing is known."""
 
@@ -116,14 +108,10 @@ def test_random_cases_count_as_far_as_processes_came(monkeypatch, returncode, st
     assert (found["status"], found["cases_done"], found["failures"]) == (status, 4, ["repeats 3"])
 
 
-@pytest.mark.parametrize(
-    "worker, count, chosen, want",
-    [
-        ("gw0", 4, None, "0,1,2,3"), ("gw6", 4, None, "2,3,0,1"), ("gw6", 1, None, None), ("gw6", 0, None, None),
-        (None, 4, None, None), ("named", 4, None, None), ("gw6", 4, "3", "3"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("worker, count, chosen, want", [
+    ("gw0", 4, None, "0,1,2,3"), ("gw6", 4, None, "2,3,0,1"), ("gw6", 1, None, None), ("gw6", 0, None, None),
+    (None, 4, None, None), ("named", 4, None, None), ("gw6", 4, "3", "3"),
+], ids=str)  # fmt: skip
 def test_processes_are_spread_over_gpus(monkeypatch, worker, count, chosen, want):
     """In turn, with all GPUs in sight, for the tests that need another one."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)

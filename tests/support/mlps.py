@@ -109,7 +109,3 @@ MLPS = [
 ]
 BY_MLP = {mlp.id: mlp for mlp in MLPS}
 assert len(BY_MLP) == len(MLPS), "two cases of one id"
-
-
-def call(grouped_moe, mlp: Mlp, inputs: Inputs, **changes) -> Tensor:
-    return mlp.call(grouped_moe, inputs, grouped_moe.GroupOffsets(inputs.offsets), **changes)

@@ -70,7 +70,8 @@ def _mlp(recompute, package, device):
     leaves = inputs.given()
 
     def function(*tensors):
-        return mlps.call(package, mlp, inputs.replace(**dict(zip(leaves, tensors))), recompute=recompute)
+        given, splits = inputs.replace(**dict(zip(leaves, tensors))), package.GroupOffsets(inputs.offsets)
+        return mlp.call(package, given, splits, recompute=recompute)
 
     return function, leaves
 

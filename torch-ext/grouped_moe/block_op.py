@@ -135,10 +135,7 @@ _BACKWARD = (
 _run_backward = define_op("experts_backward", _BACKWARD % "?", _backward, _fake_grads)
 # Overwrites preact and gives its memory back.
 _run_backward_overwriting = define_op(
-    "experts_backward_overwriting",
-    _BACKWARD % "(a!)",
-    lambda *args: _backward(*args, overwrite=True),
-    _fake_grads,
+    "experts_backward_overwriting", _BACKWARD % "(a!)", lambda *args: _backward(*args, overwrite=True), _fake_grads
 )
 
 

@@ -41,7 +41,8 @@ FEW = {
     "per-expert": ("silu", Blocks(None, apart=True)),
     "not-gated": ("relu2-not-gated", Blocks((32, 16))),
     "interleaved": ("gpt-oss", Blocks((32, 32), dtype=torch.float8_e8m0fnu)),
-    "one-of-two": ("silu-mostly-sentinels", Blocks(kept=("gate_up_proj",))),
+    "one-of-two": ("silu", Blocks(kept=("gate_up_proj",))),
+    "none-routed": ("silu-mostly-sentinels", Blocks()),
 }
 
 

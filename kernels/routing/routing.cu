@@ -18,8 +18,9 @@ cudaError_t launch_kernel(const RouteArgs &a, const RoutePlan &plan, cudaStream_
   const auto kernel = route_kernel<REACH, ROUNDS>;
   const size_t bytes = RouteMemory::bytes(a.num_experts, plan.threads / WARP);
   constexpr size_t PARTIAL = 2 * MAX_WARPS * sizeof(int);  // what the kernel has besides
-  if (bytes + PARTIAL > 48 * 1024) {  // more has to be asked for
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+  if (bytes + PARTIAL > 48 * 1024) {  // more has to be asked for: as much in each call, as all threads have one limit
+    constexpr auto LIMIT = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, LIMIT, int(RouteMemory::bytes(MAX_EXPERTS, MAX_WARPS)));
     if (error != cudaSuccess) return error;
   }
   LaunchOptions options;

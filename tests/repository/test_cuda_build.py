@@ -116,6 +116,40 @@ def check_loaded(variant: Path, scratch: Path) -> None:
     assert found["error"] < 1e-2
 
 
+# Prints how much shared memory launches ask for; nothing is launched.
+LIMITS = """
+#include <cstdio>
+#include "routing.h"
+extern "C" cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int value) {
+  std::printf("%d\\n", value);
+  return cudaSuccess;
+}
+extern "C" long nothing() { return 0; }
+int main() {
+  for (int experts : {768, 1024}) {
+    RouteArgs a{};
+    RoutePlan plan;
+    plan_route(1, a.num_experts = experts, 9, &plan);
+    route_slots(a, plan, nullptr);
+  }
+}
+"""
+
+
+@needs_compilers
+def test_all_calls_ask_for_the_same_shared_memory(tmp_path):
+    """The limit is the kernel's, not the call's: another thread's call with fewer experts must not lower it."""
+    source, made, program = tmp_path / "limits.cpp", tmp_path / "routing.o", tmp_path / "limits"
+    source.write_text(LIMITS, encoding="utf-8")
+    toolkit, folder = build_cuda.find_toolkit(None), ROOT / "kernels" / "routing"
+    build_cuda.run([toolkit.nvcc, "-std=c++17", "-arch=sm_90", "-c", folder / "routing.cu", "-o", made])
+    runtime = set(re.findall(r" U (\w*cuda\w+)", build_cuda.run(["nm", made]))) - {"cudaFuncSetAttribute"}
+    stubs = [f"-Wl,--defsym={name}=nothing" for name in runtime]
+    build_cuda.run(["g++", "-I", folder, "-I", toolkit.include, *stubs, made, source, "-o", program])
+    limits = build_cuda.run([program]).split()
+    assert len(limits) == 2 and limits[0] == limits[1]
+
+
 @pytest.mark.parametrize("symbol, message", [
     ("torch_stream_native_handle", "came with PyTorch 2.13"), ("_ZN2at6Tensor4sizeEv", "not in PyTorch's stable ABI"),
     ("_ZNK3c106Device3strEv", "not in PyTorch's stable ABI"), ("PyObject_Vectorcall", "in Python's stable ABI"),

@@ -1,5 +1,7 @@
 """The native ops of routing: every entry that they write is as Triton's kernels have it."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from compare import assert_bitwise
@@ -60,6 +62,18 @@ def test_routes_as_triton_does(native, module, device, monkeypatch, experts, dra
             assert_same_routing(got, want, experts)
             assert room == ([] if capacity is None or capacity == slots else 2 * [(routed, capacity)])
             assert took[-1] is ours.takes_slots(slots, num_sms) is (slots <= 8192 * num_sms)
+
+
+def test_threads_that_need_other_shared_memory(native, module, device):
+    """The limit of a kernel is that of all threads: none lowers it while another one launches."""
+    op, ids = module("_ops").ops.route_rows.default, torch.zeros(100, dtype=torch.int64, device=device)
+
+    def route(experts: int) -> None:
+        for _ in range(20000):
+            op(ids, experts, 100, 16, 4096)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(route, (768, 1024))) == [None, None]
 
 
 def test_warm_up_compiles_what_routes_more_slots(native, grouped_moe, module, device):

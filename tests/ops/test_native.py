@@ -54,6 +54,21 @@ def test_one_expert_or_none(native, grouped_moe, device, ids, transposed, way):
     assert_close("out", decode(native, grouped_moe, case, poisoned), want, torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ["hidden_states", "top_k_weights"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_is_not_finite_stays_in_its_token(native, grouped_moe, device, name, value, transposed, way):
+    """Although it shares tiles with other tokens."""
+    case = FEW._replace(T=12, E=4, transposed=transposed)
+    inputs, token = make_inputs(case, torch.bfloat16, device), 5
+    want, tensor = decode(native, grouped_moe, case, inputs), getattr(inputs, name).clone()
+    tensor[token] = value
+    out = decode(native, grouped_moe, case, inputs._replace(**{name: tensor}))
+    others = torch.arange(case.T, device=device) != token
+    assert_bitwise("others", out[others], want[others])
+    assert not out[token].isfinite().any()
+
+
 @pytest.mark.parametrize("case", CODED_CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("blocks", BLOCKS, ids=range(len(BLOCKS)))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -226,6 +226,32 @@ def test_compiled_into_main_grad(grouped_moe, device, place, overwrite, dummies,
     assert_matches({"weight": main_grads(module)}, layers.total(before, overwrite, wants[2]))
 
 
+@layers.by_single
+def test_compiled_backward_of_an_eager_forward(grouped_moe, device, single):
+    """By compiled autograd, which has no versions of weights to compare; a weight that has changed is still seen."""
+    module, batch = make(grouped_moe, Form(single, single), device)
+    module = copy.deepcopy(module)  # whose discrete weights are no views of each other
+    x, *rest = leaves(batch)[:3]
+
+    def train(changes=False):
+        y = torch.compiler.disable(module)(x, *rest)
+        if changes:
+            with torch.no_grad():
+                layers.parameters(module, "weight")[-1].mul_(2)
+        y.backward(batch.dy)
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(train, backend="aot_eager")
+        for _ in range(2):
+            module.zero_grad()
+            compiled()
+            assert_matches(layers.parameter_grads(module), reference(grouped_moe, module, batch))
+            with torch.no_grad():
+                torch._foreach_mul_([*module.parameters()], 0.5)
+        with pytest.raises(RuntimeError, match="modified"):
+            compiled(changes=True)
+
+
 def test_compile_refuses_to_delay(grouped_moe, device):
     module, batch = make(grouped_moe, Form(), device, delay_wgrad=True)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

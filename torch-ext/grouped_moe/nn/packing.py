@@ -81,8 +81,14 @@ def watch(y: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """
     if weights and y.grad_fn is not None:
         check = unchanged(weights)
-        y.grad_fn.register_prehook(lambda _: check())
+        y.grad_fn.register_prehook(lambda _: _untraced(check) if torch.compiler.is_compiling() else check())
     return y
+
+
+@torch.compiler.disable
+def _untraced(check: Callable[[], None]) -> None:
+    """For compiled autograd: what it traces with has no versions to compare."""
+    check()
 
 
 class Pack(torch.autograd.Function):

@@ -114,14 +114,21 @@ def test_compiled_equals_eager(grouped_moe, device, name):
         assert_same(operation._replace(function=function).step(), operation.step())
 
 
-def test_compiled_checkpoints_with_dynamic_numbers(grouped_moe, device):
-    """Those of an activation are not variables of the graph, which two checkpoints could not share."""
-    _, inputs = make("silu-bias", device)
+@pytest.mark.parametrize("of", ["name", "activation", "lora"])
+def test_compiled_checkpoints_with_dynamic_numbers(grouped_moe, device, of):
+    """Those of an activation or a LoRA are not variables of the graph, which two checkpoints could not share."""
+    case, inputs = make("silu-bias", device)
     x, *rest = inputs[:5]
+    pair = make_loras(grouped_moe, case, inputs, Pairs(rank=3))["down_lora"][:2]
+
+    def block(x):
+        activation = grouped_moe.Activation("silu", limit=2.0) if of == "activation" else "quick_gelu"
+        lora = grouped_moe.LoRA(*pair) if of == "lora" else None
+        return grouped_moe.grouped_mm_experts(x, *rest, activation=activation, down_lora=lora)
 
     def twice(x):
         for _ in range(2):
-            x = checkpoint(grouped_moe.grouped_mm_experts, x, *rest, activation="quick_gelu", use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=False)
         return x
 
     got = torch.compile(twice, fullgraph=True, dynamic=True, backend="aot_eager")(x.requires_grad_())

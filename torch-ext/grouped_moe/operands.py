@@ -26,7 +26,7 @@ class LoRA(NamedTuple):
 
     a: Tensor
     b: Tensor
-    scaling: float = 1.0
+    scaling: float = 1  # as an int it is no variable of a graph with dynamic=True, which two checkpoints cannot share
 
     @property
     def num_adapters(self) -> int:

@@ -22,9 +22,9 @@ class Activation(NamedTuple):
     """
 
     name: str = "silu"
-    alpha: float = 1.0
+    alpha: float = 1  # ints: see `known_fields`
     limit: Optional[float] = None
-    up_offset: float = 0.0
+    up_offset: float = 0
 
 
 # By each name that callers may use, transformers' own among them.
@@ -41,7 +41,8 @@ _KNOWN = {
 def known_fields(name: str) -> Optional[tuple]:
     """The fields of a known activation; a plain tuple, as torch 2.11 takes no named one for a constant.
 
-    With dynamic=True a compiler makes variables of numbers that are global, which two checkpoints cannot share.
+    With dynamic=True a compiler makes variables of numbers that are global, which two checkpoints cannot share; so are
+    the defaults of fields, but not if they are the ints 0 and 1.
     """
     return tuple(_KNOWN[name]) if name in _KNOWN else None
 

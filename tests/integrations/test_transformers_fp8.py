@@ -232,6 +232,8 @@ def test_parts_of_blocks_are_refused(grouped_moe, implementation):
 def test_other_formats_are_refused(implementation, options, message):
     """When they come into a model, before its weights load; of one that is set to us later, when they run."""
     eager = empty_model("eager", **options)
+    if "expert_dtype" in options and eager.model.layers[0].mlp.experts.down_proj.dtype.is_floating_point:
+        pytest.skip("this version of transformers has no FP4 experts")
     with pytest.raises(ValueError, match=message):
         empty_model(implementation, **options)
     model = eager.to_empty(device="cpu")

@@ -2,7 +2,9 @@
 
     TRITON_INTERPRET=1 pytest tests/interpreter
 
-fp32 and fp16 only: `tl.dot` of bf16 is wrong in the interpreter of Triton 3.6 to 3.9.
+The CPU counts as an accelerator, whose backend is Triton's. In all tests fresh memory is NaN (or the largest integer),
+and a kernel accesses no other memory than that of the tensors that its launch is given. fp32 and fp16 only: `tl.dot` of
+bf16 is wrong in the interpreter of Triton 3.6 to 3.9.
 """
 
 import importlib
@@ -11,6 +13,7 @@ from functools import partial
 
 import pytest
 import torch
+from poison import poisoned_allocations
 
 
 def pytest_pycollect_makemodule(module_path, parent):
@@ -59,23 +62,34 @@ def patched_once():
 @pytest.fixture(scope="session", autouse=True)
 def kernels(module):
     """The Triton backend."""
-    return module("backends.triton")
+    backends, patch = module("backends"), pytest.MonkeyPatch()
+    patch.setitem(backends._NAMES, "cpu", "triton")
+    backends._load.cache_clear()
+    yield module("backends.triton")
+    patch.undo()
+    backends._load.cache_clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checked_bounds(module):
+    from interpreter.guard import Bounds
+
+    kernel, patch = module("backends.triton.launch").Kernel, pytest.MonkeyPatch()
+    launch = kernel.__call__
+
+    def checked(self, grid, *args):
+        with Bounds(*args):
+            launch(self, grid, *args)
+
+    patch.setattr(kernel, "__call__", checked)
+    yield
+    patch.undo()
 
 
 @pytest.fixture(scope="session")
 def quantize(kernels, module):
     """The launchers that make rows of codes."""
     return module("backends.triton.quantize")
-
-
-@pytest.fixture
-def accelerated(module, monkeypatch):
-    """The CPU counts as an accelerator, whose backend Triton's is."""
-    backends = module("backends")
-    monkeypatch.setitem(backends._NAMES, "cpu", "triton")
-    backends._load.cache_clear()
-    yield
-    backends._load.cache_clear()
 
 
 @pytest.fixture
@@ -113,7 +127,7 @@ def unchecked(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def no_grad():
-    """The backend is called directly, below autograd."""
-    with torch.no_grad():
+def below_autograd():
+    """As the backend is, which many tests call directly."""
+    with torch.no_grad(), poisoned_allocations():
         yield

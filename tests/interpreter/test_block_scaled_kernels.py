@@ -7,8 +7,6 @@ from cases import BY_ID, make_inputs
 from compare import assert_close
 from scaled import Blocks, check, with_scales
 
-pytestmark = pytest.mark.usefixtures("accelerated")
-
 TILES = {"H": 70, "I": 72, "T": 40, "E": 3}
 CASES = {
     "one-block": ("silu", {}, Blocks()),

@@ -1,4 +1,4 @@
-"""The kernels for a few tokens: output against the reference, under poison, bounds checked."""
+"""The kernels for a few tokens: output against the reference."""
 
 import pytest
 import torch
@@ -7,8 +7,7 @@ from cases import BY_ID, make_inputs
 from compare import assert_close
 from poison import poison_sentinels
 
-from interpreter.guard import GuardedAllocations
-from interpreter.test_experts_kernels import block_of, guarded_inputs
+from interpreter.test_experts_kernels import guarded_inputs
 
 FEW = [case._replace(T=min(case.T, 3), E=min(case.E, 12)) for case in BY_ID.values() if case.T and not case.transposed]
 FP16 = [BY_ID[kind]._replace(T=3, transposed=False) for kind in ("silu-interleaved", "gpt-oss", "relu2-not-gated")]
@@ -22,38 +21,42 @@ FP16 += [BY_ID["silu-bias"]._replace(id="transposed-views", T=2, transposed=True
 CASES = [(case, torch.float32) for case in FEW] + [(case, torch.float16) for case in FP16]
 
 
-def check(module, grouped_moe, case, dtype):
+def block_of(module, grouped_moe, case, inputs):
+    """The package's block of a case."""
+    weights = inputs.gate_up_proj, inputs.down_proj, inputs.gate_up_proj_bias, inputs.down_proj_bias
+    return module("block").Block(*weights, None, None, **case.kind(grouped_moe))
+
+
+def check(module, grouped_moe, kernels, case, dtype):
     """Weights that are transposed are views, contiguous along K all the same."""
     inputs = make_inputs(case, dtype, "cpu")
     given = guarded_inputs(poison_sentinels(inputs, case.E))
     if case.transposed:
         views = {name: getattr(given, name).mT.contiguous().mT for name in ("gate_up_proj", "down_proj")}
         given = given._replace(**views)
-    block, (x, ids, weights) = block_of(module, grouped_moe, case, given), given[:3]
-    with GuardedAllocations(*given):
-        out = module("backends.triton").decode(block, x, ids, weights)
+    out = kernels.decode(block_of(module, grouped_moe, case, given), *given[:3])
     assert out.dtype == dtype
     assert_close("out", out, run_reference(grouped_moe, case, inputs)["out"], dtype)
 
 
 @pytest.mark.parametrize("case, dtype", CASES, ids=lambda value: getattr(value, "id", str(value)))
-def test_matches_reference(module, grouped_moe, case, dtype):
-    check(module, grouped_moe, case, dtype)
+def test_matches_reference(module, grouped_moe, kernels, case, dtype):
+    check(module, grouped_moe, kernels, case, dtype)
 
 
 @pytest.mark.parametrize("case_id", ["silu-bias", "silu-interleaved", "relu2-not-gated"])
-def test_several_tiles(module, grouped_moe, small_decode_tiles, case_id):
+def test_several_tiles(module, grouped_moe, kernels, small_decode_tiles, case_id):
     """And a number of choices that is no power of two."""
     case = BY_ID[case_id]._replace(T=2, top_k=3, E=5, H=70, I=45, transposed=False)
-    check(module, grouped_moe, case, torch.float32)
+    check(module, grouped_moe, kernels, case, torch.float32)
 
 
-def test_which_calls_are_taken(module, grouped_moe):
+def test_which_calls_are_taken(module, grouped_moe, kernels):
     """One token always, more while slots are few next to experts; no weights strided along K, no wide types.
 
     Fewer where experts are large: two tokens of 128 experts share half an expert's weights, four share three of them.
     """
-    case, is_decode = BY_ID["silu-bias"]._replace(E=32, bias=None), module("backends.triton").is_decode
+    case, is_decode = BY_ID["silu-bias"]._replace(E=32, bias=None), kernels.is_decode
     block = block_of(module, grouped_moe, case, make_inputs(case, torch.float16, "cpu"))
     assert is_decode(block, 1, 32) and is_decode(block, 4, 2)
     assert not is_decode(block, 5, 2)

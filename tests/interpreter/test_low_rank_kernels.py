@@ -1,4 +1,4 @@
-"""Kernels of low-rank pairs where the CPU counts as an accelerator, with NaN in fresh memory and what is not read."""
+"""Kernels of low-rank pairs, with NaN in what is not read."""
 
 import pytest
 import torch
@@ -6,9 +6,7 @@ from block import call, reference_out, run, run_reference
 from cases import BY_ID, make_inputs
 from compare import assert_bitwise, assert_close, assert_same
 from pairs import LAYOUTS, Pairs, assert_matches, factors, make_loras, with_factors
-from poison import poison_sentinels, poisoned_allocations
-
-pytestmark = pytest.mark.usefixtures("accelerated")
+from poison import poison_sentinels
 
 SMALL = {"T": 20, "E": 3}
 ROUTED = {
@@ -39,8 +37,7 @@ by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=
 
 def run_poisoned(grouped_moe, case, inputs, arguments):
     """Where what must not be read is NaN: the gradients of inputs and factors."""
-    with poisoned_allocations():
-        return run(grouped_moe, case, poison_sentinels(inputs, case.E), **arguments)
+    return run(grouped_moe, case, poison_sentinels(inputs, case.E), **arguments)
 
 
 @pytest.mark.parametrize("layout, adapters, rank, num_rows, copied", [
@@ -54,8 +51,7 @@ def test_factors_whose_experts_lie_side_by_side_are_copied(
     """Of several programs in each direction; of one adapter, if there are as many rows as experts."""
     sizes = [37, *others]
     factors = [None if n is None else LAYOUTS[layout](torch.randn(adapters, 40, n, rank)) for n in sizes]
-    with poisoned_allocations():
-        packed = kernels.pack_factors(factors, module("rows").Rows(None, 40, num_rows), torch.float16)
+    packed = kernels.pack_factors(factors, module("rows").Rows(None, 40, num_rows), torch.float16)
     for factor, got in zip(factors, packed):
         assert (got is not factor) is (copied and factor is not None)
         if got is not factor:
@@ -117,8 +113,7 @@ def test_few_tokens(grouped_moe, module, monkeypatch, case_id, pairs, tokens):
     decode = kernels.decode
     monkeypatch.setattr(kernels, "decode", lambda *args: taken.append(1) or decode(*args))
     want = reference_out(grouped_moe, case, inputs, arguments)
-    with poisoned_allocations():
-        out = call(grouped_moe, case, poison_sentinels(inputs, case.E), **arguments)
+    out = call(grouped_moe, case, poison_sentinels(inputs, case.E), **arguments)
     assert taken, "another path"
     assert_close("out", out, want, torch.float16)
 
@@ -163,10 +158,9 @@ def test_both_results_of_a_gradient(kernels, module, monkeypatch, n, rank, adapt
     grad = torch.full((num_groups, n, columns), float("nan"))
     for name in ("wgrad", "project"):  # which two kernels would be
         monkeypatch.setattr(launchers, name, None)
-    with poisoned_allocations():
-        given = {"scaling": 0.5, "of_tokens": of_tokens}
-        z = kernels.project_backward(dy, factor, rows, **given, projected=projected, grad=grad)
-        alone = kernels.project_backward(dy, factor, rows, **given)
+    given = {"scaling": 0.5, "of_tokens": of_tokens}
+    z = kernels.project_backward(dy, factor, rows, **given, projected=projected, grad=grad)
+    alone = kernels.project_backward(dy, factor, rows, **given)
     assert_bitwise("without the gradient", alone[first:last], z[first:last])
     assert bool(z[:first].isnan().all()) and bool(z[last:].isnan().all())
     for group, size in enumerate(sizes.tolist()):

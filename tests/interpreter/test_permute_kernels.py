@@ -1,4 +1,4 @@
-"""Kernels that gather, sort and combine rows under poison, with their bounds checked."""
+"""Kernels that gather, sort and combine rows."""
 
 import pytest
 import torch
@@ -6,8 +6,6 @@ from cases import Case, make_ids
 from compare import assert_bitwise, assert_close
 from loops import differentiate, loop_combine, loop_gather
 from poison import guarded, is_sentinel
-
-from interpreter.guard import GuardedAllocations
 
 NAN = float("nan")
 PERMUTES = [Case("plain"), Case("sentinels-only", T=4, sentinels=1.0), Case("top-1", T=9, top_k=1)]
@@ -33,10 +31,9 @@ def test_permute(module, grouped_moe, kernels, case, dtype):
     row_to_slot = torch.where(torch.arange(len(row_to_slot)) < offsets[-1], row_to_slot, 2**30).int()
     x, y, weights, dout = (guarded(t) for t in (x, y, weights, dout))
     rows = module("routing").rows_of(offsets, row_to_slot, slot_to_row, case.top_k)
-    with GuardedAllocations(x, y, weights, dout, offsets, row_to_slot, slot_to_row):
-        gathered = kernels.gather_rows(x, rows)
-        out, unweighted = kernels.combine(y, weights, rows), kernels.combine(y, None, rows)
-        dy, dw = kernels.combine_grad(dout, y, weights, rows, True)
+    gathered = kernels.gather_rows(x, rows)
+    out, unweighted = kernels.combine(y, weights, rows), kernels.combine(y, None, rows)
+    dy, dw = kernels.combine_grad(dout, y, weights, rows, True)
     assert_bitwise("gather", gathered, loop_gather(x, routing))
     for name, got, wanted in (("out", out, want), ("unweighted", unweighted, plain), ("dy", dy, want_dy)):
         assert_close(name, got, wanted, dtype)
@@ -50,15 +47,14 @@ def test_combine_sums_dots(kernels, case, dtype):
     ids = make_ids(case)
     y = guarded(torch.randn(case.T * case.top_k, case.H).to(dtype))
     dots = torch.randn(5, case.T * case.top_k) * torch.tensor([[1.0], [1e4], [-1e4], [1e-3], [1e3]])
-    with GuardedAllocations(ids, y):
-        rows = kernels.route(ids, case.E, dtype)
-        end = int(rows.group_offsets[-1])
-        dots[:, end:] = NAN
-        want, dots = sum(dots[:, :end], torch.zeros(end)).to(dtype), guarded(dots)
-        dscales, alone = (torch.empty(case.T, case.top_k, dtype=dtype) for _ in range(2))
-        out = kernels.combine(y, None, rows, dots, dscales)
-        kernels.sum_dots(dots, rows, alone)
-        assert_bitwise("out", out, kernels.combine(y, None, rows))
+    rows = kernels.route(ids, case.E, dtype)
+    end = int(rows.group_offsets[-1])
+    dots[:, end:] = NAN
+    want, dots = sum(dots[:, :end], torch.zeros(end)).to(dtype), guarded(dots)
+    dscales, alone = (torch.empty(case.T, case.top_k, dtype=dtype) for _ in range(2))
+    out = kernels.combine(y, None, rows, dots, dscales)
+    kernels.sum_dots(dots, rows, alone)
+    assert_bitwise("out", out, kernels.combine(y, None, rows))
     routed = rows.slot_to_row.view_as(ids) >= 0
     assert_bitwise("dscales", dscales[routed], want[rows.slot_to_row.view_as(ids)[routed].long()])
     assert not dscales[~routed].any()
@@ -69,11 +65,10 @@ def test_combine_sums_dots(kernels, case, dtype):
 def test_sort_rows(module, kernels, case):
     """Rows of tokens go where their slots are; what no row comes from is not read, what no row goes to not written."""
     ids = make_ids(case)
-    with GuardedAllocations(ids):
-        rows = kernels.route(ids, case.E, torch.float32)
-        x = guarded(torch.randn(case.T, case.H))
-        x[is_sentinel(ids, case.E).all(1)] = NAN
-        out = module("backends.triton.permute").sort_rows(x, rows)
+    rows = kernels.route(ids, case.E, torch.float32)
+    x = guarded(torch.randn(case.T, case.H))
+    x[is_sentinel(ids, case.E).all(1)] = NAN
+    out = module("backends.triton.permute").sort_rows(x, rows)
     routed = int(rows.group_offsets[-1])
     assert out.shape == (ids.numel(), case.H)
     assert torch.equal(out[:routed], x[rows.row_to_slot[:routed].long() // case.top_k])

@@ -1,4 +1,4 @@
-"""Kernels around products with rows of 8-bit floats, alone: bounds are checked, fresh memory is NaN."""
+"""Kernels around products with rows of 8-bit floats, alone."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,6 @@ from compare import assert_bitwise, assert_close
 from torch import Tensor
 from triton import language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-from interpreter.guard import GuardedAllocations
 
 U8, CODES, NAN = torch.uint8, torch.float8_e4m3fn, float("nan")
 
@@ -57,8 +55,7 @@ def scaled_weight(grouped_moe, shape, block, parts=1, layout="nk"):
 def test_transpose_codes(scales, grouped_moe, shape, block, parts, layout):
     weight = scaled_weight(grouped_moe, shape, block, parts, layout)
     assert scales.can_transpose(weight)
-    with GuardedAllocations(weight.data, weight.scale_inv):
-        got = scales.transpose_codes(weight)
+    got = scales.transpose_codes(weight)
     assert got.data.is_contiguous() and got.scale_inv.data_ptr() == weight.scale_inv.data_ptr()
     assert (got.block, got.parts, got.products) == (block[::-1], 1, "w8a16")
     assert_bitwise("codes", got.data.view(U8), weight.data.mT.contiguous().view(U8))
@@ -154,8 +151,7 @@ def test_activation_grad(module, grouped_moe, kernels, activation_grad, kind, qu
 
     def run(needs: str, more_dots: int = 0, overwrite: bool = False, given=preact):
         asked = needs_of(module, needs)
-        with GuardedAllocations(dact, given, scales, rows.schedule, rows.row_to_slot):
-            return activation_grad(block, dact, rows, scales, given, asked, more_dots=more_dots, overwrite=overwrite)
+        return activation_grad(block, dact, rows, scales, given, asked, more_dots=more_dots, overwrite=overwrite)
 
     dpreact, codes, act, dots = run("dpreact codes act dots" if quantizes else "dpreact act dots", more_dots=2)
     assert_close("dpreact", dpreact[grouped], want[0], dtype)
@@ -207,8 +203,7 @@ def test_projected_codes(kernels, quantize, dtype, num_rows, k, adapters):
     codes.view(U8)[:5], scales[-4:] = 0x7F, NAN
     factor = torch.randn(adapters, 3, k, rank)
     given = quantize.QuantizedRows(codes, scales, dtype)
-    with GuardedAllocations(codes, scales, factor, rows.schedule, rows.adapters, rows.row_to_slot, weights):
-        got, scaled = kernels.project(given, factor, rows, scaling=0.5, scales=weights)
+    got, scaled = kernels.project(given, factor, rows, scaling=0.5, scales=weights)
     want = torch.zeros(num_rows, got.shape[1], dtype=torch.float64)
     for group, (first, last) in enumerate(zip(offsets[:-1], offsets[1:])):
         for adapter in range(adapters):

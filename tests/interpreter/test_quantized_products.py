@@ -8,7 +8,6 @@ from quantized import ROWS, SAME_CODES, Case, error, make, rounded, run
 from quantized_steps import Ranks, gradients, make_pairs, references
 from torch.nn.functional import silu
 
-from interpreter.guard import GuardedAllocations
 from interpreter.test_quantized_kernels import rounded_by_torch  # noqa: F401
 
 FP16, NAN = torch.float16, float("nan")
@@ -33,7 +32,6 @@ def spec(request, module, monkeypatch):
     monkeypatch.setattr(device, "device_spec", lambda device: found)
 
 
-@pytest.mark.usefixtures("accelerated")
 @pytest.mark.parametrize("case, ranks", CASES.values(), ids=CASES)
 def test_steps(grouped_moe, case, ranks):
     """Output and every gradient; NaN in what no expert reads."""
@@ -81,10 +79,9 @@ def test_up_proj(module, grouped_moe, kernels, quantize, n, gated):
     block = block_of(module, grouped_moe, up, bias, gated)
     x[:5], x[290:], scales[290:] = NAN, NAN, NAN
     rows = kernels.split_rows(torch.tensor(BOUNDS), 3, 300, FP16)
-    with GuardedAllocations(x, up.data, up.scale_inv, block.down.data, bias, scales, rows.schedule):
-        preact, act = kernels.up_proj(block, x, rows, scales, save=True, activate=True)
-        none, alone = kernels.up_proj(block, x, rows, scales, save=False, activate=True)
-        saved, nothing = kernels.up_proj(block, x, rows, scales, save=True, activate=False)
+    preact, act = kernels.up_proj(block, x, rows, scales, save=True, activate=True)
+    none, alone = kernels.up_proj(block, x, rows, scales, save=False, activate=True)
+    saved, nothing = kernels.up_proj(block, x, rows, scales, save=True, activate=False)
     assert none is nothing is None and isinstance(act, quantize.QuantizedRows)
     for codes in (act.codes, alone.codes):
         assert codes.float()[:5].isnan().all() and codes.float()[290:].isnan().all()
@@ -109,8 +106,7 @@ def test_gemm(grouped_moe, kernels, quantize, n, parts, zero_rest):
     x[:5], x[290:] = NAN, NAN
     rows = kernels.split_rows(torch.tensor(BOUNDS), 3, 300, FP16)
     codes = quantize.quantize_rows(x)
-    with GuardedAllocations(*codes[:2], weight.data, weight.scale_inv, bias, scales, rows.schedule):
-        y = kernels.gemm(codes, weight, rows, bias=bias, scales=scales, zero_rest=zero_rest)
+    y = kernels.gemm(codes, weight, rows, bias=bias, scales=scales, zero_rest=zero_rest)
     operands = values_of(codes), weight.dequantize(torch.float64), torch.tensor(BOUNDS), bias.double(), scales.double()
     want = grouped_moe.reference.grouped_linear(*operands)
     for rest in (y[:5], y[290:]):
@@ -128,8 +124,7 @@ def test_rows_without_a_routed_slot_stay_unwritten(kernels, quantize, top_k, sor
     want = quantize.quantize_rows(x)
     x[~is_local.any(1)] = NAN
     rows = kernels.route(ids, 3, FP16)
-    with GuardedAllocations(x, rows.schedule, rows.row_to_slot, rows.slot_to_row):
-        made = quantize.quantize_rows(x, rows, sorts=sorts)
+    made = quantize.quantize_rows(x, rows, sorts=sorts)
     routed, tokens = is_local.any(1), torch.arange(37)
     if sorts:
         routed = torch.arange(37 * top_k) < is_local.sum()

@@ -1,15 +1,8 @@
-"""Whole calls: the public functions on a machine whose CPU counts as an accelerator."""
+"""What kernels get from public functions and hooks: tensors of other strides, and buffers of callers."""
 
 import pytest
-import sorted_rows
 import torch
-from block import call, run, run_reference
-from cases import BY_ID, make_inputs
-from compare import assert_matches
-from linears import BY_LINEAR
-from poison import LAYOUTS, poison_sentinels, poisoned_allocations
-
-pytestmark = pytest.mark.usefixtures("accelerated")
+from poison import LAYOUTS
 
 
 def test_routing_of_any_strides(grouped_moe):
@@ -62,27 +55,3 @@ def test_buffers_count_as_modified(grouped_moe):
     inputs = torch.randn(8, 16), torch.rand(8), torch.randn(2, 16), torch.tensor([3, 5])
     grouped_moe.grouped_dbias_dscales(*inputs, dbias=dbias, dscales=dscales)
     assert dbias._version > 0 and dscales._version > 0
-
-
-@pytest.mark.parametrize("case_id", ["silu", "silu-bias", "silu-recompute", "silu-transposed", "relu2-not-gated"])
-def test_experts(grouped_moe, case_id):
-    """With NaN all around; without gradients the same output."""
-    case = BY_ID[case_id]
-    inputs = make_inputs(case, torch.float32, "cpu")
-    want = run_reference(grouped_moe, case, inputs)
-    with poisoned_allocations():
-        got = run(grouped_moe, case, poison_sentinels(inputs, case.E))
-    assert_matches(got, want, torch.float32)
-    assert torch.equal(call(grouped_moe, case, inputs), got["out"])
-
-
-@pytest.mark.parametrize("name", ["plain", "transposed-bias-scales"])
-def test_linear(grouped_moe, name):
-    """With NaN all around; the splits are a tensor, or a list."""
-    linear = BY_LINEAR[name]
-    inputs = linear.make(torch.float32, "cpu")
-    want = sorted_rows.run_reference(grouped_moe, linear, inputs)
-    for splits in (inputs.offsets, [*linear.sizes]):
-        with poisoned_allocations():
-            got = sorted_rows.run(grouped_moe, linear, inputs.poisoned(), splits=splits)
-        sorted_rows.assert_matches(got, want, torch.float32)

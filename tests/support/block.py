@@ -60,12 +60,14 @@ def with_leaves(inputs: Inputs, frozen=()) -> Inputs:
 
 @torch.enable_grad()
 def run(
-    grouped_moe, case: Case, inputs: Inputs, frozen=(), around: Optional[Callable] = None, **changes
-) -> Dict[str, Tensor]:
+    grouped_moe, case: Case, inputs: Inputs, frozen=(), around: Optional[Callable] = None, before: int = 0,
+    keep: bool = False, **changes,
+) -> Dict[str, Tensor]:  # fmt: skip
     """Forward and backward of the package. Gradients are those of fresh leaves: layout of `inputs` is kept.
 
-    around: of the block as a function of its tensors makes the one that is called, such as `checkpointed`. changes:
-    arguments of the package, LoRAs among them.
+    around: of the block as a function of its tensors makes the one that is called, such as `checkpointed`. before: how
+    many backwards go before, whose gradients are dropped. keep: the graph. changes: arguments of the package, LoRAs
+    among them.
     """
     leaves, named = with_leaves(inputs, frozen), leaves_of(factors(changes), frozen)
 
@@ -73,8 +75,11 @@ def run(
         return call(grouped_moe, case, Inputs(*tensors, None), **with_factors(changes, named))
 
     out = (block if around is None else around(block))(*leaves[:-1])
-    out.backward(inputs.dout)
-    return collect({"out": out}, {**leaves.floating(), **named}, frozen)
+    given = {**leaves.floating(), **named}
+    for _ in range(before):
+        torch.autograd.grad(out, [t for t in given.values() if t.requires_grad], inputs.dout, retain_graph=True)
+    out.backward(inputs.dout, retain_graph=keep)
+    return collect({"out": out}, given, frozen)
 
 
 def widen(inputs: Inputs, loras: Dict) -> Dict[str, Tensor]:

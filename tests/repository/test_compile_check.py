@@ -76,8 +76,8 @@ def test_waits_for_stream(target, ptx, waits):
     ({"target": "sm100", "code": (128 << 10) + 16}, ""),  # not seen there
     ({"layer": "odd", "spilled": 432}, ""),  # known to spill
     ({"layer": "odd", "spilled": 440}, "spills"),
-    ({"target": "sm100", "kernel": "quantized_gemm_kernel", "spilled": 128}, ""),
-    ({"kernel": "quantized_gemm_kernel", "spilled": 128}, "spills"),
+    ({"target": "sm100", "kernel": "quantized_up_proj_kernel", "spilled": 128}, ""),
+    ({"kernel": "quantized_up_proj_kernel", "spilled": 128}, "spills"),
 ])  # fmt: skip
 def test_problems(changes, problem):
     row = compile_check.Row("sm90", "layer", "bf16", 128, "kernel", 12, 3, 168, 232448, 64, 128 << 10)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from cases import Case, make_ids, sentinel_ids
+from group_splits import WRONG, clamped
 from loops import loop_route
 from poison import is_sentinel
 
@@ -166,14 +167,19 @@ def test_schedule(module, kernels, set_block_m, sizes, block_m):
         num_rows = sum(sizes) + spare
         rows = kernels.split_rows(splits, len(sizes), num_rows, torch.float32)
         assert rows.schedule[: len(want)].tolist() == want
+        assert (rows.schedule[len(want) :] == UNWRITTEN).all()
         assert len(want) - 2 * len(offsets) <= module("rows").max_tiles(num_rows, len(sizes), block_m)
 
 
-@pytest.mark.parametrize("sizes", [(-3, 5, 2**40, 1), (2**63 - 1, 2**63 - 1), (-(2**63), 4, 0), (9, 9, 9)], ids=str)
-def test_wrong_sizes_are_clamped(kernels, sizes):
-    """Negative ones count as 0, and what lies past the rows is cut off."""
-    splits, ends = torch.tensor(sizes), [0]
-    got = kernels.split_rows(splits, len(sizes), 20, torch.float32).group_offsets
-    for size in sizes:
-        ends.append(min(20, ends[-1] + max(0, size)))
-    assert got.tolist() == ends
+SIZES_TO_CLAMP = [(-3, 5, 2**40, 1), (2**63 - 1, 2**63 - 1), (-(2**63), 4, 0), (9, 9, 9)]
+
+
+@pytest.mark.parametrize(
+    "splits, groups", [*((sizes, len(sizes)) for sizes in SIZES_TO_CLAMP), *((splits, 4) for splits in WRONG.values())]
+)
+def test_wrong_splits_are_clamped(kernels, splits, groups):
+    """Negative sizes count as 0, and what lies past the rows is cut off; offsets never decrease."""
+    given = torch.tensor(splits)
+    rows = kernels.split_rows(given, groups, 20, torch.float32)
+    want = schedule_of(clamped(splits, 20, groups), rows.block_m)
+    assert rows.schedule[: len(want)].tolist() == want

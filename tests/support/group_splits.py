@@ -7,6 +7,8 @@ from torch import Tensor
 
 WRONG_OFFSETS = {
     "decreasing": [0, 20, 5, 30, 12],
+    "below-the-first": [11, 3, 9, 5, 7],
+    "all-beyond-rows": [41, 3, 50, 60, 12],
     "beyond-rows": [0, 7, 40, 41, 1000],
     "negative": [-9, -1, 7, -30, 20],
     "all-negative": [-5, -4, -3, -2, -1],

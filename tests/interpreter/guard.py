@@ -14,13 +14,14 @@ class Bounds:
         self.starts, ends = np.array(spans, np.uint64).reshape(-1, 2).T
         self.ends = np.maximum.accumulate(ends)
 
-    def check(self, what: str, pointers, mask) -> None:
-        """Fails if an address that the mask lets through lies in no tensor."""
+    def check(self, what: str, pointers, mask) -> np.ndarray:
+        """The addresses that the mask lets through. Fails if one lies in no tensor."""
         addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].astype(np.uint64)
         place = np.searchsorted(self.starts, addresses, side="right")
         inside = place > 0
         inside[inside] = addresses[inside] < self.ends[place[inside] - 1]
         assert inside.all(), f"{what} {int((~inside).sum())} of {addresses.size} addresses out of bounds"
+        return addresses
 
     def __enter__(self):
         self.originals = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
@@ -31,7 +32,8 @@ class Bounds:
             return load(builder, pointers, mask, *others, **named)
 
         def checked_store(builder, pointers, value, mask, *others, **named):
-            self.check("writes", pointers, mask)
+            addresses = np.sort(self.check("writes", pointers, mask))
+            assert (addresses[1:] != addresses[:-1]).all(), "writes an address twice at once: either value may stay"
             return store(builder, pointers, value, mask, *others, **named)
 
         InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = checked_load, checked_store

@@ -138,9 +138,9 @@ class AllParts(torch.autograd.Function):
     def forward(ctx, part, group):
         ctx.group = group
         whole = _gather(part, group)
-        if torch.compiler.is_compiling():  # PyTorch 2.11 drops the gradient of what is filled in place
-            return whole.view_as(whole)
-        return whole
+        # Compiled, what is filled in place loses its gradient in PyTorch 2.11, and a view of it takes PyTorch 2.15 a
+        # compilation more, for numbers of tokens that its ranks do not divide.
+        return whole.clone() if torch.compiler.is_compiling() else whole
 
     @staticmethod
     @once_differentiable

@@ -209,6 +209,7 @@ def test_up_to_how_many_rows_codes_are_not_copied(tuning, device_spec, bandwidth
 @pytest.mark.parametrize("gpu, block_m, by_tma, tuned, columns, beside", [
     (B200, 128, True, None, 256, 128), (B200, 128, False, None, 128, 128), (B200, 64, False, None, 64, 64),
     (H200, 128, True, None, 256, 128), (H200, 64, False, None, 128, 128), (A100, 128, False, None, 64, 64),
+    (A100, 128, True, None, 64, 64),  # which has no wide tiles
     (B200, 64, False, 128, 128, 64), (H200, 64, False, 256, 256, 128), (B200, 64, False, 32, 32, 32),
 ])  # fmt: skip
 def test_a_low_rank_pair_limits_the_columns_of_the_dgrad(
@@ -226,7 +227,7 @@ def test_a_low_rank_pair_limits_the_columns_of_the_dgrad(
             activation, False,
         )  # fmt: skip
         launcher = package["backends.triton.launchers"].DownDgrad(problem)
-        assert launcher.by_tma is by_tma and launcher.config.block_n == wanted
+        assert launcher.by_tma is (by_tma and spec.wide_tiles) and launcher.config.block_n == wanted
         assert launcher.config.tuned is bool(tuned) and launcher.n_tiles == 768 // wanted
 
 

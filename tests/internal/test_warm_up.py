@@ -179,8 +179,12 @@ def test_no_token_count_is_run_in_vain(grouped_moe, compiles, monkeypatch):
     assert len(before) > 4 and found == sorted({*found}), before
 
 
-def test_a_share_as_it_was_registered(grouped_moe, compiles, monkeypatch):
-    """No more slots have an expert than there is room for, or the device would fail an assertion."""
+@pytest.mark.parametrize("make, top_k, share", [(qwen3, 8, (1, 4)), (gpt_oss, 4, (9, 10))])
+def test_a_share_as_it_was_registered(grouped_moe, compiles, monkeypatch, make, top_k, share):
+    """No more slots have an expert than there is room for, or the device would fail an assertion.
+
+    Where there is room for all, as for four slots of nine tenths, no kernel counts them.
+    """
     routed, route = [], compiles.module("backends.triton").route
 
     def counting(ids, num_experts, dtype, capacity, quantizes):
@@ -189,15 +193,73 @@ def test_a_share_as_it_was_registered(grouped_moe, compiles, monkeypatch):
 
     monkeypatch.setattr(compiles.module("backends.triton"), "route", counting)
     monkeypatch.setattr(compiles.module("common._compat"), "assert_on_device", lambda *args: None)
-    name = grouped_moe.register_experts_implementation("grouped_moe_quarter", capacity=0.25)
-    model = qwen3()
+    name = grouped_moe.register_experts_implementation(f"grouped_moe_{share[1]}", capacity=share[0] / share[1])
+    model = make()
     experts_of(model).config._experts_implementation = name
     count = grouped_moe.warm_up(model, (1, 2048), backward=True, progress=False)
     assert len(routed) > 10 and all(slots <= capacity for slots, capacity in routed)
     for tokens in (1, 5, 40, 300, 511, 1027, 2048):
         for backward in (False, True):
-            call_experts(compiles, model, tokens, 8, backward, BF16, share=(1, 4))
+            call_experts(compiles, model, tokens, top_k, backward, BF16, share)
     assert len(compiles.variants) == count
+
+
+@pytest.mark.parametrize("make, top_k, least, other", [
+    # Wide tiles, rows that become codes, codes that are transposed.
+    (lambda: Ungated(2, 2, 4096, 8192), 2, 2000, 4096), (lambda: Ungated(2, 2, 8192, 4096), 2, 2000, 4096),
+    (fp8, 8, 127, 128), (fp8, 8, 4700, 4900),
+])  # fmt: skip
+def test_numbers_of_tokens_that_differ_in_one_thing(compiles, make, top_k, least, other):
+    (layer,) = compiles.module("warm_up")._find_layers(make(), top_k, True)
+    assert layer.choice(least - 1) == layer.choice(least) != layer.choice(other)
+
+
+@pytest.mark.parametrize("kind", ["experts", "linear"])
+def test_under_autocast(grouped_moe, compiles, kind):
+    """Parameters in fp32 whose products are in bf16 have tiles as tall as these."""
+    model = grouped_moe.GroupedLinear(8, 256, 384) if kind == "linear" else qwen3(dtype=torch.float32)
+    with torch.autocast("cpu", BF16), torch.no_grad():
+        count = grouped_moe.warm_up(model, (1, 4096), progress=False)
+        for tokens in (1, 40, 300, 4096):
+            if kind == "linear":
+                model(torch.zeros(tokens, 256), torch.full((8,), tokens // 8))
+            else:
+                call_experts(compiles, model, tokens, 8, False, torch.float32)
+            assert len(compiles.variants) == count, f"{tokens} tokens: {compiles.names()[count:]}"
+
+
+def adapted(grouped_moe, model):
+    """The model with a LoRA of peft."""
+    experts_of(model).config._experts_implementation = grouped_moe.register_experts_implementation("grouped_moe_lora")
+    config = pytest.importorskip("peft").LoraConfig(r=8, target_modules=[], target_parameters=["experts.gate_up_proj"])
+    return pytest.importorskip("peft").get_peft_model(model, config)
+
+
+def alike(grouped_moe, kind):
+    """Two layers of one shape. The second one lacks kernels of the first one."""
+    if kind == "main_grad":
+        layers = [grouped_moe.GroupedLinear(8, 256, 384, accumulate_into_main_grad=True) for _ in range(2)]
+        for layer, dtype in zip(layers, (BF16, torch.float32)):
+            layer.weight.main_grad = torch.zeros(layer.weight.shape, dtype=dtype)
+    elif kind == "lora":
+        layers = [adapted(grouped_moe, qwen3()), qwen3().requires_grad_(False)]
+    else:
+        layers = [Ungated(), Ungated()]
+    if kind == "exchanged":
+        layers[0].ep_loras = {}
+    elif kind == "frozen":
+        layers[1].requires_grad_(False)
+    elif kind == "unaligned":
+        memory = torch.zeros(layers[0].up_proj.numel() + 1, dtype=BF16)[1:]
+        layers[0].up_proj = torch.nn.Parameter(memory.view_as(layers[0].up_proj))
+    return layers
+
+
+@pytest.mark.parametrize("kind", ["exchanged", "frozen", "unaligned", "main_grad", "lora"])
+def test_layers_that_differ_in_one_thing_are_both_run(grouped_moe, compiles, kind):
+    layers = alike(grouped_moe, kind)
+    assert grouped_moe.warm_up(torch.nn.ModuleList(layers), (1, 8), backward=True, progress=False) > 5
+    assert grouped_moe.warm_up(layers[0], (1, 8), backward=True, progress=False) == 0
 
 
 def test_layers_of_one_kind_are_run_once(grouped_moe, compiles):
@@ -212,7 +274,8 @@ def test_layers_of_one_kind_are_run_once(grouped_moe, compiles):
 LINEARS = {
     "plain": {}, "no-bias": {"bias": False}, "scaled": {"scale_bias": True},
     "discrete": {"single_grouped_weight": False, "single_grouped_bias": False},
-    "main_grad": {"accumulate_into_main_grad": True}, "delayed": {"delay_wgrad": True, "scale_bias": True},
+    "main_grad": {"accumulate_into_main_grad": True}, "overwritten": {"accumulate_into_main_grad": True},
+    "delayed": {"delay_wgrad": True, "scale_bias": True}, "delayed-alone": {"delay_wgrad": True}, "top-k": {},
     "all": {"accumulate_into_main_grad": True, "delay_wgrad": True, "single_grouped_weight": False},
     "frozen": {}, "frozen-no-bias": {"bias": False}, "frozen-scaled": {"scale_bias": True},
 }  # fmt: skip
@@ -226,14 +289,20 @@ def test_linear_layers(grouped_moe, compiles, name):
     if layer.accumulate_into_main_grad:
         for weight in layer._of("weight"):
             weight.main_grad = torch.zeros(weight.shape)
+    if name == "overwritten":
+        layer.weight.overwrite_main_grad = False
     before = {key: tensor.clone() for key, tensor in layer.state_dict().items()}
-    count = grouped_moe.warm_up(layer, (1, 4096), backward=True, progress=False)
+    last, top_k = (100, 8) if name == "top-k" else (4096, 1)
+    count = grouped_moe.warm_up(layer, (1, last), backward=True, top_k=top_k, progress=False)
     assert count == len(compiles.variants) > 5
     assert all(parameter.grad is None for parameter in layer.parameters()) and not layer._delayed
     assert not any(weight.main_grad.any() for weight in layer._of("weight") if layer.accumulate_into_main_grad)
     assert all(torch.equal(tensor, before[key]) for key, tensor in layer.state_dict().items())
-    for rows in (1, 4096, *(draw.randrange(1, 4097) for _ in range(30))):
+    for rows in (1, last * top_k, *(draw.randrange(1, last * top_k + 1) for _ in range(30))):
         x, splits = torch.zeros(rows, 256, dtype=BF16, requires_grad=True), torch.full((8,), rows // 8)
+        splits = draw.choice((splits, torch.arange(9) * (rows // 8))).to(draw.choice((torch.int32, torch.int64)))
+        if name == "overwritten":
+            layer.weight.overwrite_main_grad = draw.random() < 0.5
         scales = torch.zeros(rows, requires_grad=rows == 1 or draw.random() < 0.5)
         y = layer(x, splits, *([scales] if layer.scale_bias else []))
         y.backward(torch.zeros_like(y))

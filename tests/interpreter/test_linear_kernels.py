@@ -15,6 +15,7 @@ SMALL = [case if len(case.sizes) < 100 else case._replace(sizes=(0, 1, 2, 0) * 1
 DEEP = [
     Linear("ten-row-tiles", sizes=(600, 3), tail=5, N=130, K=8, bias=True),
     Linear("ten-weight-tiles", sizes=(5, 0), tail=1, N=600, K=70),
+    Linear("whole-columns", sizes=(20, 5), tail=1, N=64, K=40),
     Linear("deep", sizes=(20, 45), tail=3, N=70, K=200, transposed=True),
 ]
 WIDE = [
@@ -93,6 +94,18 @@ def test_strides_beyond_int32(kernels):
     x, offsets = torch.randn(5, k).half(), torch.tensor([0, 5], dtype=torch.int32)
     y = kernels.gemm(x, weight, kernels.split_rows(offsets, 1, 5, x.dtype))
     assert_close("y", y, x.double() @ values[0].double().t(), torch.float16)
+
+
+def test_rows_beyond_int32(kernels):
+    """Row times width passes 2^31, in memory that is never touched but at its end."""
+    num_rows, n, k = 2**21, 1032, 16
+    x, weight = torch.empty(num_rows, k, dtype=torch.float16), torch.randn(1, n, k).half()
+    x[-5:] = torch.randn(5, k)
+    rows = kernels.split_rows(torch.tensor([num_rows - 5, num_rows], dtype=torch.int32), 1, num_rows, x.dtype)
+    y, want = kernels.gemm(x, weight, rows), x[-5:].double() @ weight[0].double().t()
+    assert_close("y", y[-5:], want, torch.float16)
+    rows = rows._replace(top_k=1, slot_to_row=torch.tensor([num_rows - 1, -1, num_rows - 3], dtype=torch.int32))
+    assert_close("out", kernels.combine(y, None, rows)[::2], y[[-1, -3]].double(), torch.float16)
 
 
 @pytest.mark.parametrize("sizes", [(7, 0, 19), (200, 0, 130)], ids=["thin", "tall"])

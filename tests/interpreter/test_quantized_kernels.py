@@ -81,7 +81,7 @@ class Kind(NamedTuple):
 KINDS = {
     "routed": Kind(),
     "in-place": Kind(128, routed=False),
-    "interleaved": Kind(128, ("silu", 1.702, 1.0, 1.0), interleaved=True),
+    "interleaved": Kind(256, ("silu", 1.702, 1.0, 1.0), interleaved=True),
     "not-gated": Kind(activation=("relu2", 1.0, 1.0, 0.0), gated=False, routed=False),
 }
 ODD = {

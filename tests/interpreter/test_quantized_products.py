@@ -4,6 +4,7 @@ import pytest
 import torch
 from compare import assert_bitwise, assert_close
 from pairs import Pairs
+from poison import turned
 from quantized import ROWS, SAME_CODES, Case, error, make, rounded, run
 from quantized_steps import Ranks, gradients, make_pairs, references
 from torch.nn.functional import silu
@@ -69,11 +70,14 @@ def block_of(module, grouped_moe, up, bias, gated):
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not-gated"])
-@pytest.mark.parametrize("n", [128, 192, 80])
-def test_up_proj(module, grouped_moe, kernels, quantize, n, gated):
-    """Rows in place, with biases and scales: the codes of the activation, and the pre-activation."""
+@pytest.mark.parametrize("n, parts", [(128, 2), (192, 2), (80, 2), (96, 1)])
+def test_up_proj(module, grouped_moe, kernels, quantize, n, parts, gated):
+    """Rows in place, with biases and scales: the codes of the activation, and the pre-activation.
+
+    parts: of gate and up; tiles of up may cross a block.
+    """
     width = n * (1 + gated)
-    up = grouped_moe.quantize_blocks(torch.randn(3, width, 144) / 12, parts=1 + gated)
+    up = grouped_moe.quantize_blocks(torch.randn(3, width, 144) / 12, parts=parts if gated else 1)
     bias, scales, x = torch.randn(3, width).half(), torch.rand(300), torch.randn(300, 144).half()
     up.scale_inv[0, 0] = 0
     block = block_of(module, grouped_moe, up, bias, gated)
@@ -97,7 +101,7 @@ def test_up_proj(module, grouped_moe, kernels, quantize, n, gated):
         assert_bitwise("again", again.float()[5:290], first.float()[5:290])
 
 
-@pytest.mark.parametrize("n, parts", [(256, 1), (72, 1), (300, 2)])
+@pytest.mark.parametrize("n, parts", [(256, 1), (72, 1), (300, 2), (384, 2)])
 @pytest.mark.parametrize("zero_rest", [True, False], ids=["zeros", "unwritten"])
 def test_gemm(grouped_moe, kernels, quantize, n, parts, zero_rest):
     """Of rows in place, with a bias times scales."""
@@ -122,6 +126,7 @@ def test_rows_without_a_routed_slot_stay_unwritten(kernels, quantize, top_k, sor
     ids[5], ids[30:], ids[7, 0] = 3, -1, 3
     x, is_local = torch.randn(37, 656).half(), (ids >= 0) & (ids < 3)  # more columns than a program takes
     want = quantize.quantize_rows(x)
+    assert_bitwise("of other strides", quantize.quantize_rows(turned(x)).codes.float(), want.codes.float())
     x[~is_local.any(1)] = NAN
     rows = kernels.route(ids, 3, FP16)
     made = quantize.quantize_rows(x, rows, sorts=sorts)

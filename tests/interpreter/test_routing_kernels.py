@@ -29,7 +29,7 @@ def order_kernel(out_ptr, order: tl.constexpr, num_m_tiles, NUM_N_TILES: tl.cons
 @pytest.mark.parametrize("group_m", [1, 4, 8])
 @pytest.mark.parametrize("m_tiles", [1, 3, 4, 9, 11, 12, 17])
 def test_grouped_order(module, m_tiles, group_m):
-    """Every tile once; m tiles that go together are never fewer than half a group, unless there are no more."""
+    """Every tile once; m tiles that go together are half a group or more, if there are so many, and less than 1.5."""
     n_tiles, out = 3, torch.full((m_tiles * 3, 2), -1, dtype=torch.int32)
     grouped_order = module("backends.triton.launchers").grouped_gemm_kernel.fn.__globals__["grouped_order"]
     order_kernel[(m_tiles * n_tiles,)](out, grouped_order, m_tiles, n_tiles, group_m)
@@ -37,7 +37,7 @@ def test_grouped_order(module, m_tiles, group_m):
     assert sorted(order) == [(m, n) for m in range(m_tiles) for n in range(n_tiles)]
     firsts = [place for place, (_, n) in enumerate(order) if n == 0]
     together = [len(list(group)) for _, group in itertools.groupby(enumerate(firsts), lambda pair: pair[1] - pair[0])]
-    assert all(2 * size >= min(group_m, 2 * m_tiles) for size in together)
+    assert all(min(group_m, 2 * m_tiles) <= 2 * size < 3 * group_m for size in together)
 
 
 @pytest.fixture

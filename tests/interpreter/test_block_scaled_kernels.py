@@ -2,10 +2,15 @@
 
 import pytest
 import torch
-from block import call, run_reference
+from block import call, run, run_reference
 from cases import BY_ID, make_inputs
-from compare import assert_close
-from scaled import Blocks, check, with_scales
+from compare import assert_close, assert_matches
+from pairs import Pairs, make_loras
+from pairs import assert_matches as assert_pairs_match
+from poison import poison_sentinels
+from scaled import WEIGHTS, Blocks, with_scales
+
+from interpreter.test_experts_kernels import guarded_inputs
 
 TILES = {"H": 70, "I": 72, "T": 40, "E": 3}
 CASES = {
@@ -14,6 +19,7 @@ CASES = {
     "up-crosses-a-block": ("silu", {**TILES, "T": 12, "I": 80}, Blocks()),
     "up-crosses-a-block-of-32-rows": ("silu", {**TILES, "I": 112}, Blocks()),
     "apart": ("silu-bias", {**TILES, "I": 75}, Blocks((16, 64), apart=True)),
+    "apart-in-half-steps": ("silu", TILES, Blocks((16, 64), apart=True)),
     "per-expert": ("silu-recompute", TILES, Blocks(None, apart=True)),
     "not-gated": ("relu2-not-gated", TILES, Blocks((32, 16))),
     "interleaved": ("gpt-oss", TILES, Blocks((32, 32))),
@@ -29,8 +35,15 @@ CASES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("case_id, sizes, blocks", CASES.values(), ids=CASES)
 def test_matches_reference(grouped_moe, case_id, sizes, blocks, dtype):
+    """With NaN around all but scaled weights, and in what must not be read."""
     case = BY_ID[case_id]._replace(**sizes)
-    check(grouped_moe, case, make_inputs(case, dtype, "cpu"), blocks)
+    inputs = make_inputs(case, dtype, "cpu")
+    case, given, wide = with_scales(grouped_moe, case, inputs, blocks)
+    weights = {name: getattr(given, name) for name in WEIGHTS}
+    given = guarded_inputs(poison_sentinels(inputs, case.E))._replace(**weights)
+    got, want = run(grouped_moe, case, given), run_reference(grouped_moe, case, wide)
+    assert got.keys() == {"out", *given.floating()}
+    assert_matches(got, {name: want[name] for name in got}, dtype)
 
 
 FEW = {
@@ -55,3 +68,12 @@ def test_few_tokens(module, grouped_moe, monkeypatch, case_id, blocks):
     want = run_reference(grouped_moe, case, wide)["out"]
     assert_close("out", call(grouped_moe, case, given), want, torch.float16)
     assert launched
+
+
+@pytest.mark.parametrize("case_id", ["silu-bias", "silu-interleaved"])
+def test_low_rank_pairs(grouped_moe, case_id):
+    case = BY_ID[case_id]._replace(**TILES)
+    case, given, wide = with_scales(grouped_moe, case, make_inputs(case, torch.float16, "cpu"), Blocks((16, 32)))
+    loras = make_loras(grouped_moe, case, wide, Pairs(rank=5), torch.float32)
+    got, want = run(grouped_moe, case, given, **loras), run_reference(grouped_moe, case, wide, **loras)
+    assert_pairs_match(got, {name: want[name] for name in got}, torch.float16, torch.float32)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from compare import assert_bitwise
-from poison import guarded
+from poison import guarded, turned
 
 # tokens, top_k, experts of a rank, ranks, capacity, hidden. With a top_k of 20 a chunk has 128 tokens, and places are
 # filled up 128 at a time: 300 take more than two, of which the last one has a rest. With one of 2100 it has 2 of 19.

@@ -6,7 +6,7 @@ from block import call, reference_out, run, run_reference
 from cases import BY_ID, make_inputs
 from compare import assert_bitwise, assert_close, assert_same
 from pairs import LAYOUTS, Pairs, assert_matches, factors, make_loras, with_factors
-from poison import poison_sentinels
+from poison import poison_sentinels, turned
 
 SMALL = {"T": 20, "E": 3}
 ROUTED = {
@@ -19,10 +19,10 @@ ROUTED = {
     "adapters": ("silu-bias", Pairs(rank=5, adapters=3)),
 }
 FEW = {
-    "one-token": ("silu", Pairs(rank=3), 1),
-    "rank-70": ("silu-bias", Pairs(rank=70, shared="ab"), 2),
-    "interleaved": ("silu-interleaved", Pairs(rank=16), 3),
-    "adapters": ("silu", Pairs(rank=1, adapters=2), 3),
+    "one-token": ("silu", Pairs(rank=3), 1, "peft"),
+    "rank-70": ("silu-bias", Pairs(rank=70, shared="ab"), 2, "transposed"),
+    "interleaved": ("silu-interleaved", Pairs(rank=16), 3, None),
+    "adapters": ("silu", Pairs(rank=2, adapters=2), 3, "apart"),
 }
 STRIDED = {
     "peft": ("silu", Pairs(rank=3), "peft"),
@@ -98,17 +98,29 @@ def test_adapters_of_no_row_are_not_projected(grouped_moe):
     inputs = make_inputs(case, torch.float16, "cpu")
     arguments = {**make_loras(grouped_moe, case, inputs, pairs), "adapter_index": torch.tensor([1, -1] * 10)}
     want = call(grouped_moe, case, inputs, **arguments)
+    assert_close("out", want, reference_out(grouped_moe, case, inputs, arguments), torch.float16)
     for name, factor in factors(arguments).items():
         if name.endswith(".a"):
             factor[::2] = float("nan")
     assert_bitwise("out", call(grouped_moe, case, inputs, **arguments), want)
 
 
-@pytest.mark.parametrize("case_id, pairs, tokens", FEW.values(), ids=FEW)
-def test_few_tokens(grouped_moe, module, monkeypatch, case_id, pairs, tokens):
+def test_rows_of_any_strides(kernels):
+    x, factor = torch.randn(40, 300).half(), torch.randn(1, 3, 300, 5)
+    rows = kernels.split_rows(torch.tensor([10, 0, 25]), 3, 40, x.dtype)
+    want, got = (kernels.project(each, factor, rows, scaling=2.0)[0][:35] for each in (x, turned(x)))
+    assert_bitwise("projected", got, want)
+
+
+@pytest.mark.parametrize("case_id, pairs, tokens, layout", FEW.values(), ids=FEW)
+def test_few_tokens(grouped_moe, module, monkeypatch, case_id, pairs, tokens, layout):
     case = BY_ID[case_id]._replace(T=tokens, top_k=2, E=32)
     inputs = make_inputs(case, torch.float16, "cpu")
     arguments = make_loras(grouped_moe, case, inputs, pairs, torch.float32)
+    if layout:
+        arguments = with_factors(arguments, {name: LAYOUTS[layout](t) for name, t in factors(arguments).items()})
+    if pairs.adapters:
+        arguments["adapter_index"] = torch.tensor([1, -1, 2])  # two have none
     kernels, taken = module("backends.triton"), []
     decode = kernels.decode
     monkeypatch.setattr(kernels, "decode", lambda *args: taken.append(1) or decode(*args))

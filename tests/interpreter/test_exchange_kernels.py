@@ -27,7 +27,7 @@ def test_exchange(module, kernels, tokens, top_k, num_local, ranks, capacity, hi
     plan = kernels.plan_exchange(ids, *sizes)
     rows = kernels.pack_rows(x, weights, ids, plan[0], num_local, capacity, num_local)
     received = kernels.unpack_rows(rows, row, capacity, -1)
-    placed, taken = kernels.place_rows(x, plan[0]), kernels.take_slots(received[0], plan[1])
+    placed, taken = kernels.place_rows(turned(x), plan[0]), kernels.take_slots(received[0], plan[1])
     source, places, dropped = plain.plan_exchange(ids, *sizes)
     for name, got, want in zip(("source", "places", "dropped"), plan, (source, places, dropped)):
         assert_bitwise(name, got, want)

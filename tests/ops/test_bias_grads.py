@@ -1,6 +1,7 @@
 """grouped_dbias_dscales: both sums against fp64, buffers that are added to, and what is wrong with a buffer."""
 
 import contextlib
+import itertools
 
 import group_splits
 import pytest
@@ -111,11 +112,13 @@ def test_strides_and_no_graph(grouped_moe, device):
 @pytest.mark.parametrize("name, change, error, message", [
     ("dy", lambda t: t[0], ValueError, r"expected shape \(rows, N\)"),
     ("dy", lambda t: t.long(), TypeError, "expected one of"),
+    ("dy", lambda t: t.tolist(), TypeError, "expected a tensor, got list"),
     ("bias_scales", lambda t: t[:-1], ValueError, r"expected shape \(rows,\) = \(37,\), got \(36,\)"),
     ("bias_scales", lambda t: t.long(), TypeError, "expected one of"),
     ("bias_scales", lambda t: None, TypeError, "expected a tensor, got NoneType"),
     ("bias_scales", lambda t: t.to("meta"), ValueError, "expected on .* like dy, got meta"),
     ("bias", lambda t: t[:, :9], ValueError, r"expected shape \(G, N\) = \(\?, 70\), got \(4, 9\)"),
+    ("bias", lambda t: t[:0], ValueError, "expected 1 to 1024 groups, got 0"),
     ("bias", lambda t: t.half(), TypeError, "expected torch.float32 like dy, got torch.float16"),
     ("splits", lambda t: t[:2], ValueError, r"expected shape \(G \+ 1,\) offsets or \(G,\) sizes = \(4,\)"),
     ("splits", lambda t: t.float(), TypeError, "expected torch.int32 or torch.int64, got torch.float32"),
@@ -169,9 +172,10 @@ def test_buffers_that_share_memory(grouped_moe, device):
     }
     for other, (name, buffer) in shared.items():
         splits = ints if other == "splits" else sizes
-        for context in (contextlib.nullcontext(), torch.profiler.profile()):
+        alone = ({},) if other not in apart else ()
+        for context, rest in itertools.product((contextlib.nullcontext(), torch.profiler.profile()), (apart, *alone)):
             with context, pytest.raises(ValueError, match=f"^{name}: expected memory apart from that of {other}$"):
-                grouped_moe.grouped_dbias_dscales(dy, scales, bias, splits, **{**apart, name: buffer})
+                grouped_moe.grouped_dbias_dscales(dy, scales, bias, splits, **{**rest, name: buffer})
     ints.zero_()
     assert not memory.any()
     assert_sums(grouped_moe.grouped_dbias_dscales(*inputs, **apart), expected(*inputs))

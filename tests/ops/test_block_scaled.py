@@ -238,6 +238,9 @@ def test_quantize(grouped_moe, block, parts):
     assert (weight.abs() <= limits * (1 + 1e-6)).all()
     assert (scaled.scale_inv > 0).all()
     assert torch.equal(grouped_moe.quantize_blocks(back, block, parts).dequantize(torch.float64).float(), back.float())
+    low = weight.to(torch.bfloat16)
+    low, wide = (grouped_moe.quantize_blocks(each, block, parts).dequantize(FP32) for each in (low, low.float()))
+    assert torch.equal(low, wide)
 
 
 def test_errors(grouped_moe):
@@ -251,7 +254,11 @@ def test_errors(grouped_moe):
     raises(TypeError, "weight.data: expected torch.float8_e4m3fn", linear(scaled._replace(data=scaled.data.float())))
     raises(ValueError, "weight.scale_inv: expected shape", linear(scaled._replace(block=(32, 16))))
     raises(ValueError, "weight.block: expected multiples of 16", linear(scaled._replace(block=(8, 16))))
-    raises(TypeError, "weight.block: expected two ints", linear(scaled._replace(block=16)))
+    for block in (16, (16.0, 16), (16,), (16, True)):
+        raises(TypeError, "weight.block: expected two ints", linear(scaled._replace(block=block)))
+    for name in ("data", "scale_inv"):
+        elsewhere = scaled._replace(**{name: getattr(scaled, name).to("meta")})
+        raises(ValueError, f"weight.{name}: expected on cpu like x, got meta", linear(elsewhere))
     raises(ValueError, "weight.block: expected multiples of 16 below 2", linear(scaled._replace(block=(64, 1 << 63))))
     raises(ValueError, "weight.parts: expected an int that divides", linear(scaled._replace(parts=3)))
     raises(ValueError, "transposed: expected False", linear(scaled, transposed=True))
@@ -261,7 +268,9 @@ def test_errors(grouped_moe):
     raises(
         ValueError, r"weight: expected shape \(G, N, K\)", linear(grouped_moe.quantize_blocks(torch.randn(2, 64, 48)))
     )
-    raises(TypeError, "weight: expected bf16, fp16, fp32 or fp64", lambda: grouped_moe.quantize_blocks(scaled.data))
+    for weight in (scaled.data, torch.ones(2, 64, 32, dtype=torch.int32)):
+        raises(TypeError, "weight: expected bf16, fp16, fp32 or fp64", lambda: grouped_moe.quantize_blocks(weight))
+    raises(TypeError, "weight: expected a tensor, got list", lambda: grouped_moe.quantize_blocks([1.0]))
     raises(ValueError, r"weight: expected shape \(E, N, K\)", lambda: grouped_moe.quantize_blocks(x))
     for shape in ((2, 0, 16), (2, 16, 0)):
         empty = torch.empty(shape)

@@ -39,6 +39,7 @@ PAIRS = {
     "extents-of-one": ("extents-of-one", Pairs(rank=1)),
     "adapters": ("silu", Pairs(adapters=3)),
     "adapters-of-one": ("silu-recompute", Pairs(rank=1, adapters=1)),
+    "adapters-of-one-rank-8": ("silu", Pairs(adapters=1)),
     "adapters-up": ("silu-transposed", Pairs(rank=5, given=UP, adapters=2)),
     "adapters-shared": ("silu-bias", Pairs(rank=3, shared="a", adapters=2)),
     "adapters-gpt-oss": ("gpt-oss", Pairs(rank=16, adapters=5)),

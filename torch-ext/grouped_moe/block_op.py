@@ -172,7 +172,7 @@ class _Experts(torch.autograd.Function):
         *tensors, preact, up_rows, down_rows, schedule, row_to_slot, slot_to_row = saved
         made_by_forward = preact, up_rows, down_rows, schedule, row_to_slot, slot_to_row
         arguments = dout, *tensors, *ctx.kind, *made_by_forward, list(ctx.needs)
-        overwrites = ctx.needs.preact and is_plain(dout) and take_over(preact)
+        overwrites = is_plain(dout) and take_over(preact)
         grads = (_run_backward_overwriting if overwrites else _run_backward)(*arguments)
         dx, d_act_scales, d_bias_scales, *dweights = where_needed(grads, ctx.needs)
         return None, None, dx, None, d_act_scales, d_bias_scales, None, *dweights, None, None

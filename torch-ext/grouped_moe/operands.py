@@ -195,8 +195,6 @@ def check_loras(
     loras: by their names, each with its weight (E, N, K) or, transposed, (E, K, N). adapter_index: (rows of x,).
     """
     given = {name: both for name, both in loras.items() if both[0] is not None}
-    if not given and adapter_index is None:
-        return
     for name, (lora, weight) in given.items():
         _check_lora(name, lora, weight.transpose(1, 2) if transposed else weight, x)
     counts = [lora.a.shape[0] for lora, _ in given.values() if lora.a.dim() == 4]  # symbolic ones do not go into a set

@@ -112,7 +112,7 @@ def _check_name(name: object, registries: Iterable[Mapping]) -> None:
     if not isinstance(name, str):
         raise TypeError(f"name: expected a string, got {type(name).__name__}")
     functions = [registry.get(name) for registry in registries]
-    modules = [getattr(getattr(function, "func", function), "__module__", "") for function in functions if function]
+    modules = [getattr(getattr(function, "func", function), "__module__", "") for function in functions]
     if name in ("", "eager") or any(module.startswith("transformers.") for module in modules):
         raise ValueError(f"name: expected one that transformers does not use itself, got {name!r}")
 

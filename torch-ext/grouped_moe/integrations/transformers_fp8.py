@@ -80,7 +80,7 @@ def scaled_weight(experts: nn.Module, name: str) -> BlockScaled:
     n_block, k_block = block = (n // parts, k) if given is None else tuple(given)
     extent, size = (k, k_block) if name == "down_proj" else (n // parts, n_block)
     whole = getattr(experts, "intermediate_dim", extent)
-    if given is not None and extent != whole and extent % size:
+    if extent != whole and extent % size:
         raise ValueError(
             f"{name}: expected tensor-parallel parts of whole blocks, got {extent} of {whole} for blocks of {size}; "
             "choose a tp_size that leaves whole blocks, or ep_size instead"

@@ -123,11 +123,10 @@ class GroupedLinear(nn.Module):
         groups, n, k = weight.shape
         layer = cls(groups, k, n, bias=bias is not None, scale_bias=scale_bias, device="meta")
         if bias is not None:
-            layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias.detach())
+            layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
         layer._scaled = frozen.register(layer, weight)
         return layer
 
-    @torch.no_grad()
     def quantize_blocks_(
         self, block: Tuple[int, int] = (128, 128), parts: int = 1, products: str = "auto"
     ) -> "GroupedLinear":
@@ -155,7 +154,7 @@ class GroupedLinear(nn.Module):
         for kind in filter(self._of, self._names):
             tensors = [parameter.detach() for parameter in self._of(kind)]
             init_method = None if kind == "bias" else self.init_method
-            at_once = self._names[kind] == [kind] and init_method is None and type(tensors[0]) is not Tensor
+            at_once = init_method is None and type(tensors[0]) is not Tensor
             for tensor in tensors[0] if self._names[kind] == [kind] and not at_once else tensors:
                 if init_method is not None:
                     init_method(tensor)
@@ -167,7 +166,7 @@ class GroupedLinear(nn.Module):
         weights = self._of("weight")
         kinds = {(type(w.detach()), w.device, w.dtype, w.shape) for w in weights}
         real = len(kinds) == 1 and type(weights[0].detach()) is Tensor and weights[0].device.type != "meta"
-        if not self.single_grouped_weight and real and as_one(weights) is None:
+        if real and as_one(weights) is None:
             for weight, data in zip(weights, stack([w.detach() for w in weights])):
                 weight.data = data
         if self.delay_wgrad:
@@ -221,7 +220,7 @@ class GroupedLinear(nn.Module):
         changed = [f"{flag}={not default}" for flag, default in FLAGS.items() if getattr(self, flag) != default]
         return ", ".join([shape, f"bias={bool(self._of('bias'))}", *changed, *frozen.described(self._scaled or {})])
 
-    def _packed(self, kind: str, detached: bool = False) -> Optional[Weight]:
+    def _packed(self, kind: str, detached: bool) -> Optional[Weight]:
         """(G, N, K) or (G, N): the parameters of a kind as one, differentiable unless detached."""
         parameters = self._of(kind)
         if not parameters:

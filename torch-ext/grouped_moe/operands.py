@@ -182,8 +182,6 @@ def _by_adapter(packed: Tensor, lora: LoRA, name: str, is_shared: bool) -> Tenso
     rank_dim = 1 if name == "a" else 2
     grad = packed.narrow(rank_dim, 0, lora.num_adapters * lora.rank)
     grad = grad.sum(0, keepdim=True) if is_shared else grad
-    if lora.num_adapters == 1:
-        return grad.unsqueeze(0)
     return grad.unflatten(rank_dim, (lora.num_adapters, lora.rank)).movedim(rank_dim, 0)
 
 

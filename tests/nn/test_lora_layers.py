@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from compare import assert_bitwise, assert_matches, assert_part, assert_same
+from compare import assert_bitwise, assert_close, assert_matches, assert_part, assert_same
 from errors import raises
 from leaves import leaves_of
 from linears import Linear
@@ -86,6 +86,19 @@ def test_linear_differentiable_once(grouped_moe, device, frozen, leaf):
     other = of["b" if leaf == "x" else "x"]
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(grad.square().sum() + other.sum(), other)
+
+
+def test_parts_of_a_shared_factor_that_cancel(grouped_moe, device):
+    """Their sum over the groups is made before it is rounded to the dtype of the factor."""
+    x, dy = (torch.randn(1, n, device=device).expand(2, n) for n in (K, N))
+    dy = dy * torch.tensor([[1.0], [-0.999]], device=device)
+    factors = [torch.randn(1, *shape, device=device, dtype=BF16) for shape in ((4, K), (N, 4))]
+    a, b = (factor.requires_grad_() for factor in factors)
+    weight = torch.zeros(2, N, K, device=device)
+    grads = torch.autograd.grad(grouped_moe.grouped_linear(x, weight, [1, 1], lora=grouped_moe.LoRA(a, b)), (a, b), dy)
+    wants = torch.autograd.grad(x.double() @ (b[0].double() @ a[0].double()).t(), (a, b), dy.double())
+    for name, grad, want in zip("ab", grads, wants):
+        assert_close(name, grad[0], want[0].double(), BF16)
 
 
 @pytest.mark.parametrize("adapters", [0, 2])
@@ -179,6 +192,7 @@ ERRORS = {
     "rank-257": (lambda p: p._replace(a=p.a.expand(-1, -1, 257, -1)), ValueError, ".a: expected a rank .* 257"),
     "a-columns": (lambda p: p._replace(a=p.a[..., :-1]), ValueError, r".a: .* \(L, E or 1, r, K\)"),
     "a-experts": (lambda p: p._replace(a=p.a[:, :2]), ValueError, r".a: expected shape .*got \(3, 2, 1, "),
+    "b-of-two": (lambda p: p._replace(b=p.b[0, 0]), ValueError, r".b: expected shape \(L, E or 1, N, r\)"),
     "b-rows": (lambda p: p._replace(b=p.b[:, :, :-1]), ValueError, r".b: .* \(L, E or 1, N, r\)"),
     "b-rank": (lambda p: p._replace(b=p.b.expand(-1, -1, -1, 2)), ValueError, r".b: .* \(L, E or 1, N, r\)"),
     "b-of-one": (lambda p: p._replace(b=p.b[0]), ValueError, r".b: expected shape \(L, E or 1, N, r\)"),

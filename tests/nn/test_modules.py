@@ -169,11 +169,11 @@ def test_one_group_is_drawn_as_nn_linear(grouped_moe, device, single):
 
 @layers.by_layout
 def test_init_method(grouped_moe, form):
-    shapes = []
+    shapes, trained = [], torch.zeros(N, K, requires_grad=True)
 
     def init(weight):
         shapes.append(tuple(weight.shape))
-        weight.fill_(len(shapes))
+        weight.copy_(trained + len(shapes))
 
     module = make_module(grouped_moe, form, "cpu", init_method=init)
     assert shapes == [(N, K)] * G
@@ -208,6 +208,18 @@ def test_data_moved_elsewhere(grouped_moe, device, order, transposed):
     flat.fill_(0.0)
     y = module(*batch[:3])
     assert_matches({"y": y}, reference(grouped_moe, module, batch))
+
+
+def test_data_of_several_storages(grouped_moe):
+    """Equally spaced and ascending, as allocations next to each other are."""
+    module, batch = make(grouped_moe, LAYOUTS[-1], "cpu")
+    want, memory = step(module, batch), bytearray(4 * G * N * K)
+    module.zero_grad()
+    for group in range(G):
+        weight = getattr(module, f"weight{group}")
+        data = torch.frombuffer(memory, dtype=weight.dtype, count=N * K, offset=4 * group * N * K)
+        weight.data = data.view(N, K).copy_(weight.detach())
+    assert_same(step(module, batch), want)
 
 
 def test_no_copy_of_packed_weights(grouped_moe):
@@ -317,15 +329,22 @@ def test_the_bias_may_be_set(grouped_moe, device, delay):
     assert "bias=False" in repr(module) and "bias=True" in repr(bare)
 
 
+FLAGS = {  # and what they are not by default
+    "scale_bias": True, "single_grouped_weight": False, "single_grouped_bias": False, "accumulate_into_main_grad": True,
+    "delay_wgrad": True,
+}  # fmt: skip
+
+
 def test_repr(grouped_moe):
     module = grouped_moe.GroupedLinear(3, 4, 5)
     assert repr(module) == "GroupedLinear(num_groups=3, in_features=4, out_features=5, bias=True)"
-    module = grouped_moe.GroupedLinear(3, 4, 5, scale_bias=True, single_grouped_weight=False, delay_wgrad=True)
-    changed = "scale_bias=True, single_grouped_weight=False, delay_wgrad=True"
+    module = grouped_moe.GroupedLinear(3, 4, 5, **FLAGS)
+    changed = ", ".join(f"{flag}={value}" for flag, value in FLAGS.items())
     assert repr(module) == f"GroupedLinear(num_groups=3, in_features=4, out_features=5, bias=True, {changed})"
 
 
 WRONG = {
+    **{flag: [((3, 4, 5), {flag: 1}, TypeError)] for flag in FLAGS},
     "num_groups": [((0, 4, 5), {}, ValueError), ((1025, 4, 5), {}, ValueError), ((2.0, 4, 5), {}, TypeError)],
     "in_features": [((3, 0, 5), {}, ValueError), ((3, "4", 5), {}, TypeError)],
     "out_features": [((3, 4, -1), {}, ValueError), ((3, 4, True), {}, TypeError)],
@@ -335,7 +354,6 @@ WRONG = {
     ],
     "dtype": [((3, 4, 5), {"dtype": dtype}, TypeError) for dtype in (torch.int32, torch.float8_e4m3fn, "bf16")],
     "bias": [((3, 4, 5), {"bias": "False"}, TypeError)],
-    "delay_wgrad": [((3, 4, 5), {"delay_wgrad": 1}, TypeError)],
     "init_method": [((3, 4, 5), {"init_method": "normal"}, TypeError)],
 }
 

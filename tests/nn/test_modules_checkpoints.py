@@ -48,10 +48,12 @@ def test_wrong_checkpoints_are_refused(grouped_moe, form):
         wrong = [few, {**other, "weight4": other["weight0"]}, {**other, "weight2": torch.ones(N)}]
     else:
         weight = other["weight"]
-        wrong = [{**other, "weight": each} for each in (weight[:3], torch.cat([weight, weight]), weight[:, 1:])]
+        several = weight[:3], torch.cat([weight, weight]), weight[:, 1:], torch.ones(())
+        wrong = [{**other, "weight": each} for each in several]
     for checkpoint in (*wrong, {**own, **other}, {**own, "extra": torch.zeros(1)}):
         with pytest.raises(RuntimeError, match="for GroupedLinear"):
             module.load_state_dict(checkpoint)
+    assert module.load_state_dict({}, strict=False).missing_keys == list(own)
 
 
 def test_biases_that_a_module_has_not_are_named(grouped_moe):
@@ -178,9 +180,12 @@ def test_a_shallow_copy_shares_parameters(grouped_moe, layout):
 
 
 def test_deepcopy_keeps_ties(grouped_moe):
-    module = make_module(grouped_moe, LAYOUTS[-1], "cpu")
+    """As pickle does of a weight of all groups."""
+    module, single = (make_module(grouped_moe, form, "cpu") for form in (LAYOUTS[-1], LAYOUTS[0]))
     twin, tied = copy.deepcopy((module, [module.weight2]))
     assert tied[0] is twin.weight2 and is_packed(twin)
+    twin, tied = pickle.loads(pickle.dumps((single, [single.weight])))
+    assert tied[0] is twin.weight
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])

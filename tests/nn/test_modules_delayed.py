@@ -125,6 +125,11 @@ def test_nothing_stored(grouped_moe, device):
     module.backward_dw()
     with pytest.raises(RuntimeError, match="nothing is stored"):
         module.backward_dw()
+    run(module, batch)
+    module.requires_grad_(False)
+    assert module.need_backward_dw()
+    module.backward_dw()
+    assert not module.need_backward_dw() and module.discard_delayed_wgrad() == 0
 
 
 class Half(torch.nn.Module):
@@ -133,17 +138,18 @@ class Half(torch.nn.Module):
 
 
 COMPUTED = {
-    "parametrization": lambda module: parametrize.register_parametrization(module, "weight", Half()),
-    "pruning": lambda module: prune.random_unstructured(module, "weight", 0.5),
+    "parametrization": lambda module, name: parametrize.register_parametrization(module, name, Half()),
+    "pruning": lambda module, name: prune.random_unstructured(module, name, 0.5),
 }
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("change", COMPUTED.values(), ids=COMPUTED)
-def test_parameters_that_are_computed_are_refused(grouped_moe, device, change):
+def test_parameters_that_are_computed_are_refused(grouped_moe, device, change, name):
     """Their gradients would have to go on from there, which no backward does any more."""
     module, batch = make(grouped_moe, Form(), device, delay_wgrad=True)
-    change(module)
-    with pytest.raises(RuntimeError, match="^delay_wgrad: weight is computed from other tensors"):
+    change(module, name)
+    with pytest.raises(RuntimeError, match=f"^delay_wgrad: {name} is computed from other tensors"):
         module(*batch[:3])
 
 

@@ -132,6 +132,8 @@ def test_the_whole_block_by_default(grouped_moe):
     assert repr(layer).endswith("bias=False, block=(16, 16), parts=2, products='w8a16')")
     assert repr(like.quantize_blocks_((16, 16), 2, "w8a16")) == repr(layer)
     assert layer.weight.data_ptr() == weight.data.data_ptr()
+    bias = nn.Parameter(torch.zeros(2, 32))
+    assert grouped_moe.GroupedLinear.from_block_scaled(weight, bias).bias is bias
 
 
 CASTS = {
@@ -300,6 +302,8 @@ def test_errors(grouped_moe, device):
     raises(TypeError, "^bias: expected torch.float16 like x", lambda: layer(low, layers.SIZES))
     layer.requires_grad_()
     raises(ValueError, "^weight.data: expected a frozen tensor.*freezes it", lambda: layer(x, layers.SIZES))
+    with torch.no_grad():
+        layer(x, layers.SIZES)
     plain = grouped_moe.GroupedLinear(2, 32, 16)
     with pytest.raises(ValueError, match="^block: expected multiples of 16"):
         plain.quantize_blocks_((8, 16))

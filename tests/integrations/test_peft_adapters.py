@@ -125,6 +125,14 @@ def test_ranks_and_scalings_differ(implementation, calls, device):
     assert calls == [BOTH]
 
 
+class Own(torch.Tensor):
+    """As of a library that quantizes: what operations do with it is its own affair."""
+
+
+def subclass(linear):
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Own))
+
+
 MORE = "the adapter is more than two factors and a scaling that is an int or a float"
 CHANGES = {  # what becomes of the wrapper, which options its adapter has, and what is said
     "dropout": (lambda it: it.lora_dropout.update({"default": nn.Dropout(0.0)}), {}, MORE),
@@ -134,6 +142,7 @@ CHANGES = {  # what becomes of the wrapper, which options its adapter has, and w
     "scaling": (lambda it: it.scaling.update({"default": torch.tensor(2.0)}), {}, MORE),
     "rank": (lambda it: None, {"rank_pattern": {"experts.down_proj": 257}}, "the rank is above 256"),
     "dtype": (lambda it: it.lora_A["default"].to(torch.float8_e5m2), {}, "sharded, quantized or of a dtype"),
+    "subclass": (lambda it: subclass(it.lora_A["default"]), {}, "sharded, quantized or of a dtype"),
 }
 
 
@@ -145,7 +154,10 @@ def test_what_is_not_known_is_left_to_peft(change, options, reason, implementati
     with pytest.warns(UserWarning, match=f"LoRA on down_proj is left to peft, .*: .*{reason}"):
         got = outputs(model, inputs, implementation)
     assert len(calls) == 1 and calls[0].up
-    assert_near(got, outputs(model, inputs, "eager"))
+    want = outputs(model, inputs, "eager")
+    assert_near(got, want)
+    peft_experts.forget_registration(model)  # so is what peft has put in the place of the weight
+    assert_near(outputs(model, inputs, implementation), want)
 
 
 def test_factors_of_another_module(implementation, calls, device):
@@ -218,7 +230,7 @@ def test_a_forward_that_drops_factors(way, replacement, implementation, calls, d
     assert calls == [BOTH]
 
 
-@pytest.mark.parametrize("way", ["hook of accelerate", "compiled forward", "compiled module"])
+@pytest.mark.parametrize("way", ["hook of accelerate", "by name", "compiled forward", "compiled module"])
 def test_a_forward_that_passes_factors_on(way, implementation, calls, device):
     model, inputs = make_adapted("qwen3_moe", device)
     experts = peft_experts.wrappers(model)[0].get_base_layer()
@@ -226,6 +238,11 @@ def test_a_forward_that_passes_factors_on(way, implementation, calls, device):
     if way == "hook of accelerate":
         hooks = pytest.importorskip("accelerate.hooks")
         hooks.add_hook_to_module(experts, hooks.ModelHook())
+    elif way == "by name":
+        forward = experts.forward
+        experts.forward = lambda x, ids, weights, gate_up_lora=None, down_lora=None: forward(
+            x, ids, weights, gate_up_lora=gate_up_lora, down_lora=down_lora
+        )
     elif way == "compiled forward":
         experts.forward = torch.compile(experts.forward, backend="aot_eager")
     else:
@@ -233,7 +250,7 @@ def test_a_forward_that_passes_factors_on(way, implementation, calls, device):
     with warnings.catch_warnings(record=True) as told:
         assert_close(run(model, inputs, implementation), want)
     assert not any("left to peft" in str(each.message) for each in told)
-    assert calls == [BOTH] or way != "hook of accelerate"
+    assert calls == [BOTH] or way.startswith("compiled")
 
 
 def test_wrappers_of_another_build(module, implementation, calls, device, monkeypatch):

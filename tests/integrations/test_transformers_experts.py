@@ -91,6 +91,13 @@ def softcapped(module, gate, up):
     return (optionally_clamped if module.swiglu_alpha is None else gpt_oss)(module, gate, up)
 
 
+class ReLU(torch.nn.Module):
+    """By the name of PyTorch's, which it is not."""
+
+    def forward(self, x):
+        return silu(x)
+
+
 NO_CAPS = dict.fromkeys(("gate_softcap", "up_softcap", "limit", "swiglu_limit", "swiglu_alpha"))
 LIMITS = {"limit": 0.6, "swiglu_limit": 0.6}
 OSS = {"swiglu_limit": 0.6, "swiglu_alpha": 1.3}
@@ -113,6 +120,7 @@ GATES = {  # the gate, attributes of its module, and whether the fused block com
     "two_different_limits": (clamped, {"limit": 0.6, "swiglu_limit": 0.7}, False),
     "clamped_relu": (clamped, {"limit": 0.6, "act_fn": torch.nn.ReLU()}, True),
     "unknown_act_fn": (plain, {"act_fn": torch.nn.Softplus()}, False),
+    "act_fn_by_a_known_name": (plain, {"act_fn": ReLU()}, False),
     "function_as_act_fn": (plain, {"act_fn": silu}, True),
     "gpt_oss": (gpt_oss, OSS, True),
     "gpt_oss_without_act_fn": (gpt_oss, {**OSS, "act_fn": None}, True),
@@ -133,6 +141,7 @@ GATES = {  # the gate, attributes of its module, and whether the fused block com
         lambda m, gate, up: (plain if getattr(m, "limit", None) is None else clamped)(m, gate, up), {}, True
     ),
     "reads_more": (lambda m, gate, up: plain(m, gate, up) * m.scale, {"scale": 0.5}, False),
+    "in_fp32": (lambda m, gate, up: plain(m, gate.float(), up.float()), {}, True),
     "mixes_columns": (lambda m, gate, up: normalize(plain(m, gate, up), dim=-1), {}, False),
     "no_softcap": (softcapped, NO_CAPS, True),
     "no_softcap_clamped": (softcapped, {**NO_CAPS, **LIMITS}, True),
@@ -172,6 +181,13 @@ def test_gates_that_are_not_of_a_class_or_change(implementation, fused_calls, de
     hook.remove()
     experts.act_fn.register_forward_pre_hook(lambda module, inputs: (0.5 * inputs[0],))
     assert_as_eager(experts, implementation)
+
+
+def test_a_limit_of_the_class(implementation, fused_calls, device):
+    experts = make("looks_for_a_limit", device)
+    type(experts).limit = 0.6
+    assert_as_eager(experts, implementation)
+    assert fused_calls
 
 
 @pytest.mark.parametrize("where", ["module", "class"])
@@ -270,6 +286,14 @@ def test_a_step_after_the_experts(implementation, fused_calls, device, step, fus
         assert around is compiled or bool(fused_calls) == fused
 
 
+def test_a_step_of_one_module(implementation, fused_calls, device):
+    """In the place of its class's, which is none."""
+    experts = make_custom(device, step=STEPS["nothing"][0])
+    experts._apply_post_expert = lambda rows: 2.0 * rows
+    assert_as_eager(experts, implementation)
+    assert not fused_calls
+
+
 def test_unknown_steps_are_refused(implementation, device):
     """When they run and, but for two that exclude each other, before that when they are put into a model."""
     norm, inputs = STEPS["norm"][0], make_inputs(device)[:3]
@@ -282,6 +306,9 @@ def test_unknown_steps_are_refused(implementation, device):
     for use in (lambda: experts(*inputs), lambda: torch.nn.Sequential(experts)):
         with pytest.raises(ValueError, match=message):
             use()
+    layer = type("Layer", (torch.nn.Module,), {"_apply_rope": norm})()
+    layer.config = experts.config
+    torch.nn.Sequential(layer)  # no experts: methods of any names
 
 
 def test_unknown_options_are_refused(module, implementation, device, monkeypatch):

@@ -140,9 +140,11 @@ def test_weights_that_were_left_plain(grouped_moe, implementation, monkeypatch):
     for layer, like in zip(model.model.layers, plain.model.layers):
         freeze(layer.mlp.experts, **{name: getattr(like.mlp.experts, name).detach().float() for name in NAMES})
     assert_logits(model, plain, "cpu")
-    freeze(model.model.layers[0].mlp.experts, down_proj=torch.zeros(E, H, 256))
-    with pytest.raises(ValueError, match="load it anew: the codes have lost their scales"), torch.no_grad():
-        model(make_ids("cpu"))
+    experts = model.model.layers[0].mlp.experts
+    freeze(experts, down_proj=torch.zeros(E, H, 256))
+    for experts.block_size in (experts.block_size, None):
+        with pytest.raises(ValueError, match="load it anew: the codes have lost their scales"), torch.no_grad():
+            model(make_ids("cpu"))
 
 
 def plain_experts(grouped_moe, implementation, monkeypatch):
@@ -150,6 +152,7 @@ def plain_experts(grouped_moe, implementation, monkeypatch):
     monkeypatch.setitem(SIZES, "moe_intermediate_size", 200)
     experts = make_models(grouped_moe, implementation, "cpu", parts=2)[0].model.layers[0].mlp.experts
     freeze(experts, **{name: torch.randn(getattr(experts, name).shape) / 20 for name in NAMES})
+    experts.gate_up_proj[0, 0, 0] = 100.3  # as large as codes are, but none of them
     return experts
 
 
@@ -242,9 +245,10 @@ def test_other_formats_are_refused(implementation, options, message):
         model(make_ids("cpu"))
 
 
-def test_on_the_meta_device(implementation):
-    """As `from_pretrained` builds a model."""
+def test_on_the_meta_device(grouped_moe, implementation, monkeypatch):
+    """As `from_pretrained` builds a model; also weights that are left plain."""
     with torch.device("meta"):
         model = empty_model(implementation)
     experts = model.model.layers[0].mlp.experts
     assert "FP8" in type(experts).__name__ and experts.config._experts_implementation == implementation
+    nn.Sequential(plain_experts(grouped_moe, implementation, monkeypatch).to("meta"))

@@ -89,8 +89,9 @@ def test_capacity_as_a_share_of_the_slots(grouped_moe, device):
         register("again", capacity=share)
         with pytest.raises(RuntimeError, match=f"^capacity: expected at least the 16 slots.*, got {room}$"):
             experts(x, ids, weights)
-    register("again")
-    assert torch.equal(experts(x, ids, weights), want)
+    for share in (1.0, None):
+        register("again", capacity=share)
+        assert torch.equal(experts(x, ids, weights), want)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
@@ -232,9 +233,11 @@ def test_experts_of_modules_are_warned_of(implementation):
     model.config = build_model(QWEN3_MOE, implementation).config
     with pytest.warns(UserWarning, match="has no effect on ModuleList"):
         model.block = Block()
+    with pytest.warns(UserWarning, match="has no effect on ModuleList"):
+        model.experts = model.block.experts
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.shared_experts = torch.nn.Linear(4, 4)
+        model.shared_experts, model.experts = torch.nn.Linear(4, 4), None
 
 
 def test_quantized_experts_that_leave_the_interface_are_warned_of(implementation):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from experts_modules import EXPERTS, GPT_OSS, build, make_custom, make_inputs, run
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
@@ -118,19 +118,21 @@ def test_tracing_functorch_and_plain_subclasses_pass(implementation, device, way
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("up, down, refused", [
-    (Shard(0), Shard(0), False),
-    (Replicate(), Replicate(), False),
-    (_StridedShard(1, split_factor=2), Shard(2), False),
-    (Shard(1), Shard(2), True),
-], ids=["experts", "whole", "halves", "gate-or-up"])  # fmt: skip
-def test_parts_of_gate_and_up(implementation, two_ranks, device, up, down, refused, compiled, fresh_compiler):
+@pytest.mark.parametrize("up, down, ranks, refused", [
+    (Shard(0), Shard(0), 2, False),
+    (Replicate(), Replicate(), 2, False),
+    (_StridedShard(1, split_factor=2), Shard(2), 2, False),
+    (Shard(1), Shard(2), 2, True),
+    (Shard(1), Shard(2), 1, False),
+], ids=["experts", "whole", "halves", "gate-or-up", "both"])  # fmt: skip
+def test_parts_of_gate_and_up(implementation, two_ranks, device, up, down, ranks, refused, compiled, fresh_compiler):
     """A plain Shard of both, one after the other, would give a rank one of them, cut in two as if it were both."""
     experts = make_custom(device)
     *inputs, cotangent = make_inputs(device)
     expected = run(experts, implementation, inputs, cotangent)["output"]
+    mesh = two_ranks if ranks == 2 else DeviceMesh(device, [0])
     for name, placement in (("gate_up_proj", up), ("down_proj", down)):
-        shard(experts, name, getattr(experts, name).detach(), two_ranks, placement)
+        shard(experts, name, getattr(experts, name).detach(), mesh, placement)
     forward = torch.compile(experts, fullgraph=True, backend="aot_eager") if compiled else experts
     if not refused:
         assert torch.equal(forward(*inputs), expected)

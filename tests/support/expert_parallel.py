@@ -189,6 +189,24 @@ def check_what_is_dropped():
     for times in (1, 2):
         compare("what is kept", run(experts, given), expected(batches, rank()))
         assert experts.ep_dropped_slots.item() == times * dropped
+    count = experts.ep_dropped_slots
+    for most in (MOST + 1, MOST):
+        grouped_moe.register_experts_implementation(SMALL, ep_max_tokens=most, ep_capacity_factor=0.5)
+        run(experts, given)
+        assert experts.ep_dropped_slots is count, "other limits end the count"
+
+
+def check_what_is_compared():
+    """With ep_max_tokens nothing after the first call: the host would wait. Without it the tokens of each call."""
+    usual, calls = exchange.agree, []
+    exchange.agree = lambda *args: calls.append(args) or usual(*args)
+    for name, times in ((WITH_MOST, 1), (OURS, 2)):
+        experts, batch = make_module(name), make_batches(UNEVEN[: size()])[rank()]
+        calls.clear()
+        run(experts, batch)
+        run(experts, batch)
+        assert len(calls) == times, name
+    exchange.agree = usual
 
 
 def raised(kind: type, call: Callable) -> str:

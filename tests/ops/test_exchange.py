@@ -69,6 +69,18 @@ def test_ops_are_what_is_called_directly(grouped_moe, exchange, device):
     assert torch.equal(layer(), out)
 
 
+@pytest.mark.parametrize("used", ["x", "weights"])
+def test_what_has_no_gradient_is_exchanged_too(exchange, device, monkeypatch, used):
+    """As zeros: other ranks wait for it."""
+    x, ids, weights, *_ = make(device, torch.bfloat16)
+    leaves, usual, sent = {"x": x.requires_grad_(), "weights": weights.requires_grad_()}, exchange.all_to_all, []
+    there = exchange.dispatch(x, weights, ids, CASE.E, RANKS, T, None)
+    monkeypatch.setattr(exchange, "all_to_all", lambda rows, group: sent.append(rows) or usual(rows, group))
+    getattr(there, used).sum().backward()
+    assert [(rows.shape, rows.dtype) for rows in sent] == [(t.shape, t.dtype) for t in (there.x, there.weights)]
+    assert all(leaf.grad.any() == (name == used) for name, leaf in leaves.items())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("capacity", [T, 12])
 def test_graph_replays_with_other_routing(grouped_moe, exchange, device, capacity):

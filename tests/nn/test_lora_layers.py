@@ -11,7 +11,7 @@ from leaves import leaves_of
 from linears import Linear
 from marks import by_recompute
 from mlps import BY_MLP
-from operations import count_flops
+from operations import count_flops, record
 from pairs import WEIGHTS, Pairs, factors, make_index, make_lora, with_factors
 from poison import poisoned_allocations
 from sorted_rows import run, run_reference
@@ -99,6 +99,16 @@ def test_parts_of_a_shared_factor_that_cancel(grouped_moe, device):
     wants = torch.autograd.grad(x.double() @ (b[0].double() @ a[0].double()).t(), (a, b), dy.double())
     for name, grad, want in zip("ab", grads, wants):
         assert_close(name, grad[0], want[0].double(), BF16)
+
+
+@pytest.mark.parametrize("frozen", ["a", "b"])
+def test_linear_keeps_projected_rows_for_b_alone(grouped_moe, device, frozen):
+    _, inputs, arguments = make(grouped_moe, Pairs(), FP32, device)
+    for name, factor in factors(arguments).items():
+        factor.requires_grad_(name[-1] != frozen)
+    x, weight = inputs.tensors["x"], inputs.tensors["weight"]
+    _, saved = record(lambda: grouped_moe.grouped_linear(x, weight, [*SIZES], **arguments))
+    assert any(tensor.shape == (ROWS, 8) for tensor in saved) == (frozen == "a")
 
 
 @pytest.mark.parametrize("adapters", [0, 2])

@@ -167,7 +167,7 @@ def unpack_grads(
         if grad is None:
             continue
         factor = getattr(lora, name)
-        if lora.num_adapters == 1 and factor.is_contiguous() and grad.shape == factor.shape[-3:]:
+        if factor.is_contiguous() and grad.shape == factor.shape[-3:]:
             grads[i] = grad if factor.dim() == 3 else grad.view_as(factor)
             continue
         grads[i] = torch.empty_like(factor)

@@ -1,5 +1,7 @@
 """Parameters of experts modules that are no plain tensors: sharded ones run, quantized ones are refused by name."""
 
+import itertools
+
 import pytest
 import torch
 from experts_modules import EXPERTS, GPT_OSS, build, make_custom, make_inputs, run
@@ -139,3 +141,19 @@ def test_parts_of_gate_and_up(implementation, two_ranks, device, up, down, ranks
         return
     with pytest.raises((ValueError, RuntimeError), match="gate_up_proj: expected parts with as much of gate as of up"):
         forward(*inputs)
+
+
+@pytest.mark.parametrize("concatenated", [True, False])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_which_parts_are_halves(module, two_ranks, device, transposed, concatenated):
+    """Gate and up that alternate may be cut anywhere, and so may an up-projection without a gate."""
+    experts, read = torch.nn.Module(), module("integrations.transformers_gate").local_parameter
+    experts.is_transposed, experts.is_concatenated = transposed, concatenated
+    for name, dim in itertools.product(("gate_up_proj", "up_proj"), (1, 2)):
+        experts.register_parameter(name, torch.nn.Parameter(torch.zeros(2, 4, 6, device=device)))
+        shard(experts, name, getattr(experts, name).detach(), two_ranks, Shard(dim))
+        if name == "gate_up_proj" and concatenated and dim == 1 + transposed:
+            with pytest.raises(ValueError, match=f"gate_up_proj: .* as much of gate as of up, got Shard.{dim}"):
+                read(experts, name)
+        else:
+            assert read(experts, name).shape == (2, 4, 6)

@@ -101,6 +101,17 @@ def test_parts_of_a_shared_factor_that_cancel(grouped_moe, device):
         assert_close(name, grad[0], want[0].double(), BF16)
 
 
+@pytest.mark.parametrize("adapters", [0, 3])
+def test_linear_frozen(grouped_moe, device, adapters):
+    """A gradient does not depend on which others are asked for."""
+    linear, inputs, arguments = make(grouped_moe, Pairs(adapters=adapters), FP32, device)
+    full = run(grouped_moe, linear, inputs, **arguments)
+    names = full.keys() - {"y"}
+    assert names >= {"x", "weight", "bias", "bias_scales", "lora.a", "lora.b"}
+    for only in names:
+        assert_part(run(grouped_moe, linear, inputs, names - {only}, **arguments), full)
+
+
 @pytest.mark.parametrize("frozen", ["a", "b"])
 def test_linear_keeps_projected_rows_for_b_alone(grouped_moe, device, frozen):
     _, inputs, arguments = make(grouped_moe, Pairs(), FP32, device)

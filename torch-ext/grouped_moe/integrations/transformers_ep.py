@@ -148,7 +148,19 @@ class FixedSizeExchange:
             _compat.assert_on_device(arrived.fits, message)
         loras = {name: self._own(take(given)) for name, given in self.experts.ep_loras.items()}
         rows = self.experts_forward(arrived.x, arrived.ids, arrived.weights, **loras)
+        if torch.is_grad_enabled() and not rows.requires_grad:
+            rows = self._in_graph(rows, arrived.x)
         return exchange.combine(rows, arrived.plan, group)
+
+    def _in_graph(self, rows: Tensor, x: Tensor) -> Tensor:
+        """The same rows, with a gradient to hand on if anything is trained.
+
+        Eager experts without a row give an output without a graph, but other ranks wait for this one's backward.
+        """
+        for tensor in (x, *self.experts.parameters()):
+            if tensor.requires_grad:
+                return rows + tensor.reshape(-1)[:0].sum()
+        return rows
 
     def _own(self, lora: LoRA) -> LoRA:
         """The pairs of this rank's experts."""

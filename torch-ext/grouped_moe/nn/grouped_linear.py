@@ -145,8 +145,8 @@ class GroupedLinear(nn.Module):
     def reset_parameters(self) -> None:
         """Draws all parameters anew, group by group: the same values whatever the layout.
 
-        A DTensor of all groups, as FSDP2 makes, is drawn at once unless by `init_method`: its shards may be groups.
-        Raises RuntimeError if the weight is block-scaled: it is not trained.
+        A DTensor of all groups, as FSDP2 makes, is drawn at once. `init_method` gets its groups, so PyTorch raises
+        RuntimeError if its shards are groups. Raises RuntimeError if the weight is block-scaled: it is not trained.
         """
         if self._scaled is not None:
             raise RuntimeError("reset_parameters: the weight is block-scaled; load a state dict instead")

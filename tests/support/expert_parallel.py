@@ -179,23 +179,6 @@ def check_shared_batches():
             compare(f"{name}, pairs", run(experts, batches[rank() // 2]), expected(batches, rank() // 2))
 
 
-def check_eager_without_rows():
-    """Eager experts without a row give an output without a graph; other ranks wait for their backward all the same."""
-    batches = make_batches(UNEVEN[: size()], torch.arange(TOP_K))
-    want = expected(batches, rank())
-    for frozen in (False, True):
-        experts = make_module(OURS).requires_grad_(not frozen)
-        experts.config._experts_implementation = "eager"
-        for with_x in (True, False) if not frozen else (True,):
-            experts.zero_grad()
-            x = batches[rank()].x.clone().requires_grad_(with_x)
-            experts(x, batches[rank()].ids, batches[rank()].weights).backward(batches[rank()].dout)
-            found = {"x": x.grad} if with_x else {}
-            if not (rank() or frozen):
-                found.update({name: local(getattr(experts, name).grad) for name in WEIGHTS})
-            compare(f"eager, frozen: {frozen}, x: {with_x}", found, want)
-
-
 def check_what_is_dropped():
     capacity = -(-MOST * min(TOP_K, size()) // (2 * size()))
     experts, batches = make_module(SMALL), make_batches([12, 5, 9, 0][: size()])

@@ -8,7 +8,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from expert_parallel import OURS, grouped_moe, raised
+from expert_parallel import (
+    OURS,
+    TOP_K,
+    UNEVEN,
+    WEIGHTS,
+    compare,
+    expected,
+    grouped_moe,
+    local,
+    make_batches,
+    make_module,
+    raised,
+)  # fmt: skip
 from poison import poisoned_allocations
 from ranks import device
 from torch import Tensor
@@ -96,6 +108,23 @@ def whole(tensor: Tensor) -> Tensor:
 def assert_near(what: str, got: Tensor, want: Tensor, bound: float = BOUND) -> None:
     error = ((got - want).abs().max() / want.abs().max()).item()
     assert error <= bound, f"{what}: expected within {bound:.0e} of the largest number, got {error:.1e}"
+
+
+def check_eager_without_rows():
+    """Eager experts without a row give an output without a graph; other ranks wait for their backward all the same."""
+    batches = make_batches(UNEVEN[: size()], torch.arange(TOP_K))
+    want = expected(batches, rank())
+    for frozen in (False, True):
+        experts = make_module(OURS).requires_grad_(not frozen)
+        experts.config._experts_implementation = "eager"
+        for with_x in (True, False) if not frozen else (True,):
+            experts.zero_grad()
+            x = batches[rank()].x.clone().requires_grad_(with_x)
+            experts(x, batches[rank()].ids, batches[rank()].weights).backward(batches[rank()].dout)
+            found = {"x": x.grad} if with_x else {}
+            if not (rank() or frozen):
+                found.update({name: local(getattr(experts, name).grad) for name in WEIGHTS})
+            compare(f"eager, frozen: {frozen}, x: {with_x}", found, want)
 
 
 def check_logits_and_gradients():

@@ -15,7 +15,7 @@ def resized(suffix, *kinds, **sizes):
 
 
 # fp32 has tiles of 16 to 64 rows, 64 columns (32 gated) and 32 along K; fp16 of 16 to 128, 32 to 256 and 64 or 128.
-SMALL = {"many-experts": {"E": 70, "T": 5, "top_k": 4}, "tall": {"T": 150}}
+SMALL = {"many-experts": {"E": 70, "T": 12, "top_k": 4}, "tall": {"T": 150}}
 SMALL.update({case.id: {"T": 180} for case in CASES if case.id.startswith("tall-wide")})  # 84 rows of each expert
 SHAPES = [case._replace(**SMALL.get(case.id, {})) for case in CASES]
 SHAPES += resized("no-token", "gpt-oss", "silu-recompute", T=0)

@@ -28,6 +28,8 @@ CASES = {
     "one-of-two": ("silu", TILES, Blocks((16, 32), kept=("down_proj",))),
     "tall": ("tall", {"T": 150, "H": 136, "I": 136}, Blocks(apart=True)),
     "tall-of-whole-blocks": ("tall", {"T": 70, "H": 128, "I": 128}, Blocks()),
+    "tall-of-small-blocks-of-K": ("tall", {"T": 70, "H": 128, "I": 128}, Blocks((64, 32))),
+    "tall-of-small-blocks-of-N": ("tall", {"T": 70, "H": 128, "I": 128}, Blocks((32, 128))),
     "no-token": ("silu", {"T": 0}, Blocks()),
 }
 

@@ -79,6 +79,18 @@ def test_no_gradient_past_the_limit(grouped_moe):
     assert not any(got[name].any() for name in ones)
 
 
+HALVES = "gpt-oss-halves-recompute"
+
+
+@pytest.mark.parametrize("case_id, half", [("relu-not-gated-limit", 0), (HALVES, 0), (HALVES, 1)])
+def test_nan_stays_one(grouped_moe, case_id, half):
+    """Past limits and kinks, of gate and of up."""
+    case = BY_ID[case_id]._replace(T=2, top_k=1, E=1, sentinels=0.0)
+    inputs = make_inputs(case, torch.float32, "cpu")
+    inputs.gate_up_proj[:, half * case.I : (half + 1) * case.I] = float("nan")
+    assert call(grouped_moe, case, inputs).isnan().all()
+
+
 @pytest.mark.parametrize("case_id", [*SOME, "silu", "silu-bias", "silu-transposed"])
 def test_bitwise_the_same(grouped_moe, case_id):
     """With recomputing and without; in a second backward of one forward; without gradients."""

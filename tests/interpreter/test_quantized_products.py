@@ -69,15 +69,16 @@ def block_of(module, grouped_moe, up, bias, gated):
     return module("block").Block(up, down, bias, None, None, None, activation, gated, False, False, False)
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "not-gated"])
-@pytest.mark.parametrize("n, parts", [(128, 2), (192, 2), (80, 2), (96, 1)])
+@pytest.mark.parametrize("n, parts, gated", [
+    (128, 2, True), (128, 1, False), (192, 2, True), (192, 1, False), (80, 2, True), (80, 1, False), (96, 1, True),
+])  # fmt: skip
 def test_up_proj(module, grouped_moe, kernels, quantize, n, parts, gated):
     """Rows in place, with biases and scales: the codes of the activation, and the pre-activation.
 
-    parts: of gate and up; tiles of up may cross a block.
+    Of one part, tiles of up may cross a block.
     """
     width = n * (1 + gated)
-    up = grouped_moe.quantize_blocks(torch.randn(3, width, 144) / 12, parts=parts if gated else 1)
+    up = grouped_moe.quantize_blocks(torch.randn(3, width, 144) / 12, parts=parts)
     bias, scales, x = torch.randn(3, width).half(), torch.rand(300), torch.randn(300, 144).half()
     up.scale_inv[0, 0] = 0
     block = block_of(module, grouped_moe, up, bias, gated)

@@ -1,4 +1,4 @@
-"""Whole models whose experts are spread over ranks, next to one process: checks that `ranks` runs."""
+"""Whole models, and eager experts, that are spread over ranks, next to one process: checks that `ranks` runs."""
 
 import math
 import tempfile
@@ -20,7 +20,7 @@ from expert_parallel import (
     make_batches,
     make_module,
     raised,
-)  # fmt: skip
+)
 from poison import poisoned_allocations
 from ranks import device
 from torch import Tensor

@@ -48,15 +48,10 @@ class BlockScaled(NamedTuple):
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
             raise TypeError(f"dtype: expected bf16, fp16, fp32 or fp64, got {dtype!r}")
         wide = wide_dtype(dtype)
-        return (self.data.to(wide) * self._scales(self.scale_inv.to(wide))).to(dtype)
+        return (self.data.to(wide) * self.spread(self.scale_inv.to(wide))).to(dtype)
 
-    def dequantize_one(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """The plain weight of one expert, (N, K)."""
-        one = self._replace(data=self.data[expert, None], scale_inv=self.scale_inv[expert, None])
-        return one.dequantize(dtype)[0]
-
-    def _scales(self, scales: Tensor) -> Tensor:
-        """The scale of each element."""
+    def spread(self, scales: Tensor) -> Tensor:
+        """The scale of each element, (E, N, K), of scales per block, as scale_inv has them."""
         (_, n, k), (n_block, k_block) = self.shape, self.block
         part = n // self.parts
         rows = scales.unflatten(1, (self.parts, -1)).repeat_interleave(min(n_block, part), 2)
@@ -91,7 +86,7 @@ def quantize_blocks(weight: Tensor, block: Tuple[int, int] = (128, 128), parts: 
     scales = (largest / _LARGEST).float().flatten(1, 2)
     scales = torch.where((scales > 0) & scales.isfinite(), scales, 1.0)
     scaled = BlockScaled(weight.new_empty(weight.shape, dtype=CODES), scales, (n_block, k_block), parts)
-    values = wide.flatten(1, 2) / scaled._scales(scales.to(wide.dtype))
+    values = wide.flatten(1, 2) / scaled.spread(scales.to(wide.dtype))
     return scaled._replace(data=values.clamp(-_LARGEST, _LARGEST).to(CODES))
 
 

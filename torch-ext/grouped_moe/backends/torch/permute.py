@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...common.numbers import wide_dtype
 from ...rows import Rows
-from .linear import sum_dots
+from .linear import sum_dots, tokens_of
 
 _TOKENS = 64  # tokens combined at a time: their rows in fp32 stay in the cache
 
@@ -16,7 +16,7 @@ def gather_rows(x: Tensor, rows: Rows) -> Tensor:
     """out[r] = x[token of r] for routed rows, 0 for the rest. x: (T, H). Returns (rows, H)."""
     out = x.new_zeros((rows.num_rows, x.shape[1]))
     end = int(rows.group_offsets[-1])
-    out[:end] = x.index_select(0, rows.row_to_slot[:end] // rows.top_k)
+    out[:end] = x.index_select(0, tokens_of(rows)[:end])
     return out
 
 

@@ -48,14 +48,18 @@ class BlockScaled(NamedTuple):
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
             raise TypeError(f"dtype: expected bf16, fp16, fp32 or fp64, got {dtype!r}")
         wide = wide_dtype(dtype)
-        return (self.data.to(wide) * self.spread(self.scale_inv.to(wide))).to(dtype)
+        return (self.data.to(wide) * self.spread(self.row_scales(self.scale_inv.to(wide)))).to(dtype)
+
+    def row_scales(self, scales: Tensor) -> Tensor:
+        """The scales of the blocks that each row lies in, (E, N, ceil(K / k)), of scales per block as in scale_inv."""
+        part = self.shape[1] // self.parts
+        rows = scales.unflatten(1, (self.parts, -1)).repeat_interleave(min(self.block[0], part), 2)
+        return rows[:, :, :part].flatten(1, 2)
 
     def spread(self, scales: Tensor) -> Tensor:
-        """The scale of each element, (E, N, K), of scales per block, as scale_inv has them."""
-        (_, n, k), (n_block, k_block) = self.shape, self.block
-        part = n // self.parts
-        rows = scales.unflatten(1, (self.parts, -1)).repeat_interleave(min(n_block, part), 2)
-        return rows[:, :, :part].flatten(1, 2).repeat_interleave(min(k_block, k), 2)[:, :, :k]
+        """The scale of each element, (..., K), of the scales (..., ceil(K / k)) of rows."""
+        k = self.shape[2]
+        return scales.repeat_interleave(min(self.block[1], k), -1)[..., :k]
 
 
 Weight = Union[Tensor, BlockScaled]
@@ -86,7 +90,7 @@ def quantize_blocks(weight: Tensor, block: Tuple[int, int] = (128, 128), parts: 
     scales = (largest / _LARGEST).float().flatten(1, 2)
     scales = torch.where((scales > 0) & scales.isfinite(), scales, 1.0)
     scaled = BlockScaled(weight.new_empty(weight.shape, dtype=CODES), scales, (n_block, k_block), parts)
-    values = wide.flatten(1, 2) / scaled.spread(scales.to(wide.dtype))
+    values = wide.flatten(1, 2) / scaled.spread(scaled.row_scales(scales.to(wide.dtype)))
     return scaled._replace(data=values.clamp(-_LARGEST, _LARGEST).to(CODES))
 
 

@@ -10,6 +10,8 @@ from ...common.numbers import wide_dtype
 from ...operands import LowRank, pad_rank
 from ...rows import Rows
 
+_WIDENED_ROWS = 128  # of a weight's codes at a time: in fp32 they stay in the cache
+
 
 def groups_with_rows(rows: Rows) -> Iterator[Tuple[int, int, int]]:
     """(group, first row, end row) of each group that has rows. Offsets are on the CPU: no sync."""
@@ -38,9 +40,13 @@ def plain_weight(weight: Weight, group: int, dtype: torch.dtype) -> Tensor:
     """The weight of a group, (N, K) or as it is stored, in the dtype of the rows."""
     if not isinstance(weight, BlockScaled):
         return weight[group]
-    wide = wide_dtype(dtype)
-    scales = weight._replace(data=weight.data[group, None]).spread(weight.scale_inv[group, None].to(wide))
-    return widen(weight.data[group], wide).mul_(scales[0]).to(dtype)
+    codes, wide = weight.data[group], wide_dtype(dtype)
+    scales = weight.row_scales(weight.scale_inv[group, None].to(wide))[0]
+    out = codes.new_empty(codes.shape, dtype=dtype)
+    for start in range(0, len(codes), _WIDENED_ROWS):
+        some = slice(start, start + _WIDENED_ROWS)
+        out[some] = widen(codes[some], wide).mul_(weight.spread(scales[some]))
+    return out
 
 
 def widen(codes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Callable, Iterator
 from unittest import mock
 
@@ -21,20 +22,12 @@ from triton.runtime.jit import JITFunction
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-class NamedDriver:
+def named_driver(gpu: GPUTarget) -> SimpleNamespace:
     """Stands in for Triton's driver: answers which target to compile for, and can launch nothing."""
-
-    def __init__(self, gpu: GPUTarget):
-        self.gpu = gpu
-
-    def get_current_target(self) -> GPUTarget:
-        return self.gpu
-
-    def get_current_device(self) -> str:
-        return f"{self.gpu.backend} {self.gpu.arch}"  # Triton keeps compiled kernels per device
-
-    def get_current_stream(self, device: str) -> int:
-        return 0
+    device = f"{gpu.backend} {gpu.arch}"  # Triton keeps compiled kernels per device
+    return SimpleNamespace(
+        get_current_target=lambda: gpu, get_current_device=lambda: device, get_current_stream=lambda device: 0
+    )
 
 
 @contextlib.contextmanager
@@ -45,17 +38,13 @@ def compiling_for(package, gpu: GPUTarget, spec, collect: Callable) -> Iterator[
     def compile_only(self, *args, grid, warmup, **kwargs):
         collect(self, run(self, *args, grid=grid, warmup=True, **kwargs))
 
-    previous = driver._active
-    driver.set_active(NamedDriver(gpu))
-    try:
-        with (
-            mock.patch.object(JITFunction, "run", compile_only),
-            mock.patch.object(package["common.device"], "device_spec", lambda device: spec),
-            mock.patch.object(compat, "assert_on_device", lambda *_: None),  # no kernel ran that would have counted
-        ):
-            yield
-    finally:
-        driver._active = previous
+    with (
+        mock.patch.object(driver, "_active", named_driver(gpu)),
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(package["common.device"], "device_spec", lambda device: spec),
+        mock.patch.object(compat, "assert_on_device", lambda *_: None),  # no kernel ran that would have counted
+    ):
+        yield
 
 
 def resource_usage(kernel) -> tuple:

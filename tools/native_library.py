@@ -6,6 +6,7 @@ Raises `BuildError` where the library would not load on a machine that the loade
 import re
 import struct
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple, Tuple
 
@@ -48,14 +49,10 @@ def needs_of(library: Path) -> Needs:
     return Needs(symbols, versions)
 
 
-def shim_versions() -> Dict[str, Version]:
-    lines = re.findall(r"^(\w+): TORCH_VERSION_(\w+)$", SHIM_VERSIONS.read_text(encoding="utf-8"), re.MULTILINE)
-    return {name: version_of(version) for name, version in lines}
-
-
 def check_symbols(needs: Needs, torch_version: str) -> None:
     """That all that it needs of PyTorch and of Python is in their stable ABIs, PyTorch's of this version."""
-    added, target, wrong = shim_versions(), version_of(torch_version), []
+    lines = re.findall(r"^(\w+): TORCH_VERSION_(\w+)$", SHIM_VERSIONS.read_text(encoding="utf-8"), re.MULTILINE)
+    added, target, wrong = {name: version_of(text) for name, text in lines}, version_of(torch_version), []
     for symbol in needs.symbols:
         if added.get(symbol, ())[:2] > target:
             wrong.append(f"{symbol} came with PyTorch {'.'.join(map(str, added[symbol]))}")
@@ -96,7 +93,6 @@ def check_architectures(library: Path, capabilities: List[str]) -> None:
     for capability in capabilities:
         number = int(capability.split("+")[0].replace(".", ""))
         wanted += [(CUBIN, number), *([(PTX, number)] if capability.endswith("+PTX") else [])]
-    found = list(device_code(library))
-    counts = {code: found.count(code) for code in set(found)}
+    counts = Counter(device_code(library))
     if counts.keys() != set(wanted) or len(set(counts.values())) != 1:
-        raise BuildError(f"{library.name}: device code for {sorted(found)}, but build.toml declares {sorted(wanted)}")
+        raise BuildError(f"{library.name}: device code for {dict(counts)}, but build.toml declares {sorted(wanted)}")

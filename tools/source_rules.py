@@ -128,8 +128,5 @@ def public_names(tree: ast.Module, name: Path) -> list[str]:
 
 
 def layer_classes(package: Path, root: Path) -> list[str]:
-    """The top-level classes of the package's `layers` module, which may be a file or a directory."""
-    paths = [path for path in (package / "layers" / "__init__.py", package / "layers.py") if path.is_file()]
-    if not paths:
-        raise BuildError(f"{package.relative_to(root)}: __all__ names layers but there is no such module")
-    return [node.name for node in parse(paths[0], root).body if isinstance(node, ast.ClassDef)]
+    """The top-level classes of the package's `layers` module."""
+    return [node.name for node in parse(package / "layers.py", root).body if isinstance(node, ast.ClassDef)]

@@ -98,12 +98,8 @@ NEEDS = (
 )  # fmt: skip
 
 
-def signatures(layer: Layer, every: bool) -> List[Signature]:
-    """Those that a layer takes."""
-    if not every:
-        return [Signature(bias=layer.bias)]
-    index, scales = (torch.int64, torch.int32), (torch.float32, torch.bfloat16, torch.float16, None)
-    return [Signature(*types) for types in itertools.product(index, scales, (False, True), NEEDS)]
+INDICES, SCALES = (torch.int64, torch.int32), (torch.float32, torch.bfloat16, torch.float16, None)
+SIGNATURES = [Signature(*types) for types in itertools.product(INDICES, SCALES, (False, True), NEEDS)]
 
 
 @dataclass
@@ -158,13 +154,12 @@ class Calls:
         up, down = (self.empty(*shape) for shape in layer.weight_shapes)
         biases = (self.empty(e, layer.preact_width), self.empty(e, layer.hidden)) if signature.bias else (None, None)
         self.block = package["block"].Block(up, down, *biases, None, None, activation, **layer.kind, recompute=False)
-        pairs = self.pair(layer.preact_width, layer.hidden), self.pair(layer.hidden, layer.intermediate)
-        self.adapted = self.block._replace(up_lora=pairs[0], down_lora=pairs[1])
-        scaled = self.codes(layer.preact_width, layer.hidden), self.codes(layer.hidden, layer.intermediate)
-        self.scaled = self.adapted._replace(up=scaled[0], down=scaled[1], transposed=False)
+        shapes = (layer.preact_width, layer.hidden), (layer.hidden, layer.intermediate)  # N and K
+        self.adapted = self.block._replace(up_lora=self.pair(*shapes[0]), down_lora=self.pair(*shapes[1]))
+        up, down = (self.codes(*shape) for shape in shapes)
+        self.scaled = self.adapted._replace(up=up, down=down, transposed=False)
         self.quantized = self.scaled._replace(up_lora=None, down_lora=None)
-        kept = (weight._replace(products="w8a16") for weight in scaled)
-        self.kept = self.scaled._replace(**dict(zip(("up", "down"), kept)))
+        self.kept = self.scaled._replace(up=up._replace(products="w8a16"), down=down._replace(products="w8a16"))
 
     def empty(self, *shape: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """Unwritten memory, at an address of Triton's alignment or, for some layers, one element past it."""
@@ -330,7 +325,8 @@ def check(package: Package, target: str, name: str, dtype: str, tokens: int, eve
 
     spec = package.spec(target, TARGETS[target])
     with compiling_for(package, TARGETS[target].gpu, spec, collect):
-        for signature, part in itertools.product(signatures(layer, every), (Calls.experts, Calls.linear, Calls.mlp)):
+        signatures = SIGNATURES if every else [Signature(bias=layer.bias)]
+        for signature, part in itertools.product(signatures, (Calls.experts, Calls.linear, Calls.mlp)):
             try:
                 part(Calls(package, layer, DTYPES[dtype], tokens, signature, every))
             except Exception as error:  # a compiler failure of any kind is a result of this tool, not its end

@@ -111,9 +111,8 @@ def draw_speedup(results: dict, path: Path) -> None:
         panels_of.setdefault((cell["backward"], cell["tokens"], -cell["local"]), []).append(cell)
     rows, columns, width = -(-len(panels_of) // 3), min(3, len(panels_of)), 0.85 / len(BARS)
     with figure_of(results, path, rows, columns, (15, 3.3 * rows)) as panels:
-        for axes, ((backward, tokens, local), cells) in zip(
-            panels, sorted(panels_of.items(), key=lambda item: item[0])
-        ):
+        for axes, (backward, tokens, local) in zip(panels, sorted(panels_of)):
+            cells = panels_of[backward, tokens, local]
             for k, (name, (shade, hatch)) in enumerate(BARS.items()):
                 speeds = [ratio(cell, GROUPED, name) for cell in cells]
                 bars = [(i + (k + 0.5) * width - 0.425, speed) for i, speed in enumerate(speeds) if speed]

@@ -14,6 +14,7 @@ same weights and nothing is converted. A peer that cannot be had is absent, with
 
 import functools
 import importlib
+import itertools
 import math
 import os
 import tempfile
@@ -249,8 +250,8 @@ def cells_of_suite(name: str, layers: Sequence[Layer]) -> List[Cell]:
     if name == "models_decode":
         return [Cell(layer, tokens) for layer in layers for tokens in (1, 8, 64)]
     if name == "cpu":  # what two cores do in seconds
-        dtypes = (torch.float32, torch.bfloat16)
-        return [Cell(x, 512, 1.0, b, dtype=dtype) for x in layers for dtype in dtypes for b in (False, True)]
+        kinds = itertools.product(layers, (torch.float32, torch.bfloat16), (1, 16, 512), (False, True))
+        return [Cell(layer, tokens, 1.0, backward, dtype=dtype) for layer, dtype, tokens, backward in kinds]
     long, short = ([Cell(x, t, local) for x in layers for local in (1.0, 0.5, 0.125)] for t in (16384, 4096))
     steps = [Cell(layer, 8192, local, True) for layer in layers for local in (1.0, 0.125)]
     longest = [Cell(QWEN3_30B, 16384, local, True) for local in (1.0, 0.125) if QWEN3_30B in layers]

@@ -73,16 +73,6 @@ def test_checkpointing_when_routing_changes(grouped_moe, device, routed, recompu
     assert_same(got, {**want, "out": out})
 
 
-def leave_one_expert(ids, experts):
-    """That which most slots have: among many experts none may have a given one."""
-    most = ids[(ids >= 0) & (ids < experts)].mode().values
-    ids.masked_fill_(ids != most, experts + 1)
-
-
-def leave_one_slot(ids, experts):
-    ids.fill_(experts)[-1, -1] = experts - 1
-
-
 ROUTINGS = {  # of ids, in place, and E
     "none": lambda ids, experts: ids.fill_(-1),
     "first": lambda ids, experts: ids.fill_(0),
@@ -91,8 +81,9 @@ ROUTINGS = {  # of ids, in place, and E
     "not-the-first": lambda ids, experts: ids.masked_fill_(ids == 0, experts + 1),
     "not-the-last": lambda ids, experts: ids.masked_fill_(ids == experts - 1, experts + 1),
     "not-two-neighbours": lambda ids, experts: ids.masked_fill_((ids == 1) | (ids == 2), experts + 1),
-    "one-expert": leave_one_expert,
-    "one-slot": leave_one_slot,
+    # That which most slots have: among many experts none may have a given one.
+    "one-expert": lambda ids, experts: ids.masked_fill_(ids != ids[(ids >= 0) & (ids < experts)].mode()[0], experts),
+    "one-slot": lambda ids, experts: ids.fill_(experts)[-1, -1].fill_(experts - 1),
 }
 
 

@@ -8,10 +8,6 @@ from block import checkpointed
 from compare import assert_bitwise, assert_differentiable_once, assert_same
 from operations import MADE_OF, OPERATIONS, SEEN, SIZES, Log, Operation, count_flops, kind_of, make_operation
 
-by_loss = pytest.mark.parametrize("curved", [False, True], ids=["linear-loss", "curved-loss"])
-by_entry = pytest.mark.parametrize("backward", [False, True], ids=["grad", "backward"])
-by_operation = pytest.mark.parametrize("name", OPERATIONS)
-
 
 @pytest.fixture(params=OPERATIONS)
 def name(request) -> str:
@@ -66,7 +62,6 @@ def test_gradients_accumulate_and_inputs_stay(operation):
         assert_bitwise("input", tensor.detach(), kept)
 
 
-@by_operation
 @pytest.mark.parametrize("how", ["watched-forward", "watched-backward", "graph"])
 def test_checkpoints(grouped_moe, device, name, how):
     """What is saved is the same whether a mode sees the op or not. A graph of the gradients changes nothing."""
@@ -165,10 +160,9 @@ def test_flops_of_main_grads(grouped_moe, device, single):
     assert count_flops(lambda: layer(x, sizes).sum().backward()) == 3 * 2 * 24 * 16 * 8
 
 
-@by_loss
-@by_entry
+@pytest.mark.parametrize("curved", [False, True], ids=["linear-loss", "curved-loss"])
+@pytest.mark.parametrize("backward", [False, True], ids=["grad", "backward"])
 @pytest.mark.parametrize("way", ["plain", "watched", "checkpoint"])
-@by_operation
 def test_differentiable_once(grouped_moe, device, name, way, curved, backward):
     """A second derivative raises, also where all else is frozen: what it depends on may not be among what is saved.
 

@@ -2,7 +2,6 @@
 processes. Tokens are many or columns wide, and references on the GPU.
 """
 
-import importlib
 import subprocess
 import sys
 
@@ -65,11 +64,10 @@ def test_long_steps(grouped_moe, case, device):
     check_long_step(grouped_moe, case, device)
 
 
-def need_shared_tiles(grouped_moe, rows: int, groups: int, n: int, k: int) -> None:
+def need_shared_tiles(module, rows: int, groups: int, n: int, k: int) -> None:
     """Two warp groups share the tiles of such a grouped GEMM on a Hopper; other GPUs have no such tiles."""
-    heuristic = importlib.import_module(f"{grouped_moe.__name__}.tuning.heuristic")
-    device = importlib.import_module(f"{grouped_moe.__name__}.common.device")
-    spec = device.device_spec(torch.device("cuda", torch.cuda.current_device()))
+    heuristic = module("tuning.heuristic")
+    spec = module("common.device").device_spec(torch.device("cuda", torch.cuda.current_device()))
     if not spec.hopper:
         pytest.skip("other tiles on this GPU")
     wide = heuristic.wide_pays(rows, groups, n, k, spec)
@@ -77,19 +75,19 @@ def need_shared_tiles(grouped_moe, rows: int, groups: int, n: int, k: int) -> No
     assert config.block_n == 256
 
 
-def test_experts_whose_tiles_two_warp_groups_share(grouped_moe, device):
+def test_experts_whose_tiles_two_warp_groups_share(grouped_moe, module, device):
     """Those of the down-projection, with a tail of K, and of the gradient of hidden states."""
     case = Case("long", T=2048, top_k=1, E=16, H=2048, I=4104)
     for k in (case.I, 2 * case.I):
-        need_shared_tiles(grouped_moe, case.T, case.E, case.H, k)
+        need_shared_tiles(module, case.T, case.E, case.H, k)
     need_memory(16)
     check_long_step(grouped_moe, case, device)
 
 
 @pytest.mark.parametrize("rank", [5, 16, 64])  # a part of a step of K, or a whole one
-def test_shared_tiles_with_low_rank_pairs(grouped_moe, device, rank):
+def test_shared_tiles_with_low_rank_pairs(grouped_moe, module, device, rank):
     case = Case("long", T=2048, top_k=1, E=16, H=2048, I=4104)
-    need_shared_tiles(grouped_moe, case.T, case.E, case.H, case.I)
+    need_shared_tiles(module, case.T, case.E, case.H, case.I)
     need_memory(24)
     inputs = make_inputs(case, torch.bfloat16, device)
     pairs = make_loras(grouped_moe, case, inputs, Pairs(rank=rank))
@@ -98,10 +96,10 @@ def test_shared_tiles_with_low_rank_pairs(grouped_moe, device, rank):
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
-def test_tiles_that_two_warp_groups_share(grouped_moe, device, transposed):
+def test_tiles_that_two_warp_groups_share(grouped_moe, module, device, transposed):
     """Of a long K, with its tail, next to rows of no group, empty groups and one of one row."""
     rows, groups, n, k = 2048, 16, 4096, 4104
-    need_shared_tiles(grouped_moe, rows, groups, n, k)
+    need_shared_tiles(module, rows, groups, n, k)
     need_memory(16)
     sizes = (700, 0, 1, 1000, 199, *[0] * (groups - 5))
     linear = Linear("long", sizes, rows - sum(sizes), N=n, K=k, transposed=transposed, bias=True, scales=True)

@@ -1,6 +1,7 @@
 """What the experts block saves for its backward, and what the last backward of a graph may overwrite."""
 
 from typing import List
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -151,17 +152,12 @@ def test_a_checkpoint_takes_it_too(grouped_moe, module, device, monkeypatch):
     assert taken == [True]
 
 
-def test_after_a_backward_that_failed_another_raises(grouped_moe, module, device):
+def test_after_a_backward_that_failed_another_raises(grouped_moe, module, device, monkeypatch):
     """It would read what the first one has overwritten."""
     case, inputs = make("tall-wide", device)
     out = call(grouped_moe, case, with_leaves(inputs))
-
-    def fail(*_, **__):
-        raise MemoryError("of the test")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module("block_op"), "_backward", fail)
-        with pytest.raises(MemoryError, match="of the test"):
-            out.backward(inputs.dout)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(module("block_op"), "_backward", Mock(side_effect=MemoryError))
+        out.backward(inputs.dout)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward(inputs.dout)

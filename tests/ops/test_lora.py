@@ -269,23 +269,19 @@ def test_saved_memory(grouped_moe, device, pairs, recompute, frozen):
 
 @by_recompute
 @pytest.mark.parametrize("adapters", [0, 2])
-def test_flops_of_a_gradient_of_b(grouped_moe, device, recompute, adapters):
-    """2 M N K of each product: of both weights and pairs, of the gradient itself and of what comes before it."""
-    pairs = Pairs(rank=4, adapters=adapters)
+@pytest.mark.parametrize("name", ["down_lora.b", "gate_up_lora.a"])
+def test_flops_of_the_gradient_of_a_factor(grouped_moe, device, name, adapters, recompute):
+    """2 M N K of each product: of both weights and pairs, of the gradient itself and of what comes before it.
+
+    To the first a the gradient of the pre-activation leads, by way of b.
+    """
+    pairs, rank = Pairs(rank=4, adapters=adapters), 4 * max(1, adapters)
     case, inputs, arguments = make(grouped_moe, "silu", pairs, FP32, device, recompute=recompute)
-    b, rank = arguments["down_lora"].b.requires_grad_(), 4 * max(1, adapters)
-    flops = count_flops(lambda: torch.autograd.grad(call(grouped_moe, case, inputs, **arguments).sum(), b))
-    up, down = case.preact_width * case.H, case.I * case.H
-    products = up + down + rank * (case.preact_width + case.H + case.I + case.H) + 2 * rank * case.H
-    assert flops == 2 * case.T * case.top_k * products
-
-
-@by_recompute
-def test_flops_of_a_gradient_of_a(grouped_moe, device, recompute):
-    """That of the first pair, to which the gradient of the pre-activation leads by way of b."""
-    case, inputs, arguments = make(grouped_moe, "silu", Pairs(rank=4), FP32, device, recompute=recompute)
-    a, hidden, width = arguments["gate_up_lora"].a.requires_grad_(), case.H, case.preact_width
-    flops = count_flops(lambda: torch.autograd.grad(call(grouped_moe, case, inputs, **arguments).sum(), a))
-    up, down, up_pair, down_pair = width * hidden, case.I * hidden, 4 * (hidden + width), 4 * (case.I + hidden)
-    products = (1 + recompute) * (up + up_pair) + 2 * (down + down_pair) + up_pair
-    assert flops == 2 * case.T * case.top_k * products
+    factor, h, i, width = factors(arguments)[name].requires_grad_(), case.H, case.I, case.preact_width
+    flops = count_flops(lambda: torch.autograd.grad(call(grouped_moe, case, inputs, **arguments).sum(), factor))
+    up, down, up_pair, down_pair = width * h, i * h, rank * (h + width), rank * (i + h)
+    products = {
+        "down_lora.b": up + down + up_pair + down_pair + 2 * rank * h,
+        "gate_up_lora.a": (1 + recompute) * (up + up_pair) + 2 * (down + down_pair) + up_pair,
+    }
+    assert flops == 2 * case.T * case.top_k * products[name]

@@ -59,10 +59,6 @@ def keep_our_ops(_, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if "grouped_moe" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def keep_all_ops(*_, **kwargs):
-    return CheckpointPolicy.MUST_SAVE
-
-
 def selective(policy, module, *args):
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     return checkpoint(module, *args, use_reentrant=False, context_fn=contexts)
@@ -71,7 +67,7 @@ def selective(policy, module, *args):
 CALLS = {
     "checkpoint": functools.partial(checkpoint, use_reentrant=False),
     "checkpoint-selective": functools.partial(selective, keep_our_ops),
-    "checkpoint-selective-all": functools.partial(selective, keep_all_ops),
+    "checkpoint-selective-all": functools.partial(selective, lambda *_, **__: CheckpointPolicy.MUST_SAVE),
     "checkpoint-reentrant": functools.partial(checkpoint, use_reentrant=True),
     "offloaded": offloaded,
 }

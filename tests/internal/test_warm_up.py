@@ -31,24 +31,29 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "lora"])
-def test_calls_behind_an_exchange(grouped_moe, compiles, monkeypatch, adapted):
+def adapted(grouped_moe, model, *weights):
+    """The model with a LoRA of peft on these weights of experts."""
+    peft, targets = pytest.importorskip("peft"), [f"experts.{weight}" for weight in weights]
+    experts_of(model).config._experts_implementation = grouped_moe.register_experts_implementation("grouped_moe_lora")
+    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=[], target_parameters=targets))
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
+def test_calls_behind_an_exchange(grouped_moe, compiles, monkeypatch, lora):
     """Experts with `ep_loras` are those that an exchange reaches. Parts of factors are contiguous, not so peft's."""
     exchange, model = compiles.module("exchange"), qwen3()
     experts, forward = experts_of(model), compiles.module("integrations.transformers").experts_forward
     experts.ep_loras, factors = {}, []
     monkeypatch.setattr(exchange, "all_to_all", lambda rows, group: rows.clone(memory_format=torch.contiguous_format))
-    if adapted:
-        peft = pytest.importorskip("peft")
-        experts.config._experts_implementation = grouped_moe.register_experts_implementation("grouped_moe_lora")
-        peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=[], target_parameters=["experts.gate_up_proj"]))
+    if lora:
+        adapted(grouped_moe, model, "gate_up_proj")
         (loras,) = compiles.module("integrations.peft").loras_of(model).values()
         factors = loras["gate_up_lora"][:2]
     count = grouped_moe.warm_up(model, (1, 600), backward=True, progress=False)
     for tokens, grad in itertools.product((1, 7, 9, 150), (False, True)):
         x, weights = (torch.zeros(tokens, n, dtype=BF16, requires_grad=grad) for n in (256, 8))
         parts = [factor.detach().contiguous().requires_grad_(grad) for factor in factors]
-        options = {"gate_up_lora": grouped_moe.LoRA(*parts)} if adapted else {}
+        options = {"gate_up_lora": grouped_moe.LoRA(*parts)} if lora else {}
         with torch.set_grad_enabled(grad):
             there = exchange.dispatch(x, weights, torch.zeros(tokens, 8, dtype=torch.int64), 64, 4, tokens, None)
             rows = forward(experts, there.x, there.ids, there.weights, **options)
@@ -73,11 +78,9 @@ def test_later_calls_compile_nothing(grouped_moe, compiles, name):
 @pytest.mark.parametrize("make, top_k, last", [(qwen3, 8, 2048), (gpt_oss, 4, 2048), (fp8, 8, 2048), (qwen3, 8, 12)])
 def test_loras_of_peft(grouped_moe, compiles, make, top_k, last):
     """Of the active adapter, in decoding, in large batches and in training; of copies where rows are many enough."""
-    peft, model = pytest.importorskip("peft"), make()
-    experts_of(model).config._experts_implementation = grouped_moe.register_experts_implementation("grouped_moe_lora")
-    targets = ["experts.gate_up_proj", "experts.down_proj"]
-    peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=[], target_parameters=targets))
-    wrapper, draw = next(each for each in model.modules() if type(each).__name__ == "ParamWrapper"), random.Random(0)
+    model, draw = make(), random.Random(0)
+    adapted(grouped_moe, model, "gate_up_proj", "down_proj")
+    wrapper = next(each for each in model.modules() if type(each).__name__ == "ParamWrapper")
     count = grouped_moe.warm_up(model, (1, last), backward=True, progress=False)
     assert count == len(compiles.variants) and any("project" in name for name in compiles.names())
     for tokens in [*range(1, 12), last, *(draw.randrange(1, last + 1) for _ in range(30))]:
@@ -228,13 +231,6 @@ def test_under_autocast(grouped_moe, compiles, kind):
             assert len(compiles.variants) == count, f"{tokens} tokens: {compiles.names()[count:]}"
 
 
-def adapted(grouped_moe, model):
-    """The model with a LoRA of peft."""
-    experts_of(model).config._experts_implementation = grouped_moe.register_experts_implementation("grouped_moe_lora")
-    config = pytest.importorskip("peft").LoraConfig(r=8, target_modules=[], target_parameters=["experts.gate_up_proj"])
-    return pytest.importorskip("peft").get_peft_model(model, config)
-
-
 def alike(grouped_moe, kind):
     """Two layers of one shape. The second one lacks kernels of the first one."""
     if kind == "main_grad":
@@ -242,7 +238,7 @@ def alike(grouped_moe, kind):
         for layer, dtype in zip(layers, (BF16, torch.float32)):
             layer.weight.main_grad = torch.zeros(layer.weight.shape, dtype=dtype)
     elif kind == "lora":
-        layers = [adapted(grouped_moe, qwen3()), qwen3().requires_grad_(False)]
+        layers = [adapted(grouped_moe, qwen3(), "gate_up_proj"), qwen3().requires_grad_(False)]
     else:
         layers = [Ungated(), Ungated()]
     if kind == "exchanged":

@@ -7,6 +7,7 @@ import group_splits
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
+from loops import loop_bias_grads
 from marks import DTYPES, by_dtype
 from poison import LAYOUTS, dirty_allocator, guarded, poisoned_allocations
 
@@ -20,17 +21,6 @@ def make(sizes, dtype, device, N=70, tail=6, scales_dtype=torch.float32):
     rows = sum(sizes) + tail
     dy, scales, bias = torch.randn(rows, N), torch.rand(rows) - 0.5, torch.randn(len(sizes), N)
     return dy.to(device, dtype), scales.to(device, scales_dtype), bias.to(device, dtype), torch.tensor(sizes).to(device)
-
-
-def expected(dy, scales, bias, sizes):
-    """(dbias, dscales) in fp64, by a loop."""
-    dy, scales, bias = (t.double() for t in (dy, scales, bias))
-    dbias, dscales, start = torch.zeros_like(bias), torch.zeros_like(scales), 0
-    for group, size in enumerate(sizes.tolist()):
-        rows = slice(start, start + size)
-        dbias[group], dscales[rows] = scales[rows] @ dy[rows], dy[rows] @ bias[group]
-        start += size
-    return dbias, dscales
 
 
 def assert_sums(got, want, dtype=torch.float32):
@@ -47,7 +37,7 @@ def test_matches_loop(grouped_moe, device, sizes, dtype, scales_dtype):
     """fp64 on the CPU alone."""
     inputs = make(sizes, dtype, "cpu" if dtype == torch.float64 else device, scales_dtype=scales_dtype)
     sums = torch.promote_types(dtype, torch.float32)
-    assert_sums(grouped_moe.grouped_dbias_dscales(*inputs), expected(*inputs), sums)
+    assert_sums(grouped_moe.grouped_dbias_dscales(*inputs), loop_bias_grads(*inputs), sums)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -61,7 +51,7 @@ def test_adds_to_buffers(grouped_moe, device, given, dtype, compiled, fresh_comp
     buffers = {name: start[name].clone() for name in given}
     got = dict(zip(start, function(*inputs, **buffers)))
     assert all(got[name] is buffers[name] for name in given)
-    want = dict(zip(start, expected(*inputs)))
+    want = dict(zip(start, loop_bias_grads(*inputs)))
     assert_sums(list(got.values()), [want[name] + (start[name].double() if name in given else 0) for name in start])
 
 
@@ -106,7 +96,7 @@ def test_strides_and_no_graph(grouped_moe, device):
     strided = [LAYOUTS["transposed-apart"](tensor).requires_grad_() for tensor in (dy, scales, bias)]
     got = grouped_moe.grouped_dbias_dscales(*strided, sizes)
     assert not any(tensor.requires_grad for tensor in got)
-    assert_sums(got, expected(*inputs))
+    assert_sums(got, loop_bias_grads(*inputs))
 
 
 @pytest.mark.parametrize("name, change, error, message", [
@@ -178,4 +168,4 @@ def test_buffers_that_share_memory(grouped_moe, device):
                 grouped_moe.grouped_dbias_dscales(dy, scales, bias, splits, **{**rest, name: buffer})
     ints.zero_()
     assert not memory.any()
-    assert_sums(grouped_moe.grouped_dbias_dscales(*inputs, **apart), expected(*inputs))
+    assert_sums(grouped_moe.grouped_dbias_dscales(*inputs, **apart), loop_bias_grads(*inputs))

@@ -1,4 +1,4 @@
-"""Routing, and the passes between tokens and rows, as loops in Python."""
+"""Routing, the passes between tokens and rows, and gradients of a scaled bias, as loops in Python."""
 
 import block
 import torch
@@ -34,6 +34,17 @@ def loop_combine(y, weights, routing):
     parts = [[weights[t, k] * y[row] for k, row in enumerate(line) if row >= 0] for t, line in enumerate(places)]
     zero = y.new_zeros(1, y.shape[1])
     return torch.stack([sum(line, zero[0]) for line in parts]) if parts else zero[:0]
+
+
+def loop_bias_grads(dy, scales, bias, sizes):
+    """(dbias, dscales) in fp64."""
+    dy, scales, bias = (t.double() for t in (dy, scales, bias))
+    dbias, dscales, start = torch.zeros_like(bias), torch.zeros_like(scales), 0
+    for group, size in enumerate(sizes.tolist()):
+        rows = slice(start, start + size)
+        dbias[group], dscales[rows] = scales[rows] @ dy[rows], dy[rows] @ bias[group]
+        start += size
+    return dbias, dscales
 
 
 def differentiate(function, tensors, dout):

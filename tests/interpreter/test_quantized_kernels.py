@@ -25,17 +25,6 @@ def rounded_by_torch(monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", rounded)
 
 
-@pytest.fixture(scope="session")
-def scales(kernels, module):
-    """The module that transposes weights."""
-    return module("backends.triton.scales")
-
-
-@pytest.fixture(scope="session")
-def activation_grad(kernels, module):
-    return module("backends.triton.experts").activation_grad
-
-
 def scaled_weight(grouped_moe, shape, block, parts=1, layout="nk"):
     """Random codes and scales; layout: nk, kn, or apart, with a byte between codes."""
     scaled = grouped_moe.quantize_blocks(torch.randn(shape), block, parts)
@@ -52,7 +41,8 @@ def scaled_weight(grouped_moe, shape, block, parts=1, layout="nk"):
     ((2, 256, 128), (128, 128), 2), ((3, 150, 275), (128, 128), 1),
     ((1, 75, 51), (75, 51), 1), ((2, 64, 40), (16, 32), 2),
 ])  # fmt: skip
-def test_transpose_codes(scales, grouped_moe, shape, block, parts, layout):
+def test_transpose_codes(module, grouped_moe, shape, block, parts, layout):
+    scales = module("backends.triton.scales")
     weight = scaled_weight(grouped_moe, shape, block, parts, layout)
     assert scales.can_transpose(weight)
     got = scales.transpose_codes(weight)
@@ -63,9 +53,10 @@ def test_transpose_codes(scales, grouped_moe, shape, block, parts, layout):
 
 
 @pytest.mark.parametrize("n, block_n", [(320, 128), (150, 75)], ids=["ragged", "odd-span"])
-def test_parts_that_do_not_transpose(scales, grouped_moe, n, block_n):
+def test_parts_that_do_not_transpose(module, grouped_moe, n, block_n):
     """Blocks of gate and up that were one dimension of blocks no more, or that steps along K would cross."""
-    assert not scales.can_transpose(scaled_weight(grouped_moe, (1, n, 128), (block_n, 128), 2))
+    weight = scaled_weight(grouped_moe, (1, n, 128), (block_n, 128), 2)
+    assert not module("backends.triton.scales").can_transpose(weight)
 
 
 class Kind(NamedTuple):
@@ -139,8 +130,9 @@ def needs_of(module, results: str):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("kind, quantizes", GRADS.values(), ids=GRADS)
-def test_activation_grad(module, grouped_moe, kernels, activation_grad, kind, quantizes, dtype):
+def test_activation_grad(module, grouped_moe, kernels, kind, quantizes, dtype):
     """Rows of no expert and their scales are NaN; what is not asked for is None."""
+    activation_grad = module("backends.triton.experts").activation_grad
     block = block_of(module, grouped_moe, kind)
     rows, grouped, slots = make_rows(kernels, dtype, kind.routed)
     dact = torch.randn(rows.num_rows, kind.I).to(dtype)
@@ -174,8 +166,9 @@ def test_activation_grad(module, grouped_moe, kernels, activation_grad, kind, qu
         assert_bitwise("codes alone", only.codes[grouped].view(U8), codes.codes[grouped].view(U8))
 
 
-def test_activation_grad_overwrites(module, grouped_moe, kernels, activation_grad):
+def test_activation_grad_overwrites(module, grouped_moe, kernels):
     """The gradient takes the memory of the pre-activation, of rows of an expert; codes have memory of their own."""
+    activation_grad = module("backends.triton.experts").activation_grad
     block, (rows, grouped, _) = block_of(module, grouped_moe, Kind()), make_rows(kernels, torch.float16, True)
     dact, preact = torch.randn(rows.num_rows, 256).half(), torch.randn(rows.num_rows, 512).half()
     before = preact.clone()

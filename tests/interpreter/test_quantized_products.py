@@ -6,7 +6,7 @@ from compare import assert_bitwise, assert_close
 from pairs import Pairs
 from poison import turned
 from quantized import ROWS, SAME_CODES, Case, error, make, rounded, run
-from quantized_steps import Ranks, gradients, make_pairs, references
+from quantized_steps import Ranks, gradients, make_pairs, references, with_leaves
 from torch.nn.functional import silu
 
 from interpreter.test_quantized_kernels import rounded_by_torch  # noqa: F401
@@ -40,9 +40,7 @@ def test_steps(grouped_moe, case, ranks):
     given.ids[3], pairs = case.E, make_pairs(grouped_moe, given, ranks)
     unread, dout = (given.ids >= case.E).all(1)[:, None], torch.randn_like(given.x)
     with torch.enable_grad():
-        leaves = given._replace(
-            x=torch.where(unread, NAN, given.x).requires_grad_(), weights=given.weights.clone().requires_grad_()
-        )
+        leaves = with_leaves(given._replace(x=torch.where(unread, NAN, given.x)))
         out = run(grouped_moe, case, leaves, **pairs)
         got = gradients(out, leaves, pairs, torch.where(unread, NAN, dout))
         wants = references(case, given, pairs, dout)

@@ -201,30 +201,21 @@ def test_traced_by_torch_jit(operation):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_a_capacity_made_of_sizes_is_traced(grouped_moe, device):
-    """`torch.jit.trace` has tensors for sizes. What it makes has room for all slots of any number of tokens."""
+@pytest.mark.parametrize("size, num_ids", [("capacity", 3), ("num_experts", 4)])
+def test_sizes_are_traced(grouped_moe, device, size, num_ids):
+    """`torch.jit.trace` has tensors for them. A capacity has room for all slots of any number of tokens."""
     shapes = (12, 16), (12, 2), (3, 8, 16), (3, 16, 4)
     x, weights, up, down = (torch.randn(shape, device=device) for shape in shapes)
-    ids = torch.arange(24, device=device).reshape(12, 2) % 3
+    ids = torch.arange(24, device=device).reshape(12, 2) % num_ids
 
-    def function(x, ids, weights):
-        return grouped_moe.grouped_mm_experts(x, ids, weights, up, down, capacity=2 * x.shape[0])
+    def function(x, ids, weights, up):
+        if size == "capacity":
+            return grouped_moe.grouped_mm_experts(x, ids, weights, up, down, capacity=2 * x.shape[0])
+        routing = grouped_moe.route(ids, up.shape[0])
+        return grouped_moe.grouped_linear(grouped_moe.gather_rows(x, routing), up, routing.expert_offsets)
 
-    traced = torch.jit.trace(function, (x[:5], ids[:5], weights[:5]), check_trace=False)
-    assert_bitwise("traced", traced(x, ids, weights), function(x, ids, weights))
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_a_number_of_experts_that_is_a_size_is_traced(grouped_moe, device):
-    x, weight = torch.randn(12, 16, device=device), torch.randn(3, 8, 16, device=device)
-    ids = torch.arange(24, device=device).reshape(12, 2) % 4
-
-    def function(x, ids, weight):
-        routing = grouped_moe.route(ids, weight.shape[0])
-        return grouped_moe.grouped_linear(grouped_moe.gather_rows(x, routing), weight, routing.expert_offsets)
-
-    traced = torch.jit.trace(function, (x[:5], ids[:5], weight), check_trace=False)
-    assert_bitwise("traced", traced(x, ids, weight), function(x, ids, weight))
+    traced = torch.jit.trace(function, (x[:5], ids[:5], weights[:5], up), check_trace=False)
+    assert_bitwise("traced", traced(x, ids, weights, up), function(x, ids, weights, up))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop.*:UserWarning")

@@ -127,6 +127,14 @@ def two_ranks(device):
 
 
 @pytest.fixture
+def exchange(module, monkeypatch):
+    """That of expert-parallel ranks, of which this is the only one: what it sends to any rank comes back to it."""
+    exchange = module("exchange")
+    monkeypatch.setattr(exchange, "all_to_all", lambda rows, group: rows.clone(memory_format=torch.contiguous_format))
+    return exchange
+
+
+@pytest.fixture
 def implementation(grouped_moe) -> str:
     """The name that transformers knows the package by."""
     return grouped_moe.register_experts_implementation()

@@ -15,14 +15,6 @@ T, E, TOP_K, RANKS = 40, 8, 3, 4
 CASE = Case("of-a-rank", T, TOP_K, E // RANKS, H=64, I=48)
 
 
-@pytest.fixture
-def exchange(module, monkeypatch):
-    """What it sends to any rank comes back to it."""
-    exchange = module("exchange")
-    monkeypatch.setattr(exchange, "all_to_all", lambda rows, group: rows.clone(memory_format=torch.contiguous_format))
-    return exchange
-
-
 def draw_ids(device: str) -> torch.Tensor:
     """Distinct experts, a tenth of the slots sentinels, one token without any expert."""
     ids = torch.rand(T, E).topk(TOP_K).indices

@@ -4,23 +4,12 @@ import math
 import tempfile
 from typing import Dict, Iterator, List, Sequence
 
+import expert_parallel
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from expert_parallel import (
-    OURS,
-    TOP_K,
-    UNEVEN,
-    WEIGHTS,
-    compare,
-    expected,
-    grouped_moe,
-    local,
-    make_batches,
-    make_module,
-    raised,
-)
+from expert_parallel import OURS, grouped_moe, raised
 from poison import poisoned_allocations
 from ranks import device
 from torch import Tensor
@@ -112,10 +101,10 @@ def assert_near(what: str, got: Tensor, want: Tensor, bound: float = BOUND) -> N
 
 def check_eager_without_rows():
     """Eager experts without a row give an output without a graph; other ranks wait for their backward all the same."""
-    batches = make_batches(UNEVEN[: size()], torch.arange(TOP_K))
-    want = expected(batches, rank())
+    batches = expert_parallel.make_batches(expert_parallel.UNEVEN[: size()], torch.arange(expert_parallel.TOP_K))
+    want = expert_parallel.expected(batches, rank())
     for frozen in (False, True):
-        experts = make_module(OURS).requires_grad_(not frozen)
+        experts = expert_parallel.make_module(OURS).requires_grad_(not frozen)
         experts.config._experts_implementation = "eager"
         for with_x in (True, False) if not frozen else (True,):
             experts.zero_grad()
@@ -123,8 +112,9 @@ def check_eager_without_rows():
             experts(x, batches[rank()].ids, batches[rank()].weights).backward(batches[rank()].dout)
             found = {"x": x.grad} if with_x else {}
             if not (rank() or frozen):
-                found.update({name: local(getattr(experts, name).grad) for name in WEIGHTS})
-            compare(f"eager, frozen: {frozen}, x: {with_x}", found, want)
+                grads = {name: getattr(experts, name).grad for name in expert_parallel.WEIGHTS}
+                found.update({name: expert_parallel.local(grad) for name, grad in grads.items()})
+            expert_parallel.compare(f"eager, frozen: {frozen}, x: {with_x}", found, want)
 
 
 def check_logits_and_gradients():

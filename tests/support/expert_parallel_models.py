@@ -94,9 +94,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def assert_near(what: str, got: Tensor, want: Tensor, bound: float = BOUND) -> None:
+def assert_near(what: str, got: Tensor, want: Tensor) -> None:
     error = ((got - want).abs().max() / want.abs().max()).item()
-    assert error <= bound, f"{what}: expected within {bound:.0e} of the largest number, got {error:.1e}"
+    assert error <= BOUND, f"{what}: expected within {BOUND:.0e} of the largest number, got {error:.1e}"
 
 
 def check_eager_without_rows():
@@ -164,10 +164,16 @@ def sgd(model: PreTrainedModel) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def record_ids(model: PreTrainedModel) -> List[Tensor]:
+    """Grows by the ids that each forward of the model gets."""
+    seen = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
+    return seen
+
+
 def choose_by_token(model: PreTrainedModel) -> None:
     """Has the experts of a token be those of its id, so that rounding decides nothing; routing weights become fp32."""
-    generator, seen = torch.Generator().manual_seed(4), []
-    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
+    generator, seen = torch.Generator().manual_seed(4), record_ids(model)
 
     def route(table: Tensor, output: tuple) -> tuple:
         chosen = table[seen[-1].flatten()]
@@ -253,18 +259,6 @@ def check_clipping():
         assert_near(name, whole(got.grad), right.grad)
 
 
-class Recording(transformers.Trainer):
-    """A Trainer that keeps the batches that it took."""
-
-    def __init__(self, *args, **kwargs):
-        self.seen = []
-        super().__init__(*args, **kwargs)
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        self.seen.append(inputs["input_ids"])
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
 def check_trainer():
     """The losses that the Trainer reports are those of a loop in one process over the same batches."""
     folder, steps, rate, epsilon, max_norm = save_model(), 6, 1e-3, 1e-4, 0.1
@@ -274,9 +268,11 @@ def check_trainer():
         lr_scheduler_type="constant", max_grad_norm=max_norm, logging_steps=1, save_strategy="no", report_to=[],
         use_cpu=device() == "cpu", dataloader_pin_memory=False, disable_tqdm=True,
     )  # fmt: skip
-    trainer = Recording(load(folder, WITH_MOST, own()), arguments, train_dataset=rows)
+    model = load(folder, WITH_MOST, own())
+    seen = record_ids(model)
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
     trainer.train()
-    seen = [torch.stack(trainer.seen)] * size()
+    seen = [torch.stack(seen)] * size()
     dist.all_gather_object(seen, seen[0])
     one = load_whole(folder)
     optimizer = torch.optim.AdamW(one.parameters(), lr=rate, eps=epsilon, weight_decay=0.0)

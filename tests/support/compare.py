@@ -99,16 +99,16 @@ def assert_matches(got: Dict[str, Tensor], want: Dict[str, Tensor], dtype, own=M
         assert_close(name, tensor, want[name], coarse, inner_products=single)
 
 
-def assert_same(got: Dict[str, Tensor], want: Dict[str, Tensor]) -> None:
+def assert_same(got: Dict[str, Tensor], want: Dict[str, Tensor], what: str = "") -> None:
     """Bitwise, with the same names."""
     assert got.keys() == want.keys()
-    assert_part(got, want)
+    assert_part(got, want, what)
 
 
-def assert_part(got: Dict[str, Tensor], want: Dict[str, Tensor]) -> None:
+def assert_part(got: Dict[str, Tensor], want: Dict[str, Tensor], what: str = "") -> None:
     """Bitwise, what got has, which may be less."""
     for name, tensor in got.items():
-        assert_bitwise(name, tensor, want[name])
+        assert_bitwise(f"{what}{name}", tensor, want[name])
 
 
 def assert_differentiable_once(out, x, curved: bool, backward: bool) -> None:

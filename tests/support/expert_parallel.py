@@ -7,7 +7,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 import torch
 import torch.distributed as dist
 from cases import kept
-from compare import assert_bitwise, assert_close
+from compare import assert_close, assert_same
 from machine import load_kernel
 from poison import poisoned_allocations
 from ranks import device
@@ -128,12 +128,6 @@ def compare(what: str, got: Dict[str, Tensor], want: Dict[str, Tensor], dtype: t
         assert_close(f"{what}, {name}", value, want[name], dtype, inner_products=name == "weights")
 
 
-def assert_same_bits(what: str, got: Dict[str, Tensor], want: Dict[str, Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, value in got.items():
-        assert_bitwise(f"{what}, {name}", value, want[name])
-
-
 UNEVEN = [12, 5, 9, 1]
 CASES: Dict[str, tuple] = {
     "even": ([8] * 4, None),
@@ -158,7 +152,7 @@ def check_batches_of_their_own():
                 got = run(experts, batches[rank()])
             compare(f"{name}, {case}", got, expected(batches, rank()))
             if name != "all_to_all":
-                assert_same_bits(f"{name}, {case}", run(experts, batches[rank()]), got)
+                assert_same(run(experts, batches[rank()]), got, f"{name}, {case}, ")
 
 
 def check_shared_batches():
@@ -340,7 +334,7 @@ def check_compile():
         experts.forward = torch.compile(experts.forward, fullgraph=True, backend=counter)
         for tokens in ([12, 5, 9, 2], [6, 9, 5, 12], [9, 7, 6, 5]):
             batch = make_batches(tokens[: size()])[0 if meshes else rank()]
-            assert_same_bits(f"{name}, {tokens}", run(experts, batch, dynamic=True), run(eager, batch))
+            assert_same(run(experts, batch, dynamic=True), run(eager, batch), f"{name}, {tokens}, ")
         assert counter.frame_count == 1
         if name == SMALL:
             assert torch.equal(experts.ep_dropped_slots, eager.ep_dropped_slots) and eager.ep_dropped_slots > 0
@@ -380,7 +374,7 @@ def check_graphs():
         for tensor, value in zip(static, batch):
             tensor.copy_(value)
         graph.replay()
-        assert_same_bits("replay", found, step())
+        assert_same(found, step(), "replay, ")
 
 
 check_graphs.devices = ("cuda",)

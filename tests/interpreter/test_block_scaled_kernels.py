@@ -4,11 +4,10 @@ import pytest
 import torch
 from block import call, run, run_reference
 from cases import BY_ID, make_inputs
-from compare import assert_close, assert_matches
-from pairs import Pairs, make_loras
-from pairs import assert_matches as assert_pairs_match
+from compare import assert_close
+from pairs import Pairs, assert_matches, make_loras
 from poison import poison_sentinels
-from scaled import WEIGHTS, Blocks, with_scales
+from scaled import Blocks, check, with_scales
 
 from interpreter.test_experts_kernels import guarded_inputs
 
@@ -40,12 +39,7 @@ def test_matches_reference(grouped_moe, case_id, sizes, blocks, dtype):
     """With NaN around all but scaled weights, and in what must not be read."""
     case = BY_ID[case_id]._replace(**sizes)
     inputs = make_inputs(case, dtype, "cpu")
-    case, given, wide = with_scales(grouped_moe, case, inputs, blocks)
-    weights = {name: getattr(given, name) for name in WEIGHTS}
-    given = guarded_inputs(poison_sentinels(inputs, case.E))._replace(**weights)
-    got, want = run(grouped_moe, case, given), run_reference(grouped_moe, case, wide)
-    assert got.keys() == {"out", *given.floating()}
-    assert_matches(got, {name: want[name] for name in got}, dtype)
+    check(grouped_moe, case, inputs, blocks, guarded_inputs(poison_sentinels(inputs, case.E)))
 
 
 FEW = {
@@ -78,4 +72,4 @@ def test_low_rank_pairs(grouped_moe, case_id):
     case, given, wide = with_scales(grouped_moe, case, make_inputs(case, torch.float16, "cpu"), Blocks((16, 32)))
     loras = make_loras(grouped_moe, case, wide, Pairs(rank=5), torch.float32)
     got, want = run(grouped_moe, case, given, **loras), run_reference(grouped_moe, case, wide, **loras)
-    assert_pairs_match(got, {name: want[name] for name in got}, torch.float16, torch.float32)
+    assert_matches(got, {name: want[name] for name in got}, torch.float16, torch.float32)

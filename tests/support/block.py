@@ -118,9 +118,9 @@ def run_reference(grouped_moe, case: Case, inputs: Inputs, **loras) -> Dict[str,
     return differentiate(reference_out(grouped_moe, case, inputs, loras, wide), wide, inputs.dout)
 
 
-def check(grouped_moe, case: Case, inputs: Inputs, **changes) -> Dict[str, Tensor]:
-    """The package's result, which matches the reference's."""
-    got, want = run(grouped_moe, case, inputs, **changes), run_reference(grouped_moe, case, inputs)
+def check(grouped_moe, case: Case, inputs: Inputs, poisoned: Optional[Inputs] = None, **changes) -> Dict[str, Tensor]:
+    """The package's result, which matches the reference's. poisoned: the inputs that the package gets, if others."""
+    got, want = run(grouped_moe, case, poisoned or inputs, **changes), run_reference(grouped_moe, case, inputs)
     compare.assert_matches(got, want, inputs.dout.dtype, {"top_k_weights": inputs.top_k_weights.dtype})
     return got
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from block import call, reference_out, run, run_reference
+from block import call, check, reference_out, run
 from cases import BY_ID, make_inputs
 from compare import assert_bitwise, assert_close, assert_same
-from pairs import LAYOUTS, Pairs, assert_matches, factors, make_loras, with_factors
+from pairs import LAYOUTS, Pairs, factors, make_loras, with_factors
 from poison import poison_sentinels, turned
 
 SMALL = {"T": 20, "E": 3}
@@ -33,11 +33,6 @@ STRIDED = {
     "adapters-apart": ("silu-transposed", Pairs(rank=16, adapters=5), "apart"),
 }
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-
-
-def run_poisoned(grouped_moe, case, inputs, arguments):
-    """Where what must not be read is NaN: the gradients of inputs and factors."""
-    return run(grouped_moe, case, poison_sentinels(inputs, case.E), **arguments)
 
 
 @pytest.mark.parametrize("layout, adapters, rank, num_rows, copied", [
@@ -77,8 +72,7 @@ def test_routed_rows(grouped_moe, case_id, pairs, dtype):
     case = BY_ID[case_id]._replace(**SMALL, activation=("silu", 1.0, None, 0.0))
     inputs = make_inputs(case, dtype, "cpu")
     arguments = make_loras(grouped_moe, case, inputs, pairs, torch.float32)
-    want = run_reference(grouped_moe, case, inputs, **arguments)
-    assert_matches(run_poisoned(grouped_moe, case, inputs, arguments), want, dtype, torch.float32)
+    check(grouped_moe, case, inputs, poison_sentinels(inputs, case.E), **arguments)
 
 
 @pytest.mark.parametrize("case_id, pairs, layout", STRIDED.values(), ids=STRIDED)
@@ -88,8 +82,8 @@ def test_strided_factors(grouped_moe, case_id, pairs, layout):
     inputs = make_inputs(case, torch.float16, "cpu")
     arguments = make_loras(grouped_moe, case, inputs, pairs, torch.float32)
     strided = with_factors(arguments, {name: LAYOUTS[layout](t) for name, t in factors(arguments).items()})
-    got, want = (run_poisoned(grouped_moe, case, inputs, given) for given in (strided, arguments))
-    assert_same(got, want)
+    poisoned = poison_sentinels(inputs, case.E)
+    assert_same(run(grouped_moe, case, poisoned, **strided), run(grouped_moe, case, poisoned, **arguments))
 
 
 def test_adapters_of_no_row_are_not_projected(grouped_moe):

@@ -5,12 +5,12 @@ Nothing of rows and experts that take no part is read, and no gradient depends o
 
 import pytest
 import torch
-from block import call, count_routed, reference_out, run, run_reference, with_leaves
+from block import call, check, count_routed, reference_out, run, with_leaves
 from cases import BY_ID, Case, make_inputs
 from compare import assert_close, assert_part, assert_same
 from marks import by_fp32_and_bf16, by_recompute
 from operations import count_flops, record
-from pairs import LAYOUTS, Pairs, assert_matches, factors, make_loras, with_factors
+from pairs import LAYOUTS, Pairs, factors, make_loras, with_factors
 from poison import dirty_allocator, poison_sentinels, poisoned_allocations
 
 NAN = float("nan")
@@ -78,9 +78,9 @@ def test_matches_merged_weights(grouped_moe, device, case_id, pairs, dtype):
     """Also without gradients, where few tokens take kernels of their own. fp64 on the CPU alone."""
     device = "cpu" if dtype == torch.float64 else device
     case, inputs, arguments = make(grouped_moe, case_id, pairs, dtype, device)
-    want = run_reference(grouped_moe, case, inputs, **arguments)
-    assert_matches(run(grouped_moe, case, inputs, **arguments), want, dtype, dtype)
-    assert_close("inference", call(grouped_moe, case, inputs, **arguments), want["out"], dtype)
+    check(grouped_moe, case, inputs, **arguments)
+    want = reference_out(grouped_moe, case, inputs, arguments)
+    assert_close("inference", call(grouped_moe, case, inputs, **arguments), want, dtype)
 
 
 @pytest.mark.parametrize("tokens", [37, 1])
@@ -109,8 +109,7 @@ def test_many_experts_of_many_rows(grouped_moe, device, pairs, skewed):
     if skewed:
         inputs.top_k_index[:, 0], inputs.top_k_index[::2, 1] = 5, 126
     arguments = make_loras(grouped_moe, case, inputs, pairs)
-    want, got = (each(grouped_moe, case, inputs, **arguments) for each in (run_reference, run))
-    assert_matches(got, want, BF16, BF16)
+    got = check(grouped_moe, case, inputs, **arguments)
     frozen = ("gate_up_lora.b", "down_lora.b")
     assert_part(run(grouped_moe, case, inputs, frozen, **arguments), got)
 
@@ -120,9 +119,7 @@ def test_many_experts_of_many_rows(grouped_moe, device, pairs, skewed):
 def test_factors_of_another_dtype(grouped_moe, device, case_id, pairs, dtype, factor_dtype):
     """As peft makes them: their gradients come in their own dtype."""
     case, inputs, arguments = make(grouped_moe, case_id, pairs, dtype, device, factor_dtype)
-    want = run_reference(grouped_moe, case, inputs, **arguments)
-    got = run(grouped_moe, case, inputs, **arguments)
-    assert_matches(got, want, dtype, factor_dtype)
+    check(grouped_moe, case, inputs, **arguments)
 
 
 @pytest.mark.parametrize("adapters", [0, 2])

@@ -2,7 +2,6 @@
 
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
-import compare
 import torch
 from cases import Case, Inputs
 from poison import LAYOUTS as VIEWS
@@ -100,10 +99,3 @@ def over_adapters(function: Callable[[Optional[int], Optional[Tensor]], Tensor],
     if index is None:
         return function(None, None)
     return sum(function(adapter, index == adapter) for adapter in index.unique().tolist())
-
-
-def assert_matches(
-    got: Dict[str, Tensor], want: Dict[str, Tensor], dtype: torch.dtype, factor_dtype: torch.dtype
-) -> None:
-    """Output and every gradient, of `dtype` but for factors."""
-    compare.assert_matches(got, want, dtype, {name: factor_dtype for name in got if "lora" in name}, few=2)

@@ -3,9 +3,9 @@
 from typing import NamedTuple, Optional, Tuple
 
 import torch
-from block import run, run_reference
+from block import assert_matches, run, run_reference
 from cases import Case, Inputs
-from compare import assert_matches
+from pairs import factors
 from torch import Tensor
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -54,13 +54,13 @@ def with_scales(grouped_moe, case: Case, inputs: Inputs, blocks: Blocks) -> Tupl
     return case._replace(transposed=False), inputs._replace(**given), inputs._replace(**wide)
 
 
-def check(grouped_moe, case: Case, inputs: Inputs, blocks: Blocks, poisoned: Optional[Inputs] = None) -> None:
+def check(grouped_moe, case: Case, inputs: Inputs, blocks: Blocks, poisoned: Optional[Inputs] = None, **loras) -> None:
     """Output and the gradients of all but scaled weights are the reference's on the same weights in fp64.
 
     poisoned: the inputs, but for weights, that the package gets.
     """
     case, given, wide = with_scales(grouped_moe, case, inputs, blocks)
     given = (poisoned or inputs)._replace(**{name: getattr(given, name) for name in WEIGHTS})
-    got, want = run(grouped_moe, case, given), run_reference(grouped_moe, case, wide)
-    assert got.keys() == {"out", *given.floating()}
-    assert_matches(got, {name: want[name] for name in got}, inputs.dout.dtype)
+    got, want = run(grouped_moe, case, given, **loras), run_reference(grouped_moe, case, wide, **loras)
+    assert got.keys() == {"out", *given.floating(), *factors(loras)}
+    assert_matches(got, {name: want[name] for name in got}, inputs, loras)

@@ -1,6 +1,7 @@
 """Kernels of grouped_linear, grouped_mlp and their gradients."""
 
 import pytest
+import sorted_rows
 import torch
 from compare import assert_close, assert_part, assert_same
 from group_splits import WRONG_OFFSETS as WRONG
@@ -8,7 +9,7 @@ from linears import BY_LINEAR, LINEARS, Linear
 from loops import loop_bias_grads
 from mlps import BY_MLP
 from poison import guarded
-from sorted_rows import assert_matches, run, run_reference
+from sorted_rows import run
 
 NAN = float("nan")
 SIZES = (200, 0, 130, 64)  # whole row tiles, one that is cut, none
@@ -36,8 +37,7 @@ def check(grouped_moe, case, dtype, scales_dtype=None, aligned=False):
     aligned: all tensors lie where descriptors take them; else operands lie amid NaN, at an address that they do not.
     """
     inputs = case.make(dtype, "cpu", scales_dtype)
-    given = inputs.poisoned() if aligned else inputs.poisoned().guarded()
-    assert_matches(run(grouped_moe, case, given), run_reference(grouped_moe, case, inputs), dtype, scales_dtype)
+    sorted_rows.check(grouped_moe, case, inputs, inputs.poisoned() if aligned else inputs.poisoned().guarded())
 
 
 @by_dtype

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from compare import assert_bitwise, assert_close, assert_matches, assert_part, assert_same
+from compare import assert_bitwise, assert_close, assert_part, assert_same
 from errors import raises
 from leaves import leaves_of
 from linears import Linear
@@ -14,7 +14,7 @@ from mlps import BY_MLP
 from operations import count_flops, record
 from pairs import WEIGHTS, Pairs, factors, make_index, make_lora, with_factors
 from poison import poisoned_allocations
-from sorted_rows import run, run_reference
+from sorted_rows import check, run
 
 NAN = float("nan")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -54,9 +54,8 @@ def make(grouped_moe, pairs, dtype, device, transposed=False, factor_dtype=None)
 @by_pairs
 def test_linear_matches_merged_weights(grouped_moe, device, pairs, transposed, dtype, factor_dtype):
     linear, inputs, arguments = make(grouped_moe, pairs, dtype, device, transposed, factor_dtype)
-    sizes, own = inputs.offsets.diff(), dict.fromkeys(factors(arguments), factor_dtype)
-    got = run(grouped_moe, linear, inputs, splits=sizes, **arguments)
-    assert_matches(got, run_reference(grouped_moe, linear, inputs, **arguments), dtype, own)
+    sizes = inputs.offsets.diff()
+    got = check(grouped_moe, linear, inputs, splits=sizes, **arguments)
     for frozen in (("weight", "bias", "bias_scales"), ("x", "lora.a"), ("x", "weight", "lora.b")):
         assert_part(run(grouped_moe, linear, inputs, frozen, sizes, **arguments), got)
 
@@ -191,9 +190,7 @@ def test_mlp_matches_merged_weights(grouped_moe, device, pairs, mlp, recompute, 
     }
     if pairs.adapters:
         arguments["adapter_index"] = make_index(pairs.adapters, mlp.rows).to(device)
-    got = run(grouped_moe, mlp, inputs, recompute=recompute, **arguments)
-    own = dict.fromkeys(factors(arguments), factor_dtype)
-    assert_matches(got, run_reference(grouped_moe, mlp, inputs, **arguments), dtype, own)
+    check(grouped_moe, mlp, inputs, recompute=recompute, **arguments)
 
 
 T, H, I, L = 6, 16, 8, 3  # noqa: E741

@@ -103,8 +103,7 @@ def test_tiles_that_two_warp_groups_share(grouped_moe, module, device, transpose
     linear = Linear("long", sizes, rows - sum(sizes), N=n, K=k, transposed=transposed, bias=True, scales=True)
     inputs = linear.make(torch.bfloat16, device)
     with poisoned_allocations():
-        got = sorted_rows.run(grouped_moe, linear, inputs.poisoned())
-    sorted_rows.assert_matches(got, sorted_rows.run_reference(grouped_moe, linear, inputs), torch.bfloat16)
+        sorted_rows.check(grouped_moe, linear, inputs, inputs.poisoned())
 
 
 def test_a_row_that_is_short_in_32_bits(grouped_moe, device):

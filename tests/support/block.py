@@ -10,7 +10,7 @@ import compare
 import torch
 from cases import BY_ID, Case, Inputs, make_inputs
 from leaves import collect, leaves_of
-from pairs import WEIGHTS, factors, merged, over_adapters, with_factors
+from pairs import WEIGHTS, factors, loras_of, merged, over_adapters, with_factors
 from poison import is_sentinel
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -116,11 +116,6 @@ def run_reference(grouped_moe, case: Case, inputs: Inputs, **loras) -> Dict[str,
     """Forward and backward of the reference, in fp64, from the rounded inputs and factors."""
     wide = leaves_of(widen(inputs, loras))
     return differentiate(reference_out(grouped_moe, case, inputs, loras, wide), wide, inputs.dout)
-
-
-def loras_of(changes: Dict) -> Dict:
-    """The LoRAs and the index among arguments of the package."""
-    return {name: changes[name] for name in (*WEIGHTS, "adapter_index") if name in changes}
 
 
 def assert_matches(got: Dict[str, Tensor], want: Dict[str, Tensor], inputs: Inputs, loras: Dict) -> None:

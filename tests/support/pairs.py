@@ -67,6 +67,11 @@ def make_index(adapters: int, rows: int) -> Tensor:
     return torch.randint(-1, adapters + 1, (rows,))
 
 
+def loras_of(arguments: Dict) -> Dict:
+    """The LoRAs and the index among arguments of the package."""
+    return {name: arguments[name] for name in ("lora", *WEIGHTS, "adapter_index") if name in arguments}
+
+
 def factors(arguments: Dict) -> Dict[str, Tensor]:
     """The factors by name."""
     loras = {name: lora for name, lora in arguments.items() if name.endswith("lora") and lora is not None}

@@ -9,7 +9,7 @@ from typing import Dict, NamedTuple, Optional
 import compare
 import torch
 from leaves import collect, leaves_of
-from pairs import factors, with_factors
+from pairs import factors, loras_of, with_factors
 from poison import guarded
 from torch import Tensor
 
@@ -87,6 +87,9 @@ def run_reference(grouped_moe, case, inputs: Inputs, **lora) -> Dict[str, Tensor
     return collect({"y": y}, {**leaves.given(), **named})
 
 
-def assert_matches(got, want, dtype: torch.dtype, scales_dtype: Optional[torch.dtype] = None) -> None:
-    """Output and every gradient, of `dtype` but for scales."""
-    compare.assert_matches(got, want, dtype, dict.fromkeys(SCALES, scales_dtype or dtype))
+def check(grouped_moe, case, inputs: Inputs, poisoned: Optional[Inputs] = None, **changes) -> Dict[str, Tensor]:
+    """The package's result, which matches the reference's. poisoned: the inputs that the package gets, if others."""
+    got, loras = run(grouped_moe, case, poisoned or inputs, **changes), loras_of(changes)
+    own = {name: tensor.dtype for name, tensor in {**inputs.given(), **factors(loras)}.items()}
+    compare.assert_matches(got, run_reference(grouped_moe, case, inputs, **loras), inputs.dy.dtype, own)
+    return got

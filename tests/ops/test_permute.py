@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import Case, make_ids
-from compare import assert_bitwise, assert_close, assert_same
+from compare import assert_bitwise, assert_close, assert_matches, assert_same
 from loops import differentiate, loop_combine, loop_gather
 from marks import by_dtype
 from poison import LAYOUTS, dirty_allocator, is_sentinel, poisoned_allocations
@@ -52,22 +52,18 @@ def test_gather_matches_loop(grouped_moe, device, case, dtype):
 def test_combine_matches_loop(grouped_moe, device, case, dtype, weights_dtype):
     """Also with NaN in every row past R and in the routing weights of sentinels, and for each gradient alone."""
     ids, routing, _, y, weights, dout = make(grouped_moe, case, device, dtype, weights_dtype)
-    reference = [y.double(), weights.double()]
-    want, *want_grads = differentiate(lambda y, w: loop_combine(y, w, routing), reference, dout.double())
+    reference, names = [y.double(), weights.double()], ("out", "dy", "top_k_weights")
+    want = differentiate(lambda y, w: loop_combine(y, w, routing), reference, dout.double())
     y[int(routing.expert_offsets[-1]) :] = NAN
     weights[is_sentinel(ids, case.E)] = NAN
     dout[is_sentinel(ids, case.E).all(1)] = NAN
     with poisoned_allocations():
-        out, dy, dw = differentiate(lambda y, w: grouped_moe.combine_rows(y, w, routing), [y, weights], dout)
+        got = differentiate(lambda y, w: grouped_moe.combine_rows(y, w, routing), [y, weights], dout)
         _, dy_alone = differentiate(lambda y: grouped_moe.combine_rows(y, weights, routing), [y], dout)
         _, dw_alone = differentiate(lambda w: grouped_moe.combine_rows(y, w, routing), [weights], dout)
-    assert (out.dtype, dy.dtype, dw.dtype) == (dtype, dtype, weights_dtype)
-    coarse = torch.bfloat16 if weights_dtype == torch.bfloat16 else dtype
-    assert_close("out", out, want, dtype)
-    assert_close("dy", dy, want_grads[0], dtype)
-    assert_close("dweights", dw, want_grads[1], coarse, inner_products=True)
-    assert_bitwise("dy alone", dy_alone, dy)
-    assert_bitwise("dweights alone", dw_alone, dw)
+    assert_matches(dict(zip(names, got)), dict(zip(names, want)), dtype, {"top_k_weights": weights_dtype})
+    assert_bitwise("dy alone", dy_alone, got[1])
+    assert_bitwise("dweights alone", dw_alone, got[2])
 
 
 VIEWS = {**LAYOUTS, "expanded": lambda tensor: tensor[:1, :1].expand_as(tensor)}

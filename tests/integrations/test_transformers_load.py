@@ -222,19 +222,13 @@ def test_experts_outside_of_the_interface_are_warned_of(implementation, name, ki
 
 def test_experts_of_modules_are_warned_of(implementation):
     """As models with code of their own have them: a list of modules by the name of experts."""
-
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
-            self.shared_experts = torch.nn.Linear(4, 4)
-
-    model = torch.nn.Module()
+    experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+    block, model = {"experts": experts, "shared_experts": torch.nn.Linear(4, 4)}, torch.nn.Module()
     model.config = build_model(QWEN3_MOE, implementation).config
     with pytest.warns(UserWarning, match="has no effect on ModuleList"):
-        model.block = Block()
+        model.block = torch.nn.ModuleDict(block)
     with pytest.warns(UserWarning, match="has no effect on ModuleList"):
-        model.experts = model.block.experts
+        model.experts = experts
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.shared_experts, model.experts = torch.nn.Linear(4, 4), None

@@ -131,11 +131,7 @@ def _patch_compiler(stub, monkeypatch, compiles):
 
 
 def _patch_package(stub, monkeypatch):
-    kernels, device, compat = (
-        stub.module("backends.triton"),
-        stub.module("common.device"),
-        stub.module("common._compat"),
-    )
+    kernels, device, compat = map(stub.module, ("backends.triton", "common.device", "common._compat"))
     spec = device.DeviceSpec(132, 232448, hopper=compat.has_gluon(), name="NVIDIA H200", capability=(9, 0))
     monkeypatch.setattr(device, "device_spec", lambda device: spec)
     monkeypatch.setattr(stub.module("backends"), "_load", lambda device_type: kernels)

@@ -31,18 +31,20 @@ def combine(
     out = y.new_empty((num_tokens, y.shape[1]))
     for start in range(0, num_tokens if y.shape[1] else 0, _TOKENS):  # embedding_bag takes no rows without columns
         end = min(start + _TOKENS, num_tokens)
-        chunk = slot_to_row[start * top_k : end * top_k]
-        slots = (chunk >= 0).nonzero().squeeze(1)
-        values = y.index_select(0, chunk[slots]).to(wide_dtype(y.dtype))
-        # A bag per token: a slot without a row is in none, and a token without rows has an empty one, whose sum is 0.
-        counts = torch.bincount(slots // top_k, minlength=end - start)
-        factors = None
-        if weights is not None:
-            factors = weights.reshape(-1)[start * top_k : end * top_k][slots].to(values.dtype)
-        ids = torch.arange(slots.shape[0], device=slots.device)
+        index = slot_to_row[start * top_k : end * top_k]
+        factors = None if weights is None else weights.reshape(-1)[start * top_k : end * top_k]
+        begins, routed = torch.arange(0, index.shape[0], top_k, device=y.device), index >= 0
+        if not routed.all():
+            # A bag per token: a slot without a row is in none, and a token without rows has an empty one, of sum 0.
+            slots = routed.nonzero().squeeze(1)
+            counts = torch.bincount(slots // top_k, minlength=end - start)
+            index, begins = index[slots], counts.cumsum(0) - counts
+            factors = None if factors is None else factors[slots]
+        values = y.index_select(0, index).to(wide_dtype(y.dtype))
         out[start:end] = torch.nn.functional.embedding_bag(
-            ids, values, counts.cumsum(0) - counts, mode="sum", per_sample_weights=factors
-        )
+            torch.arange(index.shape[0], device=y.device), values, begins, mode="sum",
+            per_sample_weights=None if factors is None else factors.to(values.dtype),
+        )  # fmt: skip
     return out
 
 

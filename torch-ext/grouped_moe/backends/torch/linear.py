@@ -53,7 +53,7 @@ def widen(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers that codes stand for, in fp32 or fp64. PyTorch converts them one by one, in ten times the time.
 
     The seven bits of an e4m3 number without its sign, seven places up, are those of an fp16 number 2^-8 as large. NaN,
-    which has all of them set, has no such neighbour.
+    with all seven set, would become a number: codes with one are left to PyTorch.
     """
     bits = codes.view(torch.int8)
     if int((bits & 127).max()) == 127:

@@ -48,21 +48,23 @@ class BlockScaled(NamedTuple):
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
             raise TypeError(f"dtype: expected bf16, fp16, fp32 or fp64, got {dtype!r}")
         wide = wide_dtype(dtype)
-        return (self.data.to(wide) * self.spread(self.row_scales(self.scale_inv.to(wide)))).to(dtype)
-
-    def row_scales(self, scales: Tensor) -> Tensor:
-        """The scales of the blocks that each row lies in, (E, N, ceil(K / k)), of scales per block as in scale_inv."""
-        part = self.shape[1] // self.parts
-        rows = scales.unflatten(1, (self.parts, -1)).repeat_interleave(min(self.block[0], part), 2)
-        return rows[:, :, :part].flatten(1, 2)
-
-    def spread(self, scales: Tensor) -> Tensor:
-        """The scale of each element, (..., K), of the scales (..., ceil(K / k)) of rows."""
-        k = self.shape[2]
-        return scales.repeat_interleave(min(self.block[1], k), -1)[..., :k]
+        return (self.data.to(wide) * spread(self, row_scales(self, self.scale_inv.to(wide)))).to(dtype)
 
 
 Weight = Union[Tensor, BlockScaled]
+
+
+def row_scales(weight: BlockScaled, scales: Tensor) -> Tensor:
+    """The scales of the blocks that each row lies in, (E, N, ceil(K / k)), of scales per block as in scale_inv."""
+    part = weight.shape[1] // weight.parts
+    rows = scales.unflatten(1, (weight.parts, -1)).repeat_interleave(min(weight.block[0], part), 2)
+    return rows[:, :, :part].flatten(1, 2)
+
+
+def spread(weight: BlockScaled, scales: Tensor) -> Tensor:
+    """The scale of each element, (..., K), of the scales (..., ceil(K / k)) of rows."""
+    k = weight.shape[2]
+    return scales.repeat_interleave(min(weight.block[1], k), -1)[..., :k]
 
 
 def quantize_blocks(weight: Tensor, block: Tuple[int, int] = (128, 128), parts: int = 1) -> BlockScaled:
@@ -90,7 +92,7 @@ def quantize_blocks(weight: Tensor, block: Tuple[int, int] = (128, 128), parts: 
     scales = (largest / _LARGEST).float().flatten(1, 2)
     scales = torch.where((scales > 0) & scales.isfinite(), scales, 1.0)
     scaled = BlockScaled(weight.new_empty(weight.shape, dtype=CODES), scales, (n_block, k_block), parts)
-    values = wide.flatten(1, 2) / scaled.spread(scaled.row_scales(scales.to(wide.dtype)))
+    values = wide.flatten(1, 2) / spread(scaled, row_scales(scaled, scales.to(wide.dtype)))
     return scaled._replace(data=values.clamp(-_LARGEST, _LARGEST).to(CODES))
 
 

@@ -5,7 +5,7 @@ from typing import Iterator, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ...block_scaled import BlockScaled, Weight
+from ...block_scaled import BlockScaled, Weight, row_scales, spread
 from ...common.numbers import wide_dtype
 from ...operands import LowRank, pad_rank
 from ...rows import Rows
@@ -41,16 +41,16 @@ def plain_weight(weight: Weight, group: int, dtype: torch.dtype) -> Tensor:
     if not isinstance(weight, BlockScaled):
         return weight[group]
     codes, wide = weight.data[group], wide_dtype(dtype)
-    scales = weight.row_scales(weight.scale_inv[group, None].to(wide))[0]
+    scales = row_scales(weight, weight.scale_inv[group, None].to(wide))[0]
     out = codes.new_empty(codes.shape, dtype=dtype)
     for start in range(0, len(codes), _WIDENED_ROWS):
         some = slice(start, start + _WIDENED_ROWS)
-        out[some] = widen(codes[some], wide).mul_(weight.spread(scales[some]))
+        out[some] = widen(codes[some], wide).mul_(spread(weight, scales[some]))
     return out
 
 
 def widen(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that codes stand for, in fp32 or fp64. PyTorch converts them one by one, in ten times the time.
+    """The numbers that codes stand for, in fp32 or fp64. PyTorch converts more slowly than it multiplies few rows.
 
     The seven bits of an e4m3 number without its sign, seven places up, are those of an fp16 number 2^-8 as large. NaN,
     with all seven set, would become a number: codes with one are left to PyTorch.
@@ -148,7 +148,7 @@ def wgrad(
     accumulate: bool = False,
 ) -> None:  # fmt: skip
     """out[g] = sum over the rows r of group g of lhs[r] rhs[r]^T, 0 for a group without rows; or is added to out[g]."""
-    if not accumulate:  # one by one: to assign 0 through a mask takes nine times as long
+    if not accumulate:  # one by one: an assignment through a mask goes through all of out
         for group in (rows.group_offsets.diff() == 0).nonzero().flatten().tolist():
             out[group].zero_()
     tokens = tokens_of(rows)
